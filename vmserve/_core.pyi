@@ -270,36 +270,9 @@ def sha256(data: bytes) -> bytes: ...
 #: (kind, sequence, num_tokens, first_token, other sequence, view)
 _Op = tuple[OpKind, int, int, int, int, View]
 
-class KVMemory:
-    def __init__(
-        self,
-        driver: PageDriver,
-        *,
-        num_groups: int,
-        block_tokens: int,
-        blocks_per_page: int,
-        token_bytes: int,
-        max_seqs: int,
-        num_slots: int,
-        max_len: int,
-        limit_pages: int,
-        max_pages: int,
-        read_slack: int = 0,
-        grow_pages: int = 1,
-        ready_pages: int = 0,
-        zero_policy: ZeroPolicy = ...,
-        prefix_caching: bool = True,
-        null_page: bool = False,
-        deferred_reclamation: bool = True,
-        seal_read_only: bool = True,
-        access_under_readers: bool = True,
-        swap_blocks: int = 0,
-        mapper: MapperMode = ...,
-        lookahead_tokens: int = 0,
-        eager_slots: int = 0,
-        eager_pages: int = 0,
-        reclaim_share: float = 0.1,
-    ) -> None: ...
+class _Memory:
+    """What memories of one kind of layers and of several have in common."""
+
     def open(
         self, tenant: int = 0, view: View = ..., salt: bytes = b"", tokens: Sequence[int] = ()
     ) -> int | None: ...
@@ -333,9 +306,49 @@ class KVMemory:
     def clear_cache(self) -> None: ...
     def trim(self, keep_pages: int = 0, drop_idle: bool = False) -> int: ...
     def set_limit(self, limit_pages: int) -> None: ...
+    def settle_mapper(self) -> None: ...
+    def stats(self) -> MemoryStats: ...
+    def memory_map(
+        self, max_cells: int
+    ) -> tuple[int, int, bytes, list[int], NDArray[np.int32]]: ...
+    def last_error(self) -> str: ...
+    def check(self) -> None: ...
+    def fingerprint(self) -> int: ...
+    def require_usable(self) -> None: ...
+    def close(self) -> None: ...
+
+class KVMemory(_Memory):
+    def __init__(
+        self,
+        driver: PageDriver,
+        *,
+        num_groups: int,
+        block_tokens: int,
+        blocks_per_page: int,
+        token_bytes: int,
+        max_seqs: int,
+        num_slots: int,
+        max_len: int,
+        limit_pages: int,
+        max_pages: int,
+        read_slack: int = 0,
+        grow_pages: int = 1,
+        ready_pages: int = 0,
+        zero_policy: ZeroPolicy = ...,
+        prefix_caching: bool = True,
+        null_page: bool = False,
+        deferred_reclamation: bool = True,
+        seal_read_only: bool = True,
+        access_under_readers: bool = True,
+        swap_blocks: int = 0,
+        mapper: MapperMode = ...,
+        lookahead_tokens: int = 0,
+        eager_slots: int = 0,
+        eager_pages: int = 0,
+        reclaim_share: float = 0.1,
+    ) -> None: ...
     def compact(self) -> int: ...
     def run_mapper(self, max_commands: int) -> int: ...
-    def settle_mapper(self) -> None: ...
     def blocks(self, seq: int) -> NDArray[np.int32]: ...
     def slot_pages(self, slot: int) -> NDArray[np.int32]: ...
     def length(self, seq: int) -> int: ...
@@ -350,17 +363,17 @@ class KVMemory:
     def slots_buffer(self, group: int) -> NDArray[np.uint8]: ...
     def arena_buffer(self, group: int) -> NDArray[np.uint8]: ...
     def shadow_buffer(self, group: int) -> NDArray[np.uint8]: ...
-    def stats(self) -> MemoryStats: ...
-    def memory_map(
-        self, max_cells: int
-    ) -> tuple[int, int, bytes, list[int], NDArray[np.int32]]: ...
-    def last_error(self) -> str: ...
-    def check(self) -> None: ...
-    def fingerprint(self) -> int: ...
-    def require_usable(self) -> None: ...
-    def close(self) -> None: ...
     @property
     def closed(self) -> bool: ...
+
+class KindsMemory(_Memory):
+    def __init__(
+        self, kinds: Sequence[tuple[PageDriver, int, dict[str, Any]]], limit_pages: int
+    ) -> None:
+        """kinds: driver, window (0: none) and arguments of :class:`KVMemory`, of each."""
+
+    @property
+    def kinds(self) -> list[KVMemory]: ...
 
 #: (address, dtype, shape, strides in elements)
 _TensorTuple = tuple[int, str, Sequence[int], Sequence[int]]
@@ -435,6 +448,16 @@ class CpuKvView:
         block_tables: NDArray[np.int32],
         block_tokens: int,
     ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        keys: Sequence[_TensorTuple],
+        values: Sequence[_TensorTuple],
+        block_tables: Sequence[NDArray[np.int32]],
+        block_tokens: int,
+        layer_tables: Sequence[int],
+    ) -> None:
+        """Layer ``i`` is read through ``block_tables[layer_tables[i]]``."""
 
 class CpuBatch:
     def __init__(

@@ -29,12 +29,21 @@ std::vector<TensorRef> as_tensors(std::vector<TensorTuple>&& tuples) {
 }
 
 std::shared_ptr<CpuKvView> paged_view(std::vector<TensorTuple> keys,
-                                      std::vector<TensorTuple> values, const Tables& tables,
-                                      std::int64_t block_tokens) {
-  if (tables.ndim() != 2) throw MisuseError("block tables are int32 [rows, blocks]");
+                                      std::vector<TensorTuple> values,
+                                      const std::vector<Tables>& tables, std::int64_t block_tokens,
+                                      std::vector<std::size_t> layer_tables) {
+  if (tables.empty()) throw MisuseError("the block tables are empty");
+  std::vector<const std::int32_t*> addresses;
+  for (const Tables& each : tables) {
+    if (each.ndim() != 2 || each.shape(0) != tables[0].shape(0) ||
+        each.shape(1) != tables[0].shape(1)) {
+      throw MisuseError("block tables are int32 [rows, blocks], all of one shape");
+    }
+    addresses.push_back(each.data());
+  }
   return std::make_shared<CpuKvView>(as_tensors(std::move(keys)), as_tensors(std::move(values)),
-                                     tables.data(), tables.shape(0), tables.shape(1),
-                                     tables.shape(1), block_tokens);
+                                     std::move(addresses), std::move(layer_tables),
+                                     tables[0].shape(0), tables[0].shape(1), block_tokens);
 }
 
 CpuLayerCall as_call(std::int64_t layer, TensorTuple q, TensorTuple k, TensorTuple v,
@@ -102,7 +111,16 @@ void bind_kernels(py::module_& m) {
            }),
            py::arg("keys"), py::arg("values"))
       .def(py::init(&paged_view), py::arg("keys"), py::arg("values"),
-           py::arg("block_tables").noconvert(), py::arg("block_tokens"), py::keep_alive<1, 4>());
+           py::arg("block_tables").noconvert(), py::arg("block_tokens"), py::arg("layer_tables"),
+           py::keep_alive<1, 4>())
+      .def(py::init([](std::vector<TensorTuple> keys, std::vector<TensorTuple> values,
+                       const Tables& tables, std::int64_t block_tokens) {
+             std::vector<std::size_t> layer_tables(keys.size());
+             return paged_view(std::move(keys), std::move(values), {tables}, block_tokens,
+                               std::move(layer_tables));
+           }),
+           py::arg("keys"), py::arg("values"), py::arg("block_tables").noconvert(),
+           py::arg("block_tokens"), py::keep_alive<1, 4>());
   py::class_<CpuBatch>(m, "CpuBatch")
       .def(py::init([](const std::shared_ptr<CpuKvView>& view, const IntArray& places,
                        const IntArray& num_past, const IntArray& num_new) {

@@ -12,6 +12,7 @@
 
 #include "bindings.h"
 #include "vmserve/errors.h"
+#include "vmserve/kinds_memory.h"
 #include "vmserve/kv_memory.h"
 
 namespace py = pybind11;
@@ -178,7 +179,7 @@ py::tuple as_tuple(const MemoryMap& map) {
   return py::make_tuple(map.num_pages, map.pages_per_cell, cells, map.counts, slots);
 }
 
-MemoryConfig as_config(const py::kwargs& kwargs) {
+MemoryConfig as_config(const py::dict& kwargs) {
   MemoryConfig config;
   py::dict left(kwargs);
   const auto take = [&](const char* name, auto& value, bool is_required = false) {
@@ -219,12 +220,14 @@ MemoryConfig as_config(const py::kwargs& kwargs) {
   return config;
 }
 
-void bind_sequences(py::class_<KVMemory>& memory) {
+// What KVMemory and KindsMemory have in common.
+template <typename Memory>
+void bind_sequences(py::class_<Memory>& memory) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
   memory
       .def(
           "open",
-          [](KVMemory& self, Tenant tenant, View view, const py::bytes& salt,
+          [](Memory& self, Tenant tenant, View view, const py::bytes& salt,
              const std::vector<std::int32_t>& tokens) {
             const std::string salt_bytes = salt;
             const py::gil_scoped_release no_gil;
@@ -232,20 +235,20 @@ void bind_sequences(py::class_<KVMemory>& memory) {
           },
           py::arg("tenant") = 0, py::arg("view") = View::kVirtual, py::arg("salt") = py::bytes(),
           py::arg("tokens") = std::vector<std::int32_t>())
-      .def("match", &KVMemory::match, py::arg("seq"), unlocked())
+      .def("match", &Memory::match, py::arg("seq"), unlocked())
       .def(
           "plan",
-          [](KVMemory& self, const std::vector<OpTuple>& ops) { return self.plan(as_ops(ops)); },
+          [](Memory& self, const std::vector<OpTuple>& ops) { return self.plan(as_ops(ops)); },
           py::arg("ops"), unlocked())
       .def(
           "apply",
-          [](KVMemory& self, const std::vector<OpTuple>& ops, std::uint64_t version) {
+          [](Memory& self, const std::vector<OpTuple>& ops, std::uint64_t version) {
             return self.apply(as_ops(ops), version);
           },
           py::arg("ops"), py::arg("version"), unlocked())
       .def(
           "plan_step",
-          [](KVMemory& self, const Ints& grows, const std::vector<OpTuple>& tuples) {
+          [](Memory& self, const Ints& grows, const std::vector<OpTuple>& tuples) {
             std::vector<Op> ops = as_ops(tuples);
             append_grows(ops, grows);
             const py::gil_scoped_release no_gil;
@@ -254,7 +257,7 @@ void bind_sequences(py::class_<KVMemory>& memory) {
           py::arg("grows"), py::arg("ops") = std::vector<OpTuple>())
       .def(
           "apply_step",
-          [](KVMemory& self, const Ints& grows, std::uint64_t version,
+          [](Memory& self, const Ints& grows, std::uint64_t version,
              const std::vector<OpTuple>& tuples) {
             std::vector<Op> ops = as_ops(tuples);
             append_grows(ops, grows);
@@ -273,21 +276,48 @@ void bind_sequences(py::class_<KVMemory>& memory) {
           py::arg("seqs"), py::arg("lengths"))
       .def(
           "append_tokens",
-          [](KVMemory& self, const Ints& seqs, const Ints& tokens) {
+          [](Memory& self, const Ints& seqs, const Ints& tokens) {
             const std::vector<SeqId> ids = narrow(seqs);
             const std::vector<std::int32_t> names = narrow(tokens);
             const py::gil_scoped_release no_gil;
             self.append_tokens(ids, names);
           },
           py::arg("seqs"), py::arg("tokens"))
-      .def("release", &KVMemory::release, py::arg("seq"), unlocked())
-      .def("complete", &KVMemory::complete, py::arg("epoch"), unlocked())
-      .def("abandon_epoch", &KVMemory::abandon_epoch, py::arg("epoch"), unlocked())
-      .def("launched", &KVMemory::launched, py::arg("epoch"), unlocked())
-      .def("finish_copies", &KVMemory::finish_copies, unlocked())
-      .def("is_copying", &KVMemory::is_copying, unlocked())
-      .def_property_readonly("begun_epoch", &KVMemory::begun_epoch)
-      .def_property_readonly("completed_epoch", &KVMemory::completed_epoch);
+      .def("release", &Memory::release, py::arg("seq"), unlocked())
+      .def("complete", &Memory::complete, py::arg("epoch"), unlocked())
+      .def("abandon_epoch", &Memory::abandon_epoch, py::arg("epoch"), unlocked())
+      .def("launched", &Memory::launched, py::arg("epoch"), unlocked())
+      .def("finish_copies", &Memory::finish_copies, unlocked())
+      .def("is_copying", &Memory::is_copying, unlocked())
+      .def_property_readonly("begun_epoch", &Memory::begun_epoch)
+      .def_property_readonly("completed_epoch", &Memory::completed_epoch);
+}
+
+template <typename Memory>
+void bind_pool(py::class_<Memory>& memory) {
+  using unlocked = py::call_guard<py::gil_scoped_release>;
+  memory.def("clear_cache", &Memory::clear_cache, unlocked())
+      .def("trim", &Memory::trim, py::arg("keep_pages") = 0, py::arg("drop_idle") = false,
+           unlocked())
+      .def("set_limit", &Memory::set_limit, py::arg("limit_pages"), unlocked())
+      .def("settle_mapper", &Memory::settle_mapper, unlocked())
+      .def("require_usable", &Memory::require_usable, unlocked())
+      .def("close", &Memory::close, unlocked())
+      .def("stats", &Memory::stats, unlocked())
+      .def("last_error", &Memory::last_error, unlocked())
+      .def("check", &Memory::check, unlocked())
+      .def("fingerprint", &Memory::fingerprint, unlocked())
+      .def(
+          "memory_map",
+          [](Memory& self, std::int64_t max_cells) {
+            MemoryMap map;
+            {
+              const py::gil_scoped_release no_gil;
+              map = self.memory_map(max_cells);
+            }
+            return as_tuple(map);
+          },
+          py::arg("max_cells"));
 }
 
 void bind_reading(py::class_<KVMemory>& memory) {
@@ -324,22 +354,7 @@ void bind_reading(py::class_<KVMemory>& memory) {
                              })
       .def("slots_buffer", &slots_buffer, py::arg("group"))
       .def("arena_buffer", &arena_buffer, py::arg("group"))
-      .def("shadow_buffer", &shadow_buffer, py::arg("group"))
-      .def("stats", &KVMemory::stats, unlocked())
-      .def(
-          "memory_map",
-          [](KVMemory& self, std::int64_t max_cells) {
-            MemoryMap map;
-            {
-              const py::gil_scoped_release no_gil;
-              map = self.memory_map(max_cells);
-            }
-            return as_tuple(map);
-          },
-          py::arg("max_cells"))
-      .def("last_error", &KVMemory::last_error, unlocked())
-      .def("check", &KVMemory::check, unlocked())
-      .def("fingerprint", &KVMemory::fingerprint, unlocked());
+      .def("shadow_buffer", &shadow_buffer, py::arg("group"));
 }
 
 }  // namespace
@@ -364,18 +379,35 @@ void bind_memory(py::module_& m) {
              return std::make_unique<KVMemory>(std::move(driver), config);
            }),
            py::arg("driver"))
-      .def("clear_cache", &KVMemory::clear_cache, unlocked())
-      .def("trim", &KVMemory::trim, py::arg("keep_pages") = 0, py::arg("drop_idle") = false,
-           unlocked())
-      .def("set_limit", &KVMemory::set_limit, py::arg("limit_pages"), unlocked())
       .def("compact", &KVMemory::compact, unlocked())
       .def("run_mapper", &KVMemory::run_mapper, py::arg("max_commands"), unlocked())
-      .def("settle_mapper", &KVMemory::settle_mapper, unlocked())
-      .def("require_usable", &KVMemory::require_usable, unlocked())
-      .def("close", &KVMemory::close, unlocked())
       .def_property_readonly("closed", &KVMemory::closed);
   bind_sequences(memory);
+  bind_pool(memory);
   bind_reading(memory);
+  py::class_<KindsMemory> kinds(m, "KindsMemory");
+  kinds
+      .def(py::init([](const std::vector<std::tuple<std::shared_ptr<PageDriver>, std::int64_t,
+                                                    py::dict>>& described,
+                       std::int64_t limit_pages) {
+             std::vector<KindConfig> configs;
+             for (const auto& [driver, window, options] : described) {
+               configs.push_back({driver, as_config(options), window});
+             }
+             const py::gil_scoped_release no_gil;
+             return std::make_unique<KindsMemory>(configs, limit_pages);
+           }),
+           py::arg("kinds"), py::arg("limit_pages"))
+      // The kinds' own memories, for reading alone.
+      .def_property_readonly("kinds", [](const py::object& self) {
+        py::list kinds_of;
+        for (const auto& kind : py::cast<const KindsMemory&>(self).kinds()) {
+          kinds_of.append(py::cast(kind.get(), py::return_value_policy::reference_internal, self));
+        }
+        return kinds_of;
+      });
+  bind_sequences(kinds);
+  bind_pool(kinds);
 }
 
 }  // namespace vmserve

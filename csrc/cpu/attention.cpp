@@ -283,7 +283,7 @@ void CpuAttention::run(CpuBatch& batch, const CpuLayerCall& call) {
   if (batch.num_tokens() == 0) return;
   const std::lock_guard lock(mutex_);
   // Throws before anything is written.
-  cpu::Plan& plan = batch.plan(call.window, call.q.shape[1], pool_->num_threads());
+  cpu::Plan& plan = batch.plan(call.layer, call.window, call.q.shape[1], pool_->num_threads());
   write(batch, call);
   attend(batch, call, plan);
 }

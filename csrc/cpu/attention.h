@@ -13,6 +13,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "thread_pool.h"
@@ -44,13 +45,13 @@ class CpuKvView {
   // Virtual view: keys and values [slots, max_len, kv_heads, head_dim] of each layer.
   CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values);
   // Paged view: keys and values [pages, page_tokens, kv_heads, head_dim] of each layer, and block
-  // tables int32 [rows, table_width] with rows table_stride apart. Tables may change between
-  // batches.
-  CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values, const std::int32_t* tables,
-            std::int64_t table_rows, std::int64_t table_width, std::int64_t table_stride,
-            std::int64_t block_tokens);
+  // tables int32 [rows, table_width]. Layer i is read through tables[layer_tables[i]]; layers of
+  // one table have equally many pages. Tables may change between batches.
+  CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values,
+            std::vector<const std::int32_t*> tables, std::vector<std::size_t> layer_tables,
+            std::int64_t table_rows, std::int64_t table_width, std::int64_t block_tokens);
 
-  bool paged() const { return tables_ != nullptr; }
+  bool paged() const { return !tables_.empty(); }
   std::int64_t num_layers() const { return static_cast<std::int64_t>(keys_.size()); }
   DType dtype() const { return keys_[0].dtype; }
   std::int64_t kv_heads() const { return keys_[0].shape[2]; }
@@ -65,9 +66,11 @@ class CpuKvView {
   void check_tensors() const;
 
   std::vector<TensorRef> keys_, values_;
-  const std::int32_t* tables_ = nullptr;
-  std::int64_t table_rows_ = 0, table_width_ = 0, table_stride_ = 0;
-  std::int64_t block_tokens_ = 0, blocks_per_page_ = 0, num_blocks_ = 0;
+  std::vector<const std::int32_t*> tables_;
+  std::vector<std::size_t> layer_tables_;
+  std::vector<std::int64_t> num_blocks_;  // of the arena behind each table
+  std::int64_t table_rows_ = 0, table_width_ = 0;
+  std::int64_t block_tokens_ = 0, blocks_per_page_ = 0;
 };
 
 // The sequences of one step, in the order of their rows in q, k and v.
@@ -94,20 +97,23 @@ class CpuBatch {
   std::int64_t first_seen(std::int64_t i, std::int64_t window) const;
   // The work items of a layer, computed for the first layer that asks. Throws MisuseError if a
   // block inside the window is not in the arena.
-  cpu::Plan& plan(std::int64_t window, std::int64_t q_heads, std::int64_t num_threads);
+  cpu::Plan& plan(std::int64_t layer, std::int64_t window, std::int64_t q_heads,
+                  std::int64_t num_threads);
 
  private:
   void check_sequences() const;
-  void check_blocks(std::int64_t window) const;
+  void check_blocks(std::size_t table, std::int64_t window) const;
+  std::size_t table_of(std::int64_t layer) const;
   void copy_tables();
 
   std::shared_ptr<const CpuKvView> view_;
   std::vector<std::int64_t> places_, num_past_, num_new_, starts_;
   std::int64_t num_tokens_ = 0;
-  std::vector<std::int32_t> blocks_;        // rows of the tables, sequence after sequence
-  std::vector<std::int64_t> block_starts_;  // of each sequence in blocks_
+  std::vector<std::int32_t> blocks_;  // rows of the tables
+  // Of each table's sequences, table after table:
+  std::vector<std::int64_t> block_starts_;  // where their blocks begin in blocks_
   std::vector<std::int64_t> usable_from_;   // position after the last block outside the arena
-  std::vector<std::unique_ptr<cpu::Plan>> plans_;
+  std::vector<std::pair<std::size_t, std::unique_ptr<cpu::Plan>>> plans_;  // by table
 };
 
 // One layer of one step.

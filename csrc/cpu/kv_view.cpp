@@ -37,25 +37,34 @@ CpuKvView::CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values)
 }
 
 CpuKvView::CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values,
-                     const std::int32_t* tables, std::int64_t table_rows, std::int64_t table_width,
-                     std::int64_t table_stride, std::int64_t block_tokens)
+                     std::vector<const std::int32_t*> tables, std::vector<std::size_t> layer_tables,
+                     std::int64_t table_rows, std::int64_t table_width, std::int64_t block_tokens)
     : keys_(std::move(keys)),
       values_(std::move(values)),
-      tables_(tables),
+      tables_(std::move(tables)),
+      layer_tables_(std::move(layer_tables)),
+      num_blocks_(tables_.size()),
       table_rows_(table_rows),
       table_width_(table_width),
-      table_stride_(table_stride),
       block_tokens_(block_tokens) {
+  require(!tables_.empty() && table_rows > 0 && table_width > 0, "the block tables are empty");
+  require(layer_tables_.size() == keys_.size() &&
+              *std::max_element(layer_tables_.begin(), layer_tables_.end()) < tables_.size(),
+          "each layer needs one of the block tables");
   check_tensors();
   const std::int64_t page_tokens = keys_[0].shape[1];
-  require(tables != nullptr && table_rows > 0 && table_width > 0, "the block tables are empty");
   require(
       block_tokens > 0 && page_tokens % block_tokens == 0,
       "pages of " + text(page_tokens) + " tokens are not whole blocks of " + text(block_tokens));
   blocks_per_page_ = page_tokens / block_tokens;
-  num_blocks_ = keys_[0].shape[0] * blocks_per_page_;
-  require(num_blocks_ <= std::numeric_limits<std::int32_t>::max() && max_len() <= kMaxTokens,
-          "an arena of " + text(num_blocks_) + " blocks is more than block ids can name");
+  for (std::size_t layer = 0; layer < keys_.size(); ++layer) {
+    std::int64_t& blocks = num_blocks_[layer_tables_[layer]];
+    const std::int64_t here = keys_[layer].shape[0] * blocks_per_page_;
+    require(blocks == 0 || blocks == here, "layers of one block table differ in pages");
+    blocks = here;
+    require(blocks <= std::numeric_limits<std::int32_t>::max() && max_len() <= kMaxTokens,
+            "an arena of " + text(blocks) + " blocks is more than block ids can name");
+  }
 }
 
 void CpuKvView::check_tensors() const {
@@ -64,16 +73,22 @@ void CpuKvView::check_tensors() const {
               text(static_cast<std::int64_t>(values_.size())) +
               " value tensors: one of each for every layer is needed");
   for (const auto* tensors : {&keys_, &values_}) {
-    for (const TensorRef& tensor : *tensors) {
-      require(tensor.shape.size() == 4 && tensor.strides.size() == 4,
+    for (std::size_t layer = 0; layer < tensors->size(); ++layer) {
+      const TensorRef& tensor = (*tensors)[layer];
+      // Layers of other block tables may have more pages, or fewer.
+      const std::vector<std::int64_t>& like = keys_[paged() ? layer : 0].shape;
+      require(tensor.shape.size() == 4 && tensor.strides.size() == 4 && like.size() == 4,
               "keys and values are [rows, tokens, kv_heads, head_dim]");
-      require(tensor.shape == keys_[0].shape && tensor.dtype == keys_[0].dtype,
+      require(tensor.shape == like && tensor.dtype == keys_[0].dtype &&
+                  std::equal(like.begin() + 1, like.end(), keys_[0].shape.begin() + 1),
               "keys and values of all layers must have one shape and dtype");
       require(tensor.strides[3] == 1, "head_dim of keys and values must be contiguous");
     }
   }
-  require(*std::min_element(keys_[0].shape.begin(), keys_[0].shape.end()) > 0,
-          "keys and values are empty");
+  for (const TensorRef& tensor : keys_) {
+    require(*std::min_element(tensor.shape.begin(), tensor.shape.end()) > 0,
+            "keys and values are empty");
+  }
   require(head_dim() % kHeadDimStep == 0 && head_dim() <= cpu::kMaxHeadDim,
           "head_dim " + text(head_dim()) + " is not a multiple of " + text(kHeadDimStep) +
               " up to " + text(cpu::kMaxHeadDim));
@@ -132,15 +147,22 @@ void CpuBatch::check_sequences() const {
 
 void CpuBatch::copy_tables() {
   const std::int64_t block_tokens = view_->block_tokens_;
-  for (std::size_t i = 0; i < places_.size(); ++i) {
-    const std::int64_t count = (num_past_[i] + num_new_[i] + block_tokens - 1) / block_tokens;
-    const std::int32_t* const row = view_->tables_ + places_[i] * view_->table_stride_;
-    block_starts_.push_back(static_cast<std::int64_t>(blocks_.size()));
-    blocks_.insert(blocks_.end(), row, row + count);
-    std::int64_t usable = count;
-    while (usable > 0 && row[usable - 1] >= 0 && row[usable - 1] < view_->num_blocks_) --usable;
-    usable_from_.push_back(usable * block_tokens);
+  for (std::size_t table = 0; table < view_->tables_.size(); ++table) {
+    const std::int64_t num_blocks = view_->num_blocks_[table];
+    for (std::size_t i = 0; i < places_.size(); ++i) {
+      const std::int64_t count = (num_past_[i] + num_new_[i] + block_tokens - 1) / block_tokens;
+      const std::int32_t* const row = view_->tables_[table] + places_[i] * view_->table_width_;
+      block_starts_.push_back(static_cast<std::int64_t>(blocks_.size()));
+      blocks_.insert(blocks_.end(), row, row + count);
+      std::int64_t usable = count;
+      while (usable > 0 && row[usable - 1] >= 0 && row[usable - 1] < num_blocks) --usable;
+      usable_from_.push_back(usable * block_tokens);
+    }
   }
+}
+
+std::size_t CpuBatch::table_of(std::int64_t layer) const {
+  return view_->paged() ? view_->layer_tables_[static_cast<std::size_t>(layer)] : 0;
 }
 
 cpu::Sequence CpuBatch::sequence(std::int64_t layer, std::int64_t i) const {
@@ -155,7 +177,7 @@ cpu::Sequence CpuBatch::sequence(std::int64_t layer, std::int64_t i) const {
                     0,
                     0};
   if (view_->paged()) {
-    seq.blocks = blocks_.data() + block_starts_[at];
+    seq.blocks = blocks_.data() + block_starts_[table_of(layer) * places_.size() + at];
     seq.block_tokens = static_cast<std::int32_t>(view_->block_tokens_);
     seq.blocks_per_page = static_cast<std::int32_t>(view_->blocks_per_page_);
   }
@@ -167,24 +189,27 @@ std::int64_t CpuBatch::first_seen(std::int64_t i, std::int64_t window) const {
   return window == 0 ? 0 : std::max<std::int64_t>(0, past + 1 - window);
 }
 
-cpu::Plan& CpuBatch::plan(std::int64_t window, std::int64_t q_heads, std::int64_t num_threads) {
-  for (const auto& plan : plans_) {
-    if (plan->window == window && plan->q_heads == q_heads) return *plan;
+cpu::Plan& CpuBatch::plan(std::int64_t layer, std::int64_t window, std::int64_t q_heads,
+                          std::int64_t num_threads) {
+  const std::size_t table = table_of(layer);
+  for (const auto& [of, plan] : plans_) {
+    if (of == table && plan->window == window && plan->q_heads == q_heads) return *plan;
   }
-  check_blocks(window);
-  plans_.push_back(std::make_unique<cpu::Plan>(*this, window, q_heads, num_threads));
-  return *plans_.back();
+  check_blocks(table, window);
+  plans_.emplace_back(table, std::make_unique<cpu::Plan>(*this, window, q_heads, num_threads));
+  return *plans_.back().second;
 }
 
-void CpuBatch::check_blocks(std::int64_t window) const {
-  for (std::size_t i = 0; i < usable_from_.size(); ++i) {
-    if (first_seen(static_cast<std::int64_t>(i), window) >= usable_from_[i]) continue;
-    const std::int64_t index = usable_from_[i] / view_->block_tokens_ - 1;
-    const std::int32_t block = blocks_[static_cast<std::size_t>(block_starts_[i] + index)];
+void CpuBatch::check_blocks(std::size_t table, std::int64_t window) const {
+  for (std::size_t i = 0; view_->paged() && i < places_.size(); ++i) {
+    const std::size_t at = table * places_.size() + i;
+    if (first_seen(static_cast<std::int64_t>(i), window) >= usable_from_[at]) continue;
+    const std::int64_t index = usable_from_[at] / view_->block_tokens_ - 1;
+    const std::int32_t block = blocks_[static_cast<std::size_t>(block_starts_[at] + index)];
     // The kernels read a block even if only part of it is inside the window.
     throw MisuseError("block table row " + text(places_[i]) + ": entry " + text(index) + " is " +
                       std::to_string(block) + ", outside the arena's 0 .. " +
-                      text(view_->num_blocks_ - 1));
+                      text(view_->num_blocks_[table] - 1));
   }
 }
 

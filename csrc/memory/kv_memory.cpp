@@ -217,6 +217,10 @@ void KVMemory::release(SeqId id) {
 
 Plan KVMemory::plan(const std::vector<Op>& ops) {
   const auto lock = enter();
+  return assess(ops).plan;
+}
+
+const Assessed& KVMemory::assess(const std::vector<Op>& ops) {
   background_.apply_finished_work();
   // An empty plan must not invalidate an earlier one, and an attach relies on cached blocks that
   // were found.
@@ -231,16 +235,36 @@ Plan KVMemory::plan(const std::vector<Op>& ops) {
     if (work_.failure.empty()) work_.retry_repairs();
     assessed_ = planner_.assess(merged_ops_);
   }
-  return assessed_.plan;
+  return assessed_;
 }
 
 Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   const auto lock = enter();
+  const auto start = Clock::now();
+  const Assessed now = assess_again(ops, version);
+  Change change(ledger_, *work_.driver, now.packing != Packing::kNone, /*is_trial=*/false);
+  try {
+    stage(change, now);
+    execute(change);
+  } catch (const Error& error) {
+    undo(change, &error);
+    throw;
+  } catch (...) {
+    undo(change, nullptr);
+    throw;
+  }
+  commit(change);
+  ledger_.totals.map_seconds += change.counts.map_calls > 0 ? seconds_since(start) : 0;
+  schedule_work(change);
+  return ledger_.begun;
+}
+
+// Plans ops that are about to be applied. They are in merged_ops_ then. Throws unless they fit.
+Assessed KVMemory::assess_again(const std::vector<Op>& ops, std::uint64_t version) {
   work_.require_alive();
   if (version != ledger_.version) {
     throw MisuseError("the plan is stale: something was changed or released since; plan again");
   }
-  const auto start = Clock::now();
   const bool is_planned = assessed_.plan.version == version && last_ops_ == ops;
   if (!is_planned) merged_ops_ = planner_.merge_grows(ops);
   last_ops_.clear();  // a plan is applied once
@@ -264,28 +288,30 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
                            with_commas(plan.needed_mappings) + " memory mappings, " +
                            with_commas(plan.available_mappings) + " can be had");
   }
-  Change change(ledger_, *work_.driver, now.packing != Packing::kNone, /*is_trial=*/false);
-  try {
-    room_.make_mapping_room(plan.needed_mappings);
-    if (now.packing == Packing::kCompacted) room_.compact_all();
-    ops_.stage(change, wanted);
-    work_.prepare(change);
-    ops_.assign_fresh(change);
-    work_.execute(change);
-  } catch (const Error& error) {
-    ops_.rollback(change);
-    work_.fail_if_sticky(error);
-    throw;
-  } catch (...) {
-    ops_.rollback(change);
-    throw;
-  }
-  commit(change);
-  ledger_.totals.map_seconds += change.counts.map_calls > 0 ? seconds_since(start) : 0;
+  return now;
+}
+
+void KVMemory::stage(Change& change, const Assessed& now) {
+  room_.make_mapping_room(now.plan.needed_mappings);
+  if (now.packing == Packing::kCompacted) room_.compact_all();
+  ops_.stage(change, merged_ops_);
+  work_.prepare(change);
+}
+
+void KVMemory::execute(Change& change) {
+  ops_.assign_fresh(change);
+  work_.execute(change);
+}
+
+void KVMemory::undo(Change& change, const Error* error) {
+  ops_.rollback(change);
+  if (error != nullptr) work_.fail_if_sticky(*error);
+}
+
+void KVMemory::schedule_work(const Change& change) {
   background_.schedule_work(change.grows);
   background_.restore_write_access();
   room_.try_give_back_excess();
-  return ledger_.begun;
 }
 
 // Waits for mapper commands that concern the ops; usually there are none. True if outcomes were

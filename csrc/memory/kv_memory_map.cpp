@@ -44,10 +44,10 @@ std::uint8_t code_of(const BlockPool& pool, PageId page, std::uint8_t uses) {
 
 // A cell of several pages has their most frequent code; of equally frequent ones, the lowest.
 void draw_cells(MemoryMap& map, const BlockPool& pool, const std::vector<std::uint8_t>& uses,
-                std::int64_t max_cells) {
+                std::int64_t pages_per_cell) {
   const auto num_pages_shown = static_cast<std::int64_t>(uses.size());
   map.num_pages = num_pages_shown;
-  map.pages_per_cell = std::max<std::int64_t>(1, (num_pages_shown + max_cells - 1) / max_cells);
+  map.pages_per_cell = pages_per_cell;
   map.counts.assign(kNumPageCodes, 0);
   map.cells.reserve(static_cast<std::size_t>(num_pages_shown / map.pages_per_cell + 1));
   std::array<std::int64_t, kNumPageCodes> counts{};
@@ -74,12 +74,27 @@ MemoryMap KVMemory::memory_map(std::int64_t max_cells) {
   const auto lock = enter();
   background_.apply_finished_work();
   // Pages above a lowered limit are shown until they are returned.
-  std::int64_t num_pages_shown = pool_.limit();
-  for (std::int64_t page = pool_.next_committed(num_pages_shown); page >= 0;
+  const std::int64_t shown = std::max(pool_.limit(), num_pages_shown());
+  return draw_map(shown, std::max<std::int64_t>(1, (shown + max_cells - 1) / max_cells));
+}
+
+MemoryMap KVMemory::committed_map(std::int64_t pages_per_cell) {
+  const auto lock = enter();
+  background_.apply_finished_work();
+  return draw_map(num_pages_shown(), pages_per_cell);
+}
+
+std::int64_t KVMemory::num_pages_shown() const {
+  std::int64_t shown = 0;
+  for (std::int64_t page = pool_.next_committed(0); page >= 0;
        page = pool_.next_committed(page + 1)) {
-    num_pages_shown = page + 1;
+    shown = page + 1;
   }
-  std::vector<std::uint8_t> uses(static_cast<std::size_t>(num_pages_shown));
+  return shown;
+}
+
+MemoryMap KVMemory::draw_map(std::int64_t num_pages, std::int64_t pages_per_cell) const {
+  std::vector<std::uint8_t> uses(static_cast<std::size_t>(num_pages));
   MemoryMap map;
   map.slots.reserve(slots_.size());
   for (const Slot& slot : slots_) {
@@ -97,7 +112,7 @@ MemoryMap KVMemory::memory_map(std::int64_t max_cells) {
       if (block != kNoBlock) uses[pool_.page_of(block)] |= use;
     }
   }
-  draw_cells(map, pool_, uses, max_cells);
+  draw_cells(map, pool_, uses, pages_per_cell);
   return map;
 }
 

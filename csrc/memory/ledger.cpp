@@ -67,6 +67,18 @@ std::int64_t Ledger::num_matched(const Sequence& seq) const {
   return matched;
 }
 
+std::int64_t Ledger::num_matched(const Sequence& seq, std::int64_t most,
+                                 std::int64_t window) const {
+  std::int64_t matched = 0;
+  std::int64_t run_start = 0;  // of the run of cached blocks that ends here
+  for (std::int64_t i = 0; i < most; ++i) {
+    if (pool.find(seq.digests[i]) == kNoBlock) run_start = i + 1;
+    const std::int64_t first_token = (i + 1) * config.block_tokens + 1 - window;
+    if (std::max<std::int64_t>(0, first_token) / config.block_tokens >= run_start) matched = i + 1;
+  }
+  return matched;
+}
+
 void Ledger::park(SlotId id, Epoch retire) {
   Slot& slot = slots[id];
   slot.seq = kNoSeq;
@@ -100,9 +112,12 @@ void Ledger::publish(Sequence& seq) {
   }
 }
 
-std::vector<BlockId> Ledger::matched_blocks(const Sequence& seq, std::int64_t num_tokens) const {
-  std::vector<BlockId> blocks;
-  for (std::int64_t i = 0; i < num_tokens / config.block_tokens; ++i) {
+std::vector<BlockId> Ledger::matched_blocks(const Sequence& seq, std::int64_t num_tokens,
+                                            std::int64_t first_token) const {
+  std::vector<BlockId> blocks(static_cast<std::size_t>(first_token / config.block_tokens),
+                              kNoBlock);
+  for (auto i = static_cast<std::int64_t>(blocks.size()); i < num_tokens / config.block_tokens;
+       ++i) {
     blocks.push_back(pool.find(seq.digests[i]));
   }
   return blocks;

@@ -49,9 +49,11 @@ void Ops::stage_one(Change& change, const Op& op) {
 void Ops::hold_matches(Change& change, const std::vector<Op>& ops) {
   for (const Op& op : ops) {
     if (op.kind != OpKind::kAttach || op.num_tokens == 0) continue;
-    change.attached.push_back({op.seq, ledger_.matched_blocks(seqs_[op.seq], op.num_tokens)});
+    change.attached.push_back(
+        {op.seq, ledger_.matched_blocks(seqs_[op.seq], op.num_tokens, op.first_token)});
     PageId last = kNoPage;
     for (const BlockId block : change.attached.back().blocks) {
+      if (block == kNoBlock) continue;
       // A page in use is not evicted, and the plan counts on its other blocks: reference only this
       // one.
       if (pool_.used(pool_.page_of(block)) > 0) {
@@ -96,6 +98,7 @@ void Ops::stage_attach(Change& change, const Op& op) {
   const auto attached =
       std::find_if(change.attached.begin(), change.attached.end(),
                    [&](const Attached& candidate) { return candidate.seq == op.seq; });
+  seq.kv.num_trimmed = op.first_token / config_.block_tokens;
   bind(change, op.seq, attached->blocks, op.num_tokens, /*own=*/false);
   seq.kv.length = seq.kv.sealed = op.num_tokens;
   seq.kv.num_published = op.num_tokens / config_.block_tokens;
@@ -518,7 +521,12 @@ void Ops::assign_slot(Change& change, SeqId id, const std::vector<BoundPage>& bo
                             config_.max_len, static_cast<std::int64_t>(seqs_[id].tokens.size()))));
   const std::int64_t at_hand = pool_.num_free() + pool_.limit() - pool_.num_committed();
   const bool short_of_pages = at_hand < want - static_cast<std::int64_t>(bound.size());
-  SlotId slot_id = choose_slot(change, seqs_[id].tenant, bound, want, short_of_pages);
+  const auto given = std::find_if(given_slots.begin(), given_slots.end(),
+                                  [&](const auto& choice) { return choice.first == id; });
+  SlotId slot_id = given == given_slots.end()
+                       ? choose_slot(change, seqs_[id].tenant, bound, want, short_of_pages)
+                       : given->second;
+  if (slot_id != kNoSlot && slots_[slot_id].in_repair) slot_id = kNoSlot;  // it was given
   if (slot_id == kNoSlot && change.is_trial) {
     ++change.missing_slots;
     slot_id = static_cast<SlotId>(slots_.size());
@@ -526,6 +534,8 @@ void Ops::assign_slot(Change& change, SeqId id, const std::vector<BoundPage>& bo
   } else if (slot_id == kNoSlot) {
     throw OutOfMemoryError("all " + std::to_string(config_.num_slots) +
                            " slots are taken: raise --max-num-seqs");
+  } else {
+    change.taken_slots.emplace_back(id, slot_id);
   }
   Slot& slot = slots_[slot_id];
   change.awaited_command = std::max(change.awaited_command, slot.last_command);

@@ -13,6 +13,15 @@ std::string name(SeqId seq) {
 
 }  // namespace
 
+// Tokens up to which all blocks are cached but those wholly before `first_token`.
+std::int64_t Planner::num_cached(const Sequence& seq, std::int64_t first_token) const {
+  if (first_token == 0) return ledger_.num_matched(seq) * config_.block_tokens;
+  const auto end = static_cast<std::int64_t>(seq.digests.size());
+  std::int64_t block = first_token / config_.block_tokens;
+  while (block < end && pool_.find(seq.digests[block]) != kNoBlock) ++block;
+  return block * config_.block_tokens;
+}
+
 void Planner::validate(const std::vector<Op>& ops) const {
   std::vector<std::uint8_t> seen(seqs_.size());  // 1: an op other than kGrow; 2: kSwapOut
   for (const Op& op : ops) {
@@ -40,10 +49,9 @@ void Planner::validate(const std::vector<Op>& ops) const {
           return "a cached prefix has whole blocks of " + std::to_string(config_.block_tokens) +
                  " tokens, not " + with_commas(op.num_tokens);
         });
-        require(op.num_tokens <= ledger_.num_matched(seq) * config_.block_tokens, [&] {
+        require(op.num_tokens <= num_cached(seq, op.first_token), [&] {
           return name(op.seq) + " asks for " + with_commas(op.num_tokens) +
-                 " cached tokens: " + with_commas(ledger_.num_matched(seq) * config_.block_tokens) +
-                 " are cached";
+                 " cached tokens: " + with_commas(num_cached(seq, op.first_token)) + " are cached";
         });
         break;
       case OpKind::kFork: {
@@ -182,7 +190,7 @@ std::int64_t Planner::max_mapping_runs(const Change& change) const {
 }
 
 Assessed Planner::trial(const std::vector<Op>& ops, Packing packing) {
-  Assessed found{{}, packing};
+  Assessed found{{}, packing, {}};
   Plan& plan = found.plan;
   Trial trial(ledger_, work_, ops_, packing != Packing::kNone);
   Change& change = trial.change;
@@ -196,6 +204,7 @@ Assessed Planner::trial(const std::vector<Op>& ops, Packing packing) {
   plan.missing_slots = change.missing_slots;
   plan.missing_swap_blocks = change.missing_swap_blocks;
   plan.needed_mappings = max_mapping_runs(change) * work_.mappings_per_run();
+  found.taken_slots = std::move(change.taken_slots);
   return found;
 }
 

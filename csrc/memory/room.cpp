@@ -135,6 +135,17 @@ bool Room::evict(PageId page, std::int64_t wanted) {
   return true;
 }
 
+bool Room::evict_oldest() {
+  const std::int64_t before = pool_.num_free();
+  PageId page = pool_.oldest_idle();
+  while (page != kNoPage && pool_.num_free() == before) {
+    const PageId next = pool_.next_idle(page);
+    evict(page, 1);
+    page = next != kNoPage && pool_.state(next) == PageState::kIdle ? next : kNoPage;
+  }
+  return pool_.num_free() > before;
+}
+
 std::int64_t Room::evict_idle(std::int64_t keep) {
   const std::int64_t at_hand = pool_.num_free() + pool_.count(PageState::kIdle);
   std::int64_t wanted = std::min(at_hand - keep, pool_.count(PageState::kIdle));

@@ -21,8 +21,10 @@ def test_the_stub_names_what_the_module_has() -> None:
     stub = ast.parse((Path(errors.__file__).parent / "_core.pyi").read_text())
     classes = {node.name: node for node in stub.body if isinstance(node, ast.ClassDef)}
     functions = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
-    assert set(classes) | functions == public(dir(_core))
+    assert public([*classes]) | functions == public(dir(_core))
     for name, node in classes.items():
+        if name.startswith("_"):
+            continue
         declared = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
         declared |= {
             target.id

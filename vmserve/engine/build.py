@@ -109,7 +109,15 @@ def build(
             progress=progress,
         )
         runtime.synchronize()
-    memory = create_memory(resolved, model_config, dtype, slack, pages)
+    # Kernels of torch know one block table for all layers.
+    memory = create_memory(
+        resolved,
+        model_config,
+        dtype,
+        slack,
+        pages,
+        separates_kinds=native and not resolved.async_scheduling,
+    )
     swaps = resolved.swap_bytes > 0
     preemption = PreemptionPolicy(resolved.preemption if swaps else "recompute")
     regimes = RegimePolicy(
@@ -129,6 +137,9 @@ def build(
             resolved.max_num_seqs,
             resolved.max_num_batched_tokens,
             window=widest_window(model_config, head_slack),
+            narrowest_window=min(
+                (kind.window for kind in memory.kinds if kind.window is not None), default=None
+            ),
             max_scored_tokens=max(1, SCORED_LOGITS // model_config.vocab_size),
             priority_max_wait=resolved.priority_max_wait,
             separates_phases=resolved.scheduling_policy == "v0",

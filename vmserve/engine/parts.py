@@ -14,7 +14,13 @@ from vmserve.engine.pins import MAX_PINNED_PREFIXES
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.memory.device import MemoryDevice
-from vmserve.memory.layout import HOST_GRANULARITY, KVLayout, layers_for_granularity, plan_layout
+from vmserve.memory.layout import (
+    HOST_GRANULARITY,
+    KVLayout,
+    layer_kinds,
+    layers_for_granularity,
+    plan_layout,
+)
 from vmserve.memory.limits import max_map_count
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models.config import ModelConfig
@@ -57,8 +63,13 @@ def create_memory(
     dtype: DType,
     read_slack_tokens: int,
     device: MemoryDevice,
+    *,
+    separates_kinds: bool = False,
 ) -> MemoryManager:
-    """The KV memory for these options; refuses a pool that cannot hold the longest sequence."""
+    """The KV memory for these options; refuses a pool that cannot hold the longest sequence.
+
+    ``separates_kinds``: layers with a sliding window have pages of their own, if others have none.
+    """
     limit_bytes = resolved.kv_limit_bytes
     shape = (model.num_layers, model.kv_heads, model.head_dim, dtype, device.granularity)
     layout = plan_layout(
@@ -71,6 +82,9 @@ def create_memory(
         max_map_count=(max_map_count() if device.granularity == HOST_GRANULARITY else None),
     )
     max_len = resolved.max_model_len
+    kinds = layer_kinds(model.windows)
+    if not separates_kinds or kinds[0].window is not None or layout.layers_per_group > 1:
+        kinds = ()
     require_room(layout, limit_bytes, max_len, read_slack_tokens)
     return MemoryManager(
         layout,
@@ -79,6 +93,7 @@ def create_memory(
         num_seqs=2 * resolved.max_num_seqs + MAX_PINNED_PREFIXES,
         max_len=max_len,
         limit_bytes=limit_bytes,
+        kinds=kinds if len(kinds) > 1 else (),
         options=MemoryOptions(
             read_slack_tokens=read_slack_tokens,
             zero_pages=resolved.kv_zero_pages,

@@ -27,9 +27,14 @@ def host_view(memory: MemoryManager, regime: Regime) -> HostView:
     if regime is Regime.VIRTUAL:
         slots = memory.slot_buffers()
         return HostView(_core.CpuKvView(*_layers(memory, slots, memory.max_len)), slots)
-    arena, tables = memory.arena_buffers(), memory.block_tables()
+    arena = memory.arena_buffers()
     keys, values = _layers(memory, arena, memory.layout.page_tokens)
-    core = _core.CpuKvView(keys, values, tables, memory.layout.block_tokens)
+    tables = [memory.block_tables(kind) for kind in range(max(1, len(memory.kinds)))]
+    layer_tables = [0] * len(keys)
+    for index, kind in enumerate(memory.kinds):
+        for layer in kind.layers:
+            layer_tables[layer] = index
+    core = _core.CpuKvView(keys, values, tables, memory.layout.block_tokens, layer_tables)
     return HostView(core, (arena, tables))
 
 

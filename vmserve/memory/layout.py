@@ -23,13 +23,17 @@ from vmserve.errors import ConfigurationError
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
 __all__ = [
     "CUDA_GRANULARITY",
     "HOST_GRANULARITY",
     "KVLayout",
+    "LayerKind",
     "candidates",
+    "layer_kinds",
     "layers_for_granularity",
     "plan_layout",
 ]
@@ -149,6 +153,31 @@ class KVLayout:
         names += ("padding_waste", "total_page_bytes", "blocks_per_page")
         names += ("worst_case_waste_bytes", "map_calls_per_1k_tokens")
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Layers that keep the same positions of a sequence: all, or those of a sliding window."""
+
+    layers: tuple[int, ...]
+    #: How many positions a query sees, itself included; None: all.
+    window: int | None
+
+    @property
+    def name(self) -> str:
+        return "all" if self.window is None else f"window {self.window}"
+
+
+def layer_kinds(windows: Sequence[int | None]) -> tuple[LayerKind, ...]:
+    """Group layers by window, those that see everything first, then the widest window.
+
+    ``windows``: of each layer.
+    """
+    found = sorted(set(windows), key=lambda window: -math.inf if window is None else -window)
+    return tuple(
+        LayerKind(tuple(layer for layer, each in enumerate(windows) if each == window), window)
+        for window in found
+    )
 
 
 def plan_layout(

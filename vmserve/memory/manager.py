@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.memory.base import Growth, MemoryOp
-    from vmserve.memory.layout import KVLayout
+    from vmserve.memory.layout import KVLayout, LayerKind
 
 __all__ = ["MemoryManager", "MemoryOptions"]
 
@@ -90,7 +91,9 @@ class MemoryManager:
     """Implements :class:`vmserve.memory.base.KVMemory`.
 
     ``limit_bytes`` limits the pool and can be changed while serving. ``num_seqs``: sequences that
-    can be open (default: one for each slot). ``limits`` and ``wrap_driver`` are seams for tests:
+    can be open (default: one for each slot). ``kinds``: kinds of layers that get pages of their own
+    from the pool, the first of which sees all positions (none: one page has all layers); only with
+    a layout of one layer per group, K beside V. ``limits`` and ``wrap_driver`` are seams for tests:
     the system's limits, and a driver around the real one.
 
     Raises :class:`ConfigurationError` if not one page fits in the limit, and :class:`DriverError`
@@ -105,6 +108,7 @@ class MemoryManager:
         max_len: int,
         limit_bytes: int,
         num_seqs: int | None = None,
+        kinds: Sequence[LayerKind] = (),
         options: MemoryOptions | None = None,
         limits: _core.SystemLimits | None = None,
         wrap_driver: Callable[[_core.PageDriver], _core.PageDriver] | None = None,
@@ -120,45 +124,71 @@ class MemoryManager:
         max_bytes = max(limit_bytes, options.max_limit_bytes or device.total_bytes)
         #: The highest possible limit: the reserved address space.
         self.max_pages = max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
-        num_frames = layout.num_groups * max_pages
-        driver = device.create_driver(layout.page_bytes, num_frames, limits)
-        self._is_asynchronous = driver.capabilities.asynchronous
+        self.kinds = tuple(kinds)
+        #: Groups of layers of each kind.
+        sizes = [len(kind.layers) for kind in self.kinds] or [layout.num_groups]
+        assert sum(sizes) == layout.num_groups
+
+        def create_driver(num_groups: int) -> _core.PageDriver:
+            # Any kind may take the whole pool.
+            num_frames = layout.num_groups * max_pages // num_groups * num_groups
+            driver = device.create_driver(layout.page_bytes, num_frames, limits)
+            return driver if wrap_driver is None else wrap_driver(driver)
+
+        drivers = [create_driver(size) for size in sizes]
+        self._is_asynchronous = drivers[0].capabilities.asynchronous
         self._launched_epoch = 0
         self._may_wait = True
         self._is_copying = False
-        if wrap_driver is not None:
-            driver = wrap_driver(driver)
-        self._copies_beside = driver.capabilities.copy_stream
+        self._copies_beside = drivers[0].capabilities.copy_stream
         #: Free pages kept ready.
         self.ready_pages = min(options.ready_bytes, limit_bytes // 8) // layout.total_page_bytes
         block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
-        self._core = _core.KVMemory(
-            driver,
-            num_groups=layout.num_groups,
-            block_tokens=layout.block_tokens,
-            blocks_per_page=layout.page_tokens // layout.block_tokens,
-            token_bytes=layout.token_stride,
-            max_seqs=num_seqs or num_slots,
-            num_slots=num_slots,
-            max_len=max_len,
-            read_slack=options.read_slack_tokens,
-            limit_pages=self.limit_pages,
-            max_pages=max_pages,
-            grow_pages=max(1, min(device.grow_bytes, limit_bytes // 8) // layout.total_page_bytes),
-            ready_pages=self.ready_pages,
-            zero_policy=_ZERO_POLICIES[options.zero_pages],
-            prefix_caching=options.prefix_caching,
-            null_page=options.null_page,
-            deferred_reclamation=options.deferred_reclamation,
-            seal_read_only=options.seal_read_only,
-            access_under_readers=device.seals_under_readers,
-            swap_blocks=options.swap_bytes // block_bytes,
-            mapper=_MAPPERS[options.mapper],
-            lookahead_tokens=options.lookahead_tokens,
-            eager_slots=options.eager_slots,
-            eager_pages=layout.pages_for(options.eager_tokens),
-            reclaim_share=options.reclaim_share,
-        )
+        common: dict[str, Any] = {
+            "block_tokens": layout.block_tokens,
+            "blocks_per_page": layout.page_tokens // layout.block_tokens,
+            "token_bytes": layout.token_stride,
+            "max_seqs": num_seqs or num_slots,
+            "num_slots": num_slots,
+            "max_len": max_len,
+            "read_slack": options.read_slack_tokens,
+            "grow_pages": max(
+                1, min(device.grow_bytes, limit_bytes // 8) // layout.total_page_bytes
+            ),
+            "ready_pages": self.ready_pages,
+            "zero_policy": _ZERO_POLICIES[options.zero_pages],
+            "prefix_caching": options.prefix_caching,
+            "null_page": options.null_page,
+            "deferred_reclamation": options.deferred_reclamation,
+            "seal_read_only": options.seal_read_only,
+            "access_under_readers": device.seals_under_readers,
+            "swap_blocks": options.swap_bytes // block_bytes,
+            "mapper": _MAPPERS[options.mapper],
+            "lookahead_tokens": options.lookahead_tokens,
+            "eager_slots": options.eager_slots,
+            "eager_pages": layout.pages_for(options.eager_tokens),
+            "reclaim_share": options.reclaim_share,
+        }
+        self._core: _core.KVMemory | _core.KindsMemory
+        #: Of each kind of layers.
+        self._parts: list[_core.KVMemory]
+        if len(sizes) == 1:
+            self._core = _core.KVMemory(
+                drivers[0],
+                num_groups=layout.num_groups,
+                limit_pages=self.limit_pages,
+                max_pages=max_pages,
+                **common,
+            )
+            self._parts = [self._core]
+        else:
+            of_kinds = []
+            for driver, kind, size in zip(drivers, self.kinds, sizes, strict=True):
+                most = layout.num_groups * max_pages // size
+                own = {**common, "num_groups": size, "limit_pages": most, "max_pages": most}
+                of_kinds.append((driver, kind.window or 0, own))
+            self._core = _core.KindsMemory(of_kinds, self.limit_pages)
+            self._parts = self._core.kinds
 
     # -- sequences ----------------------------------------------------------------------
 
@@ -228,7 +258,7 @@ class MemoryManager:
         return self._core.apply_step(again.rows, again.version, _op_tuples(again.ops))
 
     def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
-        return self._core.slots(seqs)
+        return self._parts[0].slots(seqs)
 
     def launched(self, epoch: int) -> None:
         """Note that the epoch's work is with the device; it is complete when that is done.
@@ -374,40 +404,56 @@ class MemoryManager:
 
     def blocks(self, seq: int) -> NDArray[np.int32]:
         """The sequence's block ids in order, -1 for released ones: ``[blocks]``."""
-        return self._core.blocks(seq)
+        return self._parts[0].blocks(seq)
 
-    def block_tables(self) -> NDArray[np.int32]:
+    def block_tables(self, kind: int = 0) -> NDArray[np.int32]:
         """Block tables of all sequences, kept current: int32 ``[num_seqs, blocks]``, 0 beyond the
         end."""
-        return self._core.block_tables
+        return self._parts[kind].block_tables
 
     def length(self, seq: int) -> int:
         """The tokens that the sequence was grown to."""
-        return self._core.length(seq)
+        return self._parts[0].length(seq)
 
     def regime(self, seq: int) -> Regime:
-        return _REGIMES[self._core.view(seq)]
+        return _REGIMES[self._parts[0].view(seq)]
+
+    @cached_property
+    def _groups(self) -> list[tuple[_core.KVMemory, int]]:
+        """The memory that has each group of layers, and its number there."""
+        if len(self._parts) == 1:
+            return [(self._parts[0], group) for group in range(self.layout.num_groups)]
+        pairs = {
+            layer: (part, group)
+            for part, kind in zip(self._parts, self.kinds, strict=True)
+            for group, layer in enumerate(kind.layers)
+        }
+        return [pairs[layer] for layer in range(self.layout.num_layers)]
 
     # For each group uint8 ``[rows, row_bytes]``, in which :mod:`.tensors` and :mod:`.host_views`
     # find its layers' keys and values. Touching unmapped memory is a fault.
 
     def slot_buffers(self) -> list[NDArray[np.uint8]]:
         """A slot per row."""
-        return [self._core.slots_buffer(group) for group in range(self.layout.num_groups)]
+        return [part.slots_buffer(group) for part, group in self._groups]
 
     def arena_buffers(self) -> list[NDArray[np.uint8]]:
         """A page per row."""
-        return [self._core.arena_buffer(group) for group in range(self.layout.num_groups)]
+        return [part.arena_buffer(group) for part, group in self._groups]
 
     def shadow_buffers(self) -> list[NDArray[np.uint8]]:
         """A slot per row, read-only, and zero where nothing is mapped.
 
         Raises ``ValueError`` on a GPU, on which touching unmapped memory is a fault.
         """
-        return [self._core.shadow_buffer(group) for group in range(self.layout.num_groups)]
+        return [part.shadow_buffer(group) for part, group in self._groups]
 
     def stats(self) -> MemoryStats:
         return self._core.stats()
+
+    def kind_stats(self) -> list[MemoryStats]:
+        """Of each kind of layers, in pages of its own."""
+        return [part.stats() for part in self._parts]
 
     def slot_use(self) -> SlotUse:
         stats = self._core.stats()

@@ -22,6 +22,8 @@ class SchedulerLimits:
     watermark: float = 0.01
     #: The widest sliding window of the model's layers; None if a layer sees everything.
     window: int | None = None
+    #: The narrowest window of layers that have pages of their own; None if there are none.
+    narrowest_window: int | None = None
     #: Seconds after which a waiting request goes before higher priorities; None: never.
     priority_max_wait: float | None = None
     #: Most prompt tokens scored in a step: each takes a row of logits.

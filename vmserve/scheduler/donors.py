@@ -29,7 +29,7 @@ def release_memory(memory: KVMemory, sequence: Sequence) -> None:
 class Donors:
     """Finished sequences whose memory is kept for siblings that have yet to fork from it.
 
-    ``window``: the widest sliding window of the model's layers; None if a layer sees everything.
+    ``window``: tokens after which a sequence may have given up some of its past; None: never.
     """
 
     def __init__(self, memory: KVMemory, window: int | None) -> None:
@@ -70,7 +70,7 @@ class Donors:
         return None
 
     def _keeps_prompt(self, sequence: Sequence) -> bool:
-        """Whether its sliding window still has all that a fork at the prompt's end sees."""
+        """Whether it still has all that a fork at the prompt's end sees."""
         window = self._window
         return window is None or sequence.num_computed <= max(window, sequence.num_prompt)
 

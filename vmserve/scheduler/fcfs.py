@@ -86,7 +86,7 @@ class FCFSScheduler:
         self._regimes = RegimeKeeper(
             regimes or RegimePolicy("virtual"), memory, self._running, self._waiting
         )
-        self._donors = Donors(memory, limits.window)
+        self._donors = Donors(memory, limits.narrowest_window or limits.window)
         self._claims = Claims(memory, limits, self._forecast, self._queues, self._regimes, shares)
         self._admission = Admission(
             memory,

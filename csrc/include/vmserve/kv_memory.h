@@ -160,6 +160,8 @@ class KVMemory {
   MemoryStats stats();
   // Describes the pool in at most `max_cells` cells. O(pages).
   MemoryMap memory_map(std::int64_t max_cells);
+  // The same of pages up to the last committed one, with `pages_per_cell` in a cell.
+  MemoryMap committed_map(std::int64_t pages_per_cell);
   std::string last_error() const;  // text of the last driver error; empty if none
   void check();
   // A hash of the whole state: equal before and after plan().
@@ -175,9 +177,20 @@ class KVMemory {
   std::shared_ptr<AddressSpace> address_space() const;
 
  private:
+  friend class KindsMemory;  // mutates several memories together, or none
+
   std::unique_lock<std::mutex> enter() const;  // refuses forks and a closed memory, then locks
   bool wait_for_mapper(const std::vector<Op>& ops, const Plan& plan);
+  // The parts of plan() and apply(). Pre: locked.
+  const Assessed& assess(const std::vector<Op>& ops);
+  Assessed assess_again(const std::vector<Op>& ops, std::uint64_t version);
+  void stage(Change& change, const Assessed& now);  // in the ledger, and what must go before
+  void execute(Change& change);                     // finds pages and makes the driver calls
+  void undo(Change& change, const Error* error);
   void commit(Change& change);
+  void schedule_work(const Change& change);
+  MemoryMap draw_map(std::int64_t num_pages, std::int64_t pages_per_cell) const;
+  std::int64_t num_pages_shown() const;  // up to the last committed one
 
   pid_t pid_;
   mutable std::mutex mutex_;

@@ -52,7 +52,8 @@ enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, 
 // One operation on one sequence. In one plan, a sequence has at most one op other than kGrow, and
 // its kGrow ops are merged (the largest counts). Parents of forks may grow.
 //   kAttach   takes the first `num_tokens` from the prefix cache: whole blocks, at most match(seq).
-//             `seq` is empty before. Length and sealed become num_tokens
+//             `seq` is empty before. Length and sealed become num_tokens. Blocks wholly before
+//             `first_token` are not taken, and need not be cached (sliding window)
 //   kFork     gives `seq` the first `num_tokens` (<= length) of `other`, its parent. `seq` is empty
 //             and of the same tenant. Whole pages (virtual) or blocks (paged) are shared. The rest
 //             is copied at once (virtual) or when one of the two writes (paged). `seq` inherits

@@ -104,6 +104,7 @@ class Change : LedgerClient {
   std::vector<RemovedEntries> removed;
   std::uint64_t awaited_command = 0;  // last mapper command on these slots
   std::vector<SlotId> used_slots;     // slots that must not be in a repair
+  SlotChoices taken_slots;            // slots that sequences took
   std::vector<std::pair<SeqId, KvState>> saved_kv;
   std::vector<Grown> grown;
   std::vector<SavedSlot> slots;

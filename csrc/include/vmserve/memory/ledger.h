@@ -6,6 +6,7 @@
 #include <deque>
 #include <limits>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "vmserve/block_pool.h"
@@ -50,6 +51,9 @@ struct BoundPage {
   PageId page;
   std::int32_t num_blocks;  // blocks that hold its tokens
 };
+
+// Slots that sequences take.
+using SlotChoices = std::vector<std::pair<SeqId, SlotId>>;
 
 struct Forked {
   SeqId child;
@@ -96,6 +100,9 @@ class Ledger {
   std::int64_t blocks_for(std::int64_t num_tokens) const;
   std::int64_t num_pages(const Sequence& seq) const;
   std::int64_t num_matched(const Sequence& seq) const;  // blocks
+  // The largest n <= `most` of which all blocks are cached that a query right behind them sees
+  // through the window.
+  std::int64_t num_matched(const Sequence& seq, std::int64_t most, std::int64_t window) const;
   void extend_digests(Sequence& seq);
   void seal(SeqId id, std::int64_t length);
   void park(SlotId slot, Epoch retire);
@@ -105,7 +112,9 @@ class Ledger {
   std::vector<BoundPage> bind_pages(const std::vector<BlockId>& blocks, std::int64_t num_tokens,
                                     bool own, std::int32_t held) const;
   std::int64_t num_uncompactable_pages() const;
-  std::vector<BlockId> matched_blocks(const Sequence& seq, std::int64_t num_tokens) const;
+  // Cached blocks of positions below `num_tokens`; kNoBlock wholly before `first_token`.
+  std::vector<BlockId> matched_blocks(const Sequence& seq, std::int64_t num_tokens,
+                                      std::int64_t first_token) const;
   bool takes_whole_page(std::int64_t block_index, bool dense) const;
   std::unordered_map<Tenant, std::vector<PageId>> compactable_pages() const;
   std::int64_t num_usable_slots() const;

@@ -29,6 +29,9 @@ class Ops : LedgerClient {
   // Restores slots, sequences and swap blocks exactly. The pool undoes its own part.
   void undo_trial(Change& change);
 
+  // Slots that another kind of layers chose for the sequences: a sequence has one slot in all.
+  SlotChoices given_slots;
+
  private:
   void stage_one(Change& change, const Op& op);
   void stage_swap_out(Change& change, const Op& op, std::unordered_map<BlockId, SwapId>& copied);

@@ -21,6 +21,7 @@ enum class Packing {
 struct Assessed {
   Plan plan;
   Packing packing = Packing::kNone;
+  SlotChoices taken_slots;
 };
 
 class Planner : LedgerClient {
@@ -39,6 +40,7 @@ class Planner : LedgerClient {
  private:
   Assessed trial(const std::vector<Op>& ops, Packing packing);
   std::int64_t max_mapping_runs(const Change& change) const;
+  std::int64_t num_cached(const Sequence& seq, std::int64_t first_token) const;
 
   DriverWork& work_;
   Room& room_;

@@ -23,6 +23,8 @@ class Room : LedgerClient {
   // Returns up to `count` free pages to the system, highest ids first; how many were returned.
   std::int64_t give_back(std::int64_t count);
   void give_back(const PageRun& run);
+  // Evicts the oldest idle page that the driver lets go. False if there is none.
+  bool evict_oldest();
   // Evicts idle pages, oldest first, until at most `keep` are free or idle; how many.
   std::int64_t evict_idle(std::int64_t keep);
   // Returns free and idle pages above a lowered limit to the system.

@@ -1,0 +1,121 @@
+// KV memory of a model whose layers differ: one KVMemory for each kind of layers, one limit for all.
+//
+// Glossary
+//   kind       layers whose sequences keep the same positions: all, or those of a sliding window.
+//              Each kind has its own pages, arena, slots and driver
+//   window     tokens that a query of the kind sees, its own included; 0: all
+//   whole page one page of every kind: page_tokens tokens of all layers. The unit of plans,
+//              limits and statistics, because it is what a sequence takes within its windows
+//
+// Laws, executed by check()
+//   * the laws of KVMemory, for each kind
+//   * bytes committed in all kinds <= the limit, but for what is in use above a lowered one
+//   * a sequence has the same length, view and slot in all kinds, and epochs have the same numbers
+//   * a kind has the blocks of a sequence that the next token sees through its window
+//
+// A page that is idle in one kind becomes another's when that one is short: it is evicted, its
+// memory returned, and the other kind commits as many bytes. Nothing is copied. The kind whose
+// oldest idle page was used least recently gives; its own oldest page comes first if equally old.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "vmserve/kv_memory.h"
+
+namespace vmserve {
+
+struct KindConfig {
+  std::shared_ptr<PageDriver> driver;
+  MemoryConfig memory;
+  std::int64_t window = 0;
+};
+
+// Thread-safe. A mutation happens completely in all kinds or not at all. Functions without a
+// comment do what those of KVMemory do; pages are whole pages.
+class KindsMemory {
+ public:
+  // Pre: kinds differ in groups, token bytes, windows and limits alone; the first has no window, and
+  // keeps the books of tokens. The limits of all kinds are replaced by `limit_pages`.
+  KindsMemory(const std::vector<KindConfig>& kinds, std::int64_t limit_pages);
+  KindsMemory(const KindsMemory&) = delete;
+  KindsMemory& operator=(const KindsMemory&) = delete;
+
+  // For reading: buffers, block tables and statistics of one kind.
+  const std::vector<std::unique_ptr<KVMemory>>& kinds() const { return kinds_; }
+
+  std::optional<SeqId> open(Tenant tenant, View view, const std::string& salt,
+                            const std::vector<std::int32_t>& tokens);
+  // Tokens of the longest prefix on which all kinds agree.
+  std::int64_t match(SeqId seq) const;
+  Plan plan(const std::vector<Op>& ops);
+  Epoch apply(const std::vector<Op>& ops, std::uint64_t version);
+  void complete(Epoch epoch);
+  void abandon_epoch(Epoch epoch);
+  void launched(Epoch epoch);
+  bool finish_copies();
+  bool is_copying();
+  Epoch begun_epoch() const { return kinds_[0]->begun_epoch(); }
+  Epoch completed_epoch() const { return kinds_[0]->completed_epoch(); }
+  void append_tokens(const std::vector<SeqId>& seqs, const std::vector<std::int32_t>& tokens);
+  void release(SeqId seq);
+  void clear_cache();
+  std::int64_t trim(std::int64_t keep_pages, bool drop_idle);
+  void set_limit(std::int64_t limit_pages);
+  void settle_mapper();
+
+  // Sums over all kinds, in whole pages, rounded down; what concerns sequences, slots and blocks is
+  // the first kind's.
+  MemoryStats stats();
+  // The kinds' pools one after the other, then what no kind has committed, in pages of each kind's
+  // own size. Slots are the first kind's.
+  MemoryMap memory_map(std::int64_t max_cells);
+  std::string last_error() const;
+  void check();
+  std::uint64_t fingerprint() const;
+  void require_usable() const { kinds_[0]->require_usable(); }
+  void close();
+
+ private:
+  using Locks = std::vector<std::unique_lock<std::mutex>>;
+
+  Locks enter() const;
+  std::int64_t page_bytes(const KVMemory& kind) const;
+  std::int64_t whole_page_bytes() const;
+  // Bytes of the limit that no kind has committed; negative above a lowered limit.
+  std::int64_t uncommitted_bytes() const;
+  std::int64_t free_bytes() const;
+  std::int64_t reclaimable_bytes() const;  // of free and idle pages
+  // Allows the kind to commit `bytes` more.
+  void allow(KVMemory& kind, std::int64_t bytes);
+  void allow_all();
+  void share_limit();
+  bool evict_oldest();
+  // Returns at least `bytes`, if there are as many, of the free pages that kinds do not need.
+  void return_free(std::int64_t bytes, const std::vector<std::int64_t>& needed);
+  // Evicts and returns pages until each kind can have `needed` free pages.
+  void gather(const std::vector<std::int64_t>& needed);
+  void give_back_excess();
+  void try_give_back_excess();
+  std::vector<Op> ops_of(std::size_t kind, const std::vector<Op>& ops) const;
+  std::vector<Plan> assess(const std::vector<Op>& ops);
+  Plan sum_up(const std::vector<Plan>& plans) const;
+  std::uint64_t state_version() const;  // changes with every change in a kind
+  void stage_and_execute(const std::vector<Assessed>& now, std::int64_t needed_mappings,
+                         std::vector<std::unique_ptr<Change>>& changes);
+  void make_mapping_room(std::int64_t needed);
+  std::string last_error_text() const;
+
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<KVMemory>> kinds_;
+  std::vector<std::int64_t> windows_;
+  std::int64_t limit_bytes_ = 0;
+  std::vector<Op> last_ops_;  // of the last plan
+  SlotChoices slots_;         // that they take
+};
+
+}  // namespace vmserve

@@ -1,0 +1,599 @@
+#include "vmserve/kinds_memory.h"
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+#include "vmserve/errors.h"
+#include "vmserve/memory/require.h"
+#include "vmserve/mix.h"
+#include "vmserve/text.h"
+
+namespace vmserve {
+namespace {
+
+void require_alike(const KindConfig& kind, const KindConfig& first) {
+  const MemoryConfig &a = kind.memory, &b = first.memory;
+  require(kind.window >= 0 && first.window == 0,
+          [] { return std::string("the first kind has no window, others none or a positive one"); });
+  require(a.block_tokens == b.block_tokens && a.blocks_per_page == b.blocks_per_page &&
+              a.max_seqs == b.max_seqs && a.num_slots == b.num_slots && a.max_len == b.max_len &&
+              a.read_slack == b.read_slack && a.null_page == b.null_page &&
+              a.prefix_caching == b.prefix_caching,
+          [] {
+            return std::string(
+                "kinds must have equal pages in tokens, slots, sequences, lengths and caching");
+          });
+}
+
+}  // namespace
+
+KindsMemory::KindsMemory(const std::vector<KindConfig>& kinds, std::int64_t limit_pages) {
+  require(!kinds.empty(), [] { return std::string("a memory has at least one kind of layers"); });
+  for (const KindConfig& kind : kinds) {
+    require_alike(kind, kinds.front());
+    kinds_.push_back(std::make_unique<KVMemory>(kind.driver, kind.memory));
+    windows_.push_back(kind.window);
+  }
+  limit_bytes_ = limit_pages * whole_page_bytes();
+  const auto locks = enter();
+  require(limit_pages > 0 && uncommitted_bytes() >= 0,
+          [] { return std::string("the limit must hold the pages that are made at the start"); });
+  share_limit();
+}
+
+KindsMemory::Locks KindsMemory::enter() const {
+  Locks locks;
+  for (const auto& kind : kinds_) locks.push_back(kind->enter());
+  return locks;
+}
+
+// -- the limit
+
+std::int64_t KindsMemory::page_bytes(const KVMemory& kind) const {
+  return kind.config_.num_groups * static_cast<std::int64_t>(kind.work_.space->page_bytes());
+}
+
+std::int64_t KindsMemory::whole_page_bytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& kind : kinds_) bytes += page_bytes(*kind);
+  return bytes;
+}
+
+std::int64_t KindsMemory::uncommitted_bytes() const {
+  std::int64_t bytes = limit_bytes_;
+  for (const auto& kind : kinds_) bytes -= kind->pool_.num_committed() * page_bytes(*kind);
+  return bytes;
+}
+
+std::int64_t KindsMemory::free_bytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& kind : kinds_) bytes += kind->pool_.num_free() * page_bytes(*kind);
+  return bytes;
+}
+
+std::int64_t KindsMemory::reclaimable_bytes() const {
+  std::int64_t bytes = free_bytes();
+  for (const auto& kind : kinds_) {
+    bytes += kind->pool_.count(PageState::kIdle) * page_bytes(*kind);
+  }
+  return bytes;
+}
+
+void KindsMemory::allow(KVMemory& kind, std::int64_t bytes) {
+  const std::int64_t more = std::max<std::int64_t>(0, bytes) / page_bytes(kind);
+  kind.pool_.set_limit(std::min(kind.pool_.num_committed() + more, kind.config_.max_pages));
+}
+
+void KindsMemory::share_limit() {
+  for (const auto& kind : kinds_) allow(*kind, uncommitted_bytes());
+}
+
+// Evicts the page that was used least recently. One without cached blocks goes first; of equally
+// old ones, that of the kind with the largest pages.
+bool KindsMemory::evict_oldest() {
+  using Age = std::tuple<bool, Epoch, std::int64_t>;
+  std::vector<std::pair<Age, KVMemory*>> oldest;
+  for (const auto& kind : kinds_) {
+    const PageId page = kind->pool_.oldest_idle();
+    if (page == kNoPage) continue;
+    const Age age{kind->pool_.cached(page) > 0, kind->pool_.retire(page), -page_bytes(*kind)};
+    oldest.emplace_back(age, kind.get());
+  }
+  std::sort(oldest.begin(), oldest.end(),
+            [](const auto& a, const auto& b) { return a.first < b.first; });
+  return std::any_of(oldest.begin(), oldest.end(),
+                     [](const auto& candidate) { return candidate.second->room_.evict_oldest(); });
+}
+
+void KindsMemory::return_free(std::int64_t bytes, const std::vector<std::int64_t>& needed) {
+  for (std::size_t k = 0; k < kinds_.size() && bytes > 0; ++k) {
+    const std::int64_t size = page_bytes(*kinds_[k]);
+    const std::int64_t spare = kinds_[k]->pool_.num_free() - needed[k];
+    if (spare > 0) bytes -= kinds_[k]->room_.give_back(std::min(spare, round_up_div(bytes, size))) * size;
+  }
+}
+
+void KindsMemory::gather(const std::vector<std::int64_t>& needed) {
+  // Bytes that must be returned, and those that kinds have free beyond what they need.
+  const auto missing = [&] {
+    std::pair<std::int64_t, std::int64_t> bytes{-uncommitted_bytes(), 0};
+    for (std::size_t k = 0; k < kinds_.size(); ++k) {
+      const std::int64_t spare = kinds_[k]->pool_.num_free() - needed[k];
+      (spare < 0 ? bytes.first : bytes.second) += std::abs(spare) * page_bytes(*kinds_[k]);
+    }
+    return bytes;
+  };
+  for (auto bytes = missing(); bytes.first > bytes.second; bytes = missing()) {
+    if (!evict_oldest()) break;
+  }
+  return_free(missing().first, needed);
+  const std::int64_t left = missing().first;
+  if (left <= 0) return;
+  throw OutOfMemoryError("needs " + with_commas(left) + " bytes that other kinds of layers hold" +
+                         (last_error_text().empty() ? "" : " (" + last_error_text() + ")"));
+}
+
+void KindsMemory::give_back_excess() {
+  const std::int64_t excess = -uncommitted_bytes();
+  if (excess <= 0) return;
+  while (free_bytes() < excess && evict_oldest()) {
+  }
+  return_free(excess, std::vector<std::int64_t>(kinds_.size()));
+}
+
+void KindsMemory::try_give_back_excess() {
+  const bool has_failed = std::any_of(kinds_.begin(), kinds_.end(), [](const auto& kind) {
+    return !kind->work_.failure.empty();
+  });
+  if (has_failed) return;
+  try {
+    give_back_excess();
+  } catch (const Error& error) {
+    kinds_[0]->work_.last_error = error.what();
+  }
+}
+
+// -- sequences
+
+std::optional<SeqId> KindsMemory::open(Tenant tenant, View view, const std::string& salt,
+                                       const std::vector<std::int32_t>& tokens) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::optional<SeqId> id;
+  for (const auto& kind : kinds_) id = kind->open(tenant, view, salt, tokens);
+  return id;
+}
+
+std::int64_t KindsMemory::match(SeqId id) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto locks = enter();
+  std::int64_t matched = 0, before = -1;
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    const std::int64_t own = kinds_[k]->ledger_.num_matched(kinds_[k]->ledger_.open_seq(id));
+    if (windows_[k] == 0) matched = k == 0 ? own : std::min(matched, own);
+  }
+  while (matched != before) {
+    before = matched;
+    for (std::size_t k = 0; k < kinds_.size(); ++k) {
+      const Ledger& ledger = kinds_[k]->ledger_;
+      if (windows_[k] > 0) matched = ledger.num_matched(ledger.open_seq(id), matched, windows_[k]);
+    }
+  }
+  return matched * kinds_[0]->config_.block_tokens;
+}
+
+void KindsMemory::append_tokens(const std::vector<SeqId>& seqs,
+                                const std::vector<std::int32_t>& tokens) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& kind : kinds_) kind->append_tokens(seqs, tokens);
+}
+
+void KindsMemory::release(SeqId seq) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& kind : kinds_) kind->release(seq);
+  const auto locks = enter();
+  try_give_back_excess();
+}
+
+// -- plans
+
+std::vector<Op> KindsMemory::ops_of(std::size_t k, const std::vector<Op>& ops) const {
+  std::vector<Op> own = ops;
+  if (windows_[k] == 0) return own;
+  for (Op& op : own) {
+    // The first position that the next query sees.
+    const bool attaches = op.kind == OpKind::kAttach;
+    if (!attaches && op.kind != OpKind::kGrow) continue;
+    const std::int64_t next =
+        attaches ? op.num_tokens : kinds_[k]->ledger_.open_seq(op.seq).kv.length;
+    op.first_token = std::max({op.first_token, std::int64_t{0}, next + 1 - windows_[k]});
+  }
+  return own;
+}
+
+std::uint64_t KindsMemory::state_version() const {
+  std::uint64_t version = 0;
+  for (const auto& kind : kinds_) version += kind->ledger_.version;
+  return version;
+}
+
+Plan KindsMemory::sum_up(const std::vector<Plan>& plans) const {
+  Plan sum;
+  std::int64_t needed = 0, waiting = 0;
+  std::int64_t available = uncommitted_bytes() + reclaimable_bytes();
+  std::int64_t room = kUnlimitedMappings;
+  for (std::size_t k = 0; k < plans.size(); ++k) {
+    const KVMemory& kind = *kinds_[k];
+    const std::int64_t size = page_bytes(kind);
+    needed += plans[k].needed_pages * size;
+    waiting += plans[k].waiting_pages * size;
+    // Pages that are coming count as available, and as needed.
+    available += std::max<std::int64_t>(0, plans[k].available_pages - kind.pool_.num_available()) * size;
+    sum.missing_slots = std::max(sum.missing_slots, plans[k].missing_slots);
+    sum.missing_swap_blocks = std::max(sum.missing_swap_blocks, plans[k].missing_swap_blocks);
+    sum.needed_mappings += plans[k].needed_mappings;
+    room = std::min(room, kind.work_.mapping_room());
+  }
+  sum.available_mappings = room;
+  for (const auto& kind : kinds_) {
+    if (room >= sum.needed_mappings) break;
+    sum.available_mappings += std::max<std::int64_t>(
+        0, kind->work_.available_mappings(kUnlimitedMappings) - kind->work_.mapping_room());
+  }
+  sum.available_mappings = std::max<std::int64_t>(0, sum.available_mappings);
+  const std::int64_t whole = whole_page_bytes();
+  sum.excess_pages = round_up_div(std::max<std::int64_t>(0, -available), whole);
+  sum.available_pages = std::max<std::int64_t>(0, available) / whole;
+  sum.waiting_pages = round_up_div(waiting, whole);
+  const std::int64_t rounded = round_up_div(needed, whole);
+  sum.needed_pages = needed <= std::max<std::int64_t>(0, available)
+                         ? std::min(rounded, sum.available_pages)
+                         : std::max(rounded, sum.available_pages + 1);
+  sum.version = state_version();
+  return sum;
+}
+
+// What each kind can have if the others keep only what sequences use.
+void KindsMemory::allow_all() {
+  const std::int64_t available = uncommitted_bytes() + reclaimable_bytes();
+  for (const auto& kind : kinds_) {
+    const BlockPool& pool = kind->pool_;
+    const std::int64_t own = pool.num_free() + pool.count(PageState::kIdle);
+    allow(*kind, available - own * page_bytes(*kind));
+  }
+}
+
+std::vector<Plan> KindsMemory::assess(const std::vector<Op>& ops) {
+  last_ops_ = ops;
+  slots_.clear();
+  allow_all();
+  std::vector<Plan> plans;
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    kinds_[k]->ops_.given_slots = slots_;
+    const Assessed& assessed = kinds_[k]->assess(ops_of(k, ops));
+    if (k == 0) slots_ = assessed.taken_slots;
+    plans.push_back(assessed.plan);
+  }
+  return plans;
+}
+
+Plan KindsMemory::plan(const std::vector<Op>& ops) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto locks = enter();
+  for (const auto& kind : kinds_) kind->background_.apply_finished_work();
+  if (!ops.empty()) {
+    if (!Planner::has_attach(ops)) try_give_back_excess();
+    return sum_up(assess(ops));
+  }
+  // Leaves an earlier plan valid.
+  allow_all();
+  std::vector<Plan> plans;
+  for (const auto& kind : kinds_) {
+    Plan none;
+    none.available_pages = kind->pool_.num_available();
+    none.waiting_pages = kind->pool_.count(PageState::kWaiting);
+    plans.push_back(none);
+  }
+  return sum_up(plans);
+}
+
+Epoch KindsMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto locks = enter();
+  require(version == state_version(), [] {
+    return std::string("the plan is stale: something was changed or released since; plan again");
+  });
+  if (last_ops_ != ops) assess(ops);
+  allow_all();
+  std::vector<Assessed> now;
+  std::vector<Plan> plans;
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    kinds_[k]->ops_.given_slots = slots_;
+    now.push_back(kinds_[k]->assess_again(ops_of(k, ops), kinds_[k]->ledger_.version));
+    plans.push_back(now[k].plan);
+  }
+  last_ops_.clear();  // a plan is applied once
+  const Plan plan = sum_up(plans);
+  if (!plan.fits()) {
+    throw OutOfMemoryError("the plan needs " + with_commas(plan.needed_pages) + " pages and " +
+                           with_commas(plan.needed_mappings) + " memory mappings, " +
+                           with_commas(plan.available_pages) + " and " +
+                           with_commas(plan.available_mappings) + " can be had");
+  }
+  std::vector<std::unique_ptr<Change>> changes;
+  stage_and_execute(now, plan.needed_mappings, changes);
+  for (std::size_t k = 0; k < kinds_.size(); ++k) kinds_[k]->commit(*changes[k]);
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    kinds_[k]->ops_.given_slots.clear();
+    allow(*kinds_[k], uncommitted_bytes());
+    kinds_[k]->schedule_work(*changes[k]);
+  }
+  try_give_back_excess();
+  return kinds_[0]->ledger_.begun;
+}
+
+// All kinds' changes, with their driver calls, or none.
+void KindsMemory::stage_and_execute(const std::vector<Assessed>& now, std::int64_t needed_mappings,
+                                    std::vector<std::unique_ptr<Change>>& changes) {
+  std::vector<std::int64_t> needed;
+  std::size_t at = 0;
+  const auto undo = [&](const Error* error) {
+    for (std::size_t k = changes.size(); k-- > 0;) {
+      kinds_[k]->undo(*changes[k], k == at ? error : nullptr);
+    }
+  };
+  try {
+    make_mapping_room(needed_mappings);
+    for (at = 0; at < kinds_.size(); ++at) {
+      KVMemory& kind = *kinds_[at];
+      changes.push_back(std::make_unique<Change>(kind.ledger_, *kind.work_.driver,
+                                                 now[at].packing != Packing::kNone,
+                                                 /*is_trial=*/false));
+      kind.stage(*changes.back(), now[at]);
+      needed.push_back(kind.ops_.pages_for_fresh(*changes.back()));
+    }
+    gather(needed);
+    for (at = 0; at < kinds_.size(); ++at) {
+      std::int64_t bytes = uncommitted_bytes();
+      for (std::size_t j = at + 1; j < kinds_.size(); ++j) {
+        const std::int64_t more = needed[j] - kinds_[j]->pool_.num_free();
+        bytes -= std::max<std::int64_t>(0, more) * page_bytes(*kinds_[j]);
+      }
+      allow(*kinds_[at], bytes);
+      kinds_[at]->execute(*changes[at]);
+    }
+  } catch (const Error& error) {
+    undo(&error);
+    throw;
+  } catch (...) {
+    undo(nullptr);
+    throw;
+  }
+}
+
+// Unmaps parked slots of all kinds, oldest first in each, until the mappings are possible.
+void KindsMemory::make_mapping_room(std::int64_t needed) {
+  for (const auto& kind : kinds_) {
+    while (kind->work_.mapping_room() < needed) {
+      const SlotId oldest = kind->ledger_.oldest_parked();
+      if (oldest == kNoSlot) break;
+      kind->work_.truncate(oldest, 0);
+    }
+  }
+}
+
+// -- epochs
+
+void KindsMemory::complete(Epoch epoch) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& kind : kinds_) kind->complete(epoch);
+}
+
+void KindsMemory::abandon_epoch(Epoch epoch) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& kind : kinds_) kind->abandon_epoch(epoch);
+}
+
+void KindsMemory::launched(Epoch epoch) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& kind : kinds_) kind->launched(epoch);
+}
+
+bool KindsMemory::finish_copies() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  bool waited = false;
+  for (const auto& kind : kinds_) waited = kind->finish_copies() || waited;
+  return waited;
+}
+
+bool KindsMemory::is_copying() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(kinds_.begin(), kinds_.end(),
+                     [](const auto& kind) { return kind->is_copying(); });
+}
+
+void KindsMemory::clear_cache() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& kind : kinds_) kind->clear_cache();
+}
+
+// -- the pool
+
+std::int64_t KindsMemory::trim(std::int64_t keep_pages, bool drop_idle) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  require(keep_pages >= 0, [] { return std::string("keep_pages must not be negative"); });
+  std::vector<std::int64_t> keep;
+  {
+    const auto locks = enter();
+    for (const auto& kind : kinds_) {
+      kind->background_.drain_mapper();
+      kind->background_.finish_copies();
+    }
+    const std::int64_t total = drop_idle ? reclaimable_bytes() : free_bytes();
+    std::int64_t bytes = total - keep_pages * whole_page_bytes();
+    while (drop_idle && free_bytes() < bytes && evict_oldest()) {
+    }
+    for (const auto& kind : kinds_) {
+      const std::int64_t size = page_bytes(*kind);
+      const std::int64_t count =
+          std::clamp<std::int64_t>(round_up_div(bytes, size), 0, kind->pool_.num_free());
+      keep.push_back(kind->pool_.num_free() - count);
+      bytes -= count * size;
+    }
+  }
+  std::int64_t returned = 0;
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    returned += kinds_[k]->trim(keep[k], false) * page_bytes(*kinds_[k]);
+  }
+  return returned / whole_page_bytes();
+}
+
+void KindsMemory::set_limit(std::int64_t limit_pages) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto locks = enter();
+  const std::int64_t most = kinds_[0]->config_.max_pages;
+  require(limit_pages > 0 && limit_pages <= most, [&] {
+    return "the limit of " + with_commas(limit_pages) + " pages must lie between 1 and " +
+           with_commas(most);
+  });
+  for (const auto& kind : kinds_) {
+    kind->work_.require_alive();
+    kind->background_.drain_mapper();
+    kind->background_.finish_copies();
+    kind->work_.retry_repairs();
+    ++kind->ledger_.version;
+  }
+  limit_bytes_ = limit_pages * whole_page_bytes();
+  give_back_excess();
+  share_limit();
+}
+
+void KindsMemory::settle_mapper() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& kind : kinds_) kind->settle_mapper();
+}
+
+// -- reading
+
+MemoryStats KindsMemory::stats() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  MemoryStats sum = kinds_[0]->stats();
+  const std::int64_t whole = whole_page_bytes();
+  std::int64_t bytes[11] = {};
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    const MemoryStats own = k == 0 ? sum : kinds_[k]->stats();
+    const std::int64_t pages[] = {own.committed_pages, own.free_pages,        own.used_pages,
+                                  own.idle_pages,      own.waiting_pages,     own.held_pages,
+                                  own.quarantined_pages, own.shared_pages,    own.split_pages,
+                                  own.parked_pages,    own.spare_pages};
+    for (std::size_t i = 0; i < std::size(pages); ++i) bytes[i] += pages[i] * own.page_bytes;
+    if (k == 0) continue;
+    sum.tail_waste_bytes += own.tail_waste_bytes;
+    sum.memfd_allocated_bytes += own.memfd_allocated_bytes;
+    sum.num_mappings += own.num_mappings;
+    sum.free_mappings = std::min(sum.free_mappings, own.free_mappings);
+    sum.pending_repairs += own.pending_repairs;
+    sum.mapper_seconds_total += own.mapper_seconds_total;
+    sum.health = std::max(sum.health, own.health);
+#define VMSERVE_COUNTER(type, name, what) sum.name##_total += own.name##_total;
+#include "vmserve/stats.def"
+  }
+  sum.page_bytes = whole;
+  sum.limit_pages = limit_bytes_ / whole;
+  std::int64_t* const gauges[] = {
+      &sum.committed_pages, &sum.free_pages,        &sum.used_pages,   &sum.idle_pages,
+      &sum.waiting_pages,   &sum.held_pages,        &sum.quarantined_pages,
+      &sum.shared_pages,    &sum.split_pages,       &sum.parked_pages, &sum.spare_pages};
+  for (std::size_t i = 0; i < std::size(gauges); ++i) *gauges[i] = bytes[i] / whole;
+  return sum;
+}
+
+MemoryMap KindsMemory::memory_map(std::int64_t max_cells) {
+  require(max_cells >= 1, [] { return std::string("a memory map has at least one cell"); });
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::int64_t absent = 0, total = 0;
+  {
+    const auto locks = enter();
+    absent = std::max<std::int64_t>(0, uncommitted_bytes()) / page_bytes(*kinds_[0]);
+    for (const auto& kind : kinds_) total += kind->num_pages_shown();
+  }
+  total += absent;
+  const std::int64_t width = std::max<std::int64_t>(1, round_up_div(total, max_cells));
+  MemoryMap sum;
+  for (const auto& kind : kinds_) {
+    MemoryMap own = kind->committed_map(width);
+    if (sum.slots.empty()) sum.slots = std::move(own.slots);
+    sum.num_pages += own.num_pages;
+    sum.cells.insert(sum.cells.end(), own.cells.begin(), own.cells.end());
+    sum.counts.resize(kNumPageCodes);
+    for (std::size_t code = 0; code < kNumPageCodes; ++code) sum.counts[code] += own.counts[code];
+  }
+  sum.num_pages += absent;
+  sum.pages_per_cell = width;
+  sum.counts[static_cast<int>(PageUse::kAbsent)] += absent;
+  sum.cells.insert(sum.cells.end(), static_cast<std::size_t>(round_up_div(absent, width)),
+                   static_cast<std::uint8_t>(PageUse::kAbsent));
+  return sum;
+}
+
+std::string KindsMemory::last_error_text() const {
+  for (const auto& kind : kinds_) {
+    if (!kind->work_.last_error.empty()) return kind->work_.last_error;
+  }
+  return "";
+}
+
+std::string KindsMemory::last_error() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto locks = enter();
+  return last_error_text();
+}
+
+std::uint64_t KindsMemory::fingerprint() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  Mix mix;
+  mix.add(limit_bytes_);
+  for (const auto& kind : kinds_) mix.add(kind->fingerprint());
+  return mix.value();
+}
+
+void KindsMemory::check() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& kind : kinds_) kind->check();
+  const auto locks = enter();
+  const auto law = [](bool holds, const std::string& broken) {
+    if (!holds) throw InvariantError(broken);
+  };
+  std::int64_t in_use = 0;
+  for (const auto& kind : kinds_) {
+    in_use += (kind->pool_.num_committed() - kind->pool_.num_free() -
+               kind->pool_.count(PageState::kIdle)) * page_bytes(*kind);
+  }
+  law(uncommitted_bytes() >= 0 || in_use > limit_bytes_ || !last_error_text().empty(),
+      "the kinds have committed " + with_commas(-uncommitted_bytes()) +
+          " bytes above the limit that no sequence uses");
+  const Ledger& first = kinds_[0]->ledger_;
+  for (std::size_t k = 1; k < kinds_.size(); ++k) {
+    const Ledger& other = kinds_[k]->ledger_;
+    law(other.begun == first.begun && other.completed == first.completed,
+        "kind " + std::to_string(k) + " counts other epochs");
+    for (SeqId id = 0; id < first.config.max_seqs; ++id) {
+      const Sequence &a = first.seqs[id], &b = other.seqs[id];
+      const std::string name = "sequence " + std::to_string(id);
+      law(a.open == b.open && a.kv.length == b.kv.length && a.kv.sealed == b.kv.sealed &&
+              a.kv.view == b.kv.view && a.kv.slot == b.kv.slot && a.kv.swapped == b.kv.swapped,
+          name + " differs between kinds");
+      const std::int64_t seen = std::max<std::int64_t>(
+          0, windows_[k] == 0 ? 0 : b.kv.length + 1 - windows_[k]);
+      law(b.kv.num_trimmed <= seen / other.config.block_tokens,
+          name + " lacks blocks that its window shows");
+    }
+  }
+}
+
+void KindsMemory::close() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& kind : kinds_) kind->close();
+}
+
+}  // namespace vmserve
