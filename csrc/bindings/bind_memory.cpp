@@ -387,17 +387,19 @@ void bind_memory(py::module_& m) {
   bind_reading(memory);
   py::class_<KindsMemory> kinds(m, "KindsMemory");
   kinds
-      .def(py::init([](const std::vector<std::tuple<std::shared_ptr<PageDriver>, std::int64_t,
-                                                    py::dict>>& described,
-                       std::int64_t limit_pages) {
-             std::vector<KindConfig> configs;
-             for (const auto& [driver, window, options] : described) {
-               configs.push_back({driver, as_config(options), window});
-             }
-             const py::gil_scoped_release no_gil;
-             return std::make_unique<KindsMemory>(configs, limit_pages);
-           }),
-           py::arg("kinds"), py::arg("limit_pages"))
+      .def(
+          py::init(
+              [](const std::vector<std::tuple<std::shared_ptr<PageDriver>, std::int64_t, py::dict>>&
+                     described,
+                 std::int64_t limit_pages) {
+                std::vector<KindConfig> configs;
+                for (const auto& [driver, window, options] : described) {
+                  configs.push_back({driver, as_config(options), window});
+                }
+                const py::gil_scoped_release no_gil;
+                return std::make_unique<KindsMemory>(configs, limit_pages);
+              }),
+          py::arg("kinds"), py::arg("limit_pages"))
       // The kinds' own memories, for reading alone.
       .def_property_readonly("kinds", [](const py::object& self) {
         py::list kinds_of;

@@ -14,8 +14,9 @@ namespace {
 
 void require_alike(const KindConfig& kind, const KindConfig& first) {
   const MemoryConfig &a = kind.memory, &b = first.memory;
-  require(kind.window >= 0 && first.window == 0,
-          [] { return std::string("the first kind has no window, others none or a positive one"); });
+  require(kind.window >= 0 && first.window == 0, [] {
+    return std::string("the first kind has no window, others none or a positive one");
+  });
   require(a.block_tokens == b.block_tokens && a.blocks_per_page == b.blocks_per_page &&
               a.max_seqs == b.max_seqs && a.num_slots == b.num_slots && a.max_len == b.max_len &&
               a.read_slack == b.read_slack && a.null_page == b.null_page &&
@@ -40,6 +41,12 @@ KindsMemory::KindsMemory(const std::vector<KindConfig>& kinds, std::int64_t limi
   require(limit_pages > 0 && uncommitted_bytes() >= 0,
           [] { return std::string("the limit must hold the pages that are made at the start"); });
   share_limit();
+}
+
+// One call at a time. NOTE: in a fork of the process the lock may be held for ever: check first.
+std::unique_lock<std::mutex> KindsMemory::lock_calls() const {
+  require_usable();
+  return std::unique_lock<std::mutex>(mutex_);
 }
 
 KindsMemory::Locks KindsMemory::enter() const {
@@ -110,7 +117,8 @@ void KindsMemory::return_free(std::int64_t bytes, const std::vector<std::int64_t
   for (std::size_t k = 0; k < kinds_.size() && bytes > 0; ++k) {
     const std::int64_t size = page_bytes(*kinds_[k]);
     const std::int64_t spare = kinds_[k]->pool_.num_free() - needed[k];
-    if (spare > 0) bytes -= kinds_[k]->room_.give_back(std::min(spare, round_up_div(bytes, size))) * size;
+    if (spare > 0)
+      bytes -= kinds_[k]->room_.give_back(std::min(spare, round_up_div(bytes, size))) * size;
   }
 }
 
@@ -143,9 +151,8 @@ void KindsMemory::give_back_excess() {
 }
 
 void KindsMemory::try_give_back_excess() {
-  const bool has_failed = std::any_of(kinds_.begin(), kinds_.end(), [](const auto& kind) {
-    return !kind->work_.failure.empty();
-  });
+  const bool has_failed = std::any_of(
+      kinds_.begin(), kinds_.end(), [](const auto& kind) { return !kind->work_.failure.empty(); });
   if (has_failed) return;
   try {
     give_back_excess();
@@ -158,14 +165,14 @@ void KindsMemory::try_give_back_excess() {
 
 std::optional<SeqId> KindsMemory::open(Tenant tenant, View view, const std::string& salt,
                                        const std::vector<std::int32_t>& tokens) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   std::optional<SeqId> id;
   for (const auto& kind : kinds_) id = kind->open(tenant, view, salt, tokens);
   return id;
 }
 
 std::int64_t KindsMemory::match(SeqId id) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   const auto locks = enter();
   std::int64_t matched = 0, before = -1;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
@@ -184,12 +191,12 @@ std::int64_t KindsMemory::match(SeqId id) const {
 
 void KindsMemory::append_tokens(const std::vector<SeqId>& seqs,
                                 const std::vector<std::int32_t>& tokens) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   for (const auto& kind : kinds_) kind->append_tokens(seqs, tokens);
 }
 
 void KindsMemory::release(SeqId seq) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   for (const auto& kind : kinds_) kind->release(seq);
   const auto locks = enter();
   try_give_back_excess();
@@ -228,7 +235,8 @@ Plan KindsMemory::sum_up(const std::vector<Plan>& plans) const {
     needed += plans[k].needed_pages * size;
     waiting += plans[k].waiting_pages * size;
     // Pages that are coming count as available, and as needed.
-    available += std::max<std::int64_t>(0, plans[k].available_pages - kind.pool_.num_available()) * size;
+    available +=
+        std::max<std::int64_t>(0, plans[k].available_pages - kind.pool_.num_available()) * size;
     sum.missing_slots = std::max(sum.missing_slots, plans[k].missing_slots);
     sum.missing_swap_blocks = std::max(sum.missing_swap_blocks, plans[k].missing_swap_blocks);
     sum.needed_mappings += plans[k].needed_mappings;
@@ -278,7 +286,7 @@ std::vector<Plan> KindsMemory::assess(const std::vector<Op>& ops) {
 }
 
 Plan KindsMemory::plan(const std::vector<Op>& ops) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   const auto locks = enter();
   for (const auto& kind : kinds_) kind->background_.apply_finished_work();
   if (!ops.empty()) {
@@ -298,7 +306,7 @@ Plan KindsMemory::plan(const std::vector<Op>& ops) {
 }
 
 Epoch KindsMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   const auto locks = enter();
   require(version == state_version(), [] {
     return std::string("the plan is stale: something was changed or released since; plan again");
@@ -385,42 +393,42 @@ void KindsMemory::make_mapping_room(std::int64_t needed) {
 // -- epochs
 
 void KindsMemory::complete(Epoch epoch) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   for (const auto& kind : kinds_) kind->complete(epoch);
 }
 
 void KindsMemory::abandon_epoch(Epoch epoch) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   for (const auto& kind : kinds_) kind->abandon_epoch(epoch);
 }
 
 void KindsMemory::launched(Epoch epoch) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   for (const auto& kind : kinds_) kind->launched(epoch);
 }
 
 bool KindsMemory::finish_copies() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   bool waited = false;
   for (const auto& kind : kinds_) waited = kind->finish_copies() || waited;
   return waited;
 }
 
 bool KindsMemory::is_copying() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   return std::any_of(kinds_.begin(), kinds_.end(),
                      [](const auto& kind) { return kind->is_copying(); });
 }
 
 void KindsMemory::clear_cache() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   for (const auto& kind : kinds_) kind->clear_cache();
 }
 
 // -- the pool
 
 std::int64_t KindsMemory::trim(std::int64_t keep_pages, bool drop_idle) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   require(keep_pages >= 0, [] { return std::string("keep_pages must not be negative"); });
   std::vector<std::int64_t> keep;
   {
@@ -449,7 +457,7 @@ std::int64_t KindsMemory::trim(std::int64_t keep_pages, bool drop_idle) {
 }
 
 void KindsMemory::set_limit(std::int64_t limit_pages) {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   const auto locks = enter();
   const std::int64_t most = kinds_[0]->config_.max_pages;
   require(limit_pages > 0 && limit_pages <= most, [&] {
@@ -469,23 +477,24 @@ void KindsMemory::set_limit(std::int64_t limit_pages) {
 }
 
 void KindsMemory::settle_mapper() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   for (const auto& kind : kinds_) kind->settle_mapper();
 }
 
 // -- reading
 
 MemoryStats KindsMemory::stats() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  MemoryStats sum = kinds_[0]->stats();
+  const auto lock = lock_calls();
+  const MemoryStats first = kinds_[0]->stats();
+  MemoryStats sum = first;
   const std::int64_t whole = whole_page_bytes();
   std::int64_t bytes[11] = {};
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
-    const MemoryStats own = k == 0 ? sum : kinds_[k]->stats();
-    const std::int64_t pages[] = {own.committed_pages, own.free_pages,        own.used_pages,
-                                  own.idle_pages,      own.waiting_pages,     own.held_pages,
-                                  own.quarantined_pages, own.shared_pages,    own.split_pages,
-                                  own.parked_pages,    own.spare_pages};
+    const MemoryStats own = k == 0 ? first : kinds_[k]->stats();
+    const std::int64_t pages[] = {own.committed_pages,   own.free_pages,    own.used_pages,
+                                  own.idle_pages,        own.waiting_pages, own.held_pages,
+                                  own.quarantined_pages, own.shared_pages,  own.split_pages,
+                                  own.parked_pages,      own.spare_pages};
     for (std::size_t i = 0; i < std::size(pages); ++i) bytes[i] += pages[i] * own.page_bytes;
     if (k == 0) continue;
     sum.tail_waste_bytes += own.tail_waste_bytes;
@@ -498,19 +507,26 @@ MemoryStats KindsMemory::stats() {
 #define VMSERVE_COUNTER(type, name, what) sum.name##_total += own.name##_total;
 #include "vmserve/stats.def"
   }
+  // Each kind counts these for the same sequences.
+  sum.forks_total = first.forks_total;
+  sum.converted_to_virtual_total = first.converted_to_virtual_total;
+  sum.converted_to_paged_total = first.converted_to_paged_total;
+  sum.prefix_query_blocks_total = first.prefix_query_blocks_total;
+  sum.prefix_hit_blocks_total = first.prefix_hit_blocks_total;
+  sum.adopted_slots_total = first.adopted_slots_total;
   sum.page_bytes = whole;
   sum.limit_pages = limit_bytes_ / whole;
-  std::int64_t* const gauges[] = {
-      &sum.committed_pages, &sum.free_pages,        &sum.used_pages,   &sum.idle_pages,
-      &sum.waiting_pages,   &sum.held_pages,        &sum.quarantined_pages,
-      &sum.shared_pages,    &sum.split_pages,       &sum.parked_pages, &sum.spare_pages};
+  std::int64_t* const gauges[] = {&sum.committed_pages,   &sum.free_pages,    &sum.used_pages,
+                                  &sum.idle_pages,        &sum.waiting_pages, &sum.held_pages,
+                                  &sum.quarantined_pages, &sum.shared_pages,  &sum.split_pages,
+                                  &sum.parked_pages,      &sum.spare_pages};
   for (std::size_t i = 0; i < std::size(gauges); ++i) *gauges[i] = bytes[i] / whole;
   return sum;
 }
 
 MemoryMap KindsMemory::memory_map(std::int64_t max_cells) {
   require(max_cells >= 1, [] { return std::string("a memory map has at least one cell"); });
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   std::int64_t absent = 0, total = 0;
   {
     const auto locks = enter();
@@ -544,13 +560,13 @@ std::string KindsMemory::last_error_text() const {
 }
 
 std::string KindsMemory::last_error() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   const auto locks = enter();
   return last_error_text();
 }
 
 std::uint64_t KindsMemory::fingerprint() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   Mix mix;
   mix.add(limit_bytes_);
   for (const auto& kind : kinds_) mix.add(kind->fingerprint());
@@ -558,7 +574,7 @@ std::uint64_t KindsMemory::fingerprint() const {
 }
 
 void KindsMemory::check() {
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto lock = lock_calls();
   for (const auto& kind : kinds_) kind->check();
   const auto locks = enter();
   const auto law = [](bool holds, const std::string& broken) {
@@ -567,7 +583,8 @@ void KindsMemory::check() {
   std::int64_t in_use = 0;
   for (const auto& kind : kinds_) {
     in_use += (kind->pool_.num_committed() - kind->pool_.num_free() -
-               kind->pool_.count(PageState::kIdle)) * page_bytes(*kind);
+               kind->pool_.count(PageState::kIdle)) *
+              page_bytes(*kind);
   }
   law(uncommitted_bytes() >= 0 || in_use > limit_bytes_ || !last_error_text().empty(),
       "the kinds have committed " + with_commas(-uncommitted_bytes()) +
@@ -583,8 +600,8 @@ void KindsMemory::check() {
       law(a.open == b.open && a.kv.length == b.kv.length && a.kv.sealed == b.kv.sealed &&
               a.kv.view == b.kv.view && a.kv.slot == b.kv.slot && a.kv.swapped == b.kv.swapped,
           name + " differs between kinds");
-      const std::int64_t seen = std::max<std::int64_t>(
-          0, windows_[k] == 0 ? 0 : b.kv.length + 1 - windows_[k]);
+      const std::int64_t seen =
+          std::max<std::int64_t>(0, windows_[k] == 0 ? 0 : b.kv.length + 1 - windows_[k]);
       law(b.kv.num_trimmed <= seen / other.config.block_tokens,
           name + " lacks blocks that its window shows");
     }
@@ -592,7 +609,6 @@ void KindsMemory::check() {
 }
 
 void KindsMemory::close() {
-  const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& kind : kinds_) kind->close();
 }
 

@@ -184,8 +184,12 @@ class MemoryManager:
         else:
             of_kinds = []
             for driver, kind, size in zip(drivers, self.kinds, sizes, strict=True):
-                most = layout.num_groups * max_pages // size
-                own = {**common, "num_groups": size, "limit_pages": most, "max_pages": most}
+                own = {
+                    **common,
+                    "num_groups": size,
+                    "limit_pages": layout.num_groups * self.limit_pages // size,
+                    "max_pages": layout.num_groups * max_pages // size,
+                }
                 of_kinds.append((driver, kind.window or 0, own))
             self._core = _core.KindsMemory(of_kinds, self.limit_pages)
             self._parts = self._core.kinds

@@ -1,4 +1,5 @@
-// KV memory of a model whose layers differ: one KVMemory for each kind of layers, one limit for all.
+// KV memory of a model whose layers differ: one KVMemory for each kind of layers, one limit for
+// all.
 //
 // Glossary
 //   kind       layers whose sequences keep the same positions: all, or those of a sliding window.
@@ -14,8 +15,8 @@
 //   * a kind has the blocks of a sequence that the next token sees through its window
 //
 // A page that is idle in one kind becomes another's when that one is short: it is evicted, its
-// memory returned, and the other kind commits as many bytes. Nothing is copied. The kind whose
-// oldest idle page was used least recently gives; its own oldest page comes first if equally old.
+// memory returned, and the other kind commits as many bytes. Nothing is copied. The page that was
+// used least recently goes first, whatever its kind.
 #pragma once
 
 #include <cstdint>
@@ -39,8 +40,8 @@ struct KindConfig {
 // comment do what those of KVMemory do; pages are whole pages.
 class KindsMemory {
  public:
-  // Pre: kinds differ in groups, token bytes, windows and limits alone; the first has no window, and
-  // keeps the books of tokens. The limits of all kinds are replaced by `limit_pages`.
+  // Pre: kinds differ in groups, token bytes, windows and limits alone; the first has no window,
+  // and keeps the books of tokens. The limits of all kinds are replaced by `limit_pages`.
   KindsMemory(const std::vector<KindConfig>& kinds, std::int64_t limit_pages);
   KindsMemory(const KindsMemory&) = delete;
   KindsMemory& operator=(const KindsMemory&) = delete;
@@ -68,8 +69,8 @@ class KindsMemory {
   void set_limit(std::int64_t limit_pages);
   void settle_mapper();
 
-  // Sums over all kinds, in whole pages, rounded down; what concerns sequences, slots and blocks is
-  // the first kind's.
+  // Pages of all kinds, in whole pages, rounded down. Counters of calls, pages and blocks are sums
+  // of the kinds' own; what concerns sequences, slots and blocks now is the first kind's.
   MemoryStats stats();
   // The kinds' pools one after the other, then what no kind has committed, in pages of each kind's
   // own size. Slots are the first kind's.
@@ -83,6 +84,7 @@ class KindsMemory {
  private:
   using Locks = std::vector<std::unique_lock<std::mutex>>;
 
+  std::unique_lock<std::mutex> lock_calls() const;
   Locks enter() const;
   std::int64_t page_bytes(const KVMemory& kind) const;
   std::int64_t whole_page_bytes() const;
