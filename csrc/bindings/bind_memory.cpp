@@ -267,7 +267,7 @@ void bind_sequences(py::class_<Memory>& memory) {
           py::arg("grows"), py::arg("version"), py::arg("ops") = std::vector<OpTuple>())
       .def(
           "keep",
-          [](KVMemory& self, const Ints& seqs, const Ints& lengths) {
+          [](Memory& self, const Ints& seqs, const Ints& lengths) {
             const std::vector<SeqId> ids = narrow(seqs);
             const std::vector<std::int64_t> ends{lengths.data(), lengths.data() + lengths.size()};
             const py::gil_scoped_release no_gil;

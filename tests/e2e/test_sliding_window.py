@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM  # isort: skip
 
 from tests.models.checkpoints import VARIANTS, save
 from vmserve.attention.sdpa import SdpaBackend
+from vmserve.memory.layout import LayerKind
 
 
 def test_a_windowed_model_holds_only_its_window(tmp_path: Path, model_dir: Path) -> None:
@@ -131,3 +132,64 @@ def test_beams_and_choices_of_a_windowed_model(
     assert [[o.token_ids for o in result.outputs] for result in searched] == expected
     for one, other in zip(roomy, sampled, strict=True):
         assert [o.token_ids for o in one.outputs] == [o.token_ids for o in other.outputs]
+
+
+@pytest.mark.parametrize("regime", ["virtual", "paged"])
+def test_layers_with_windows_give_their_past_up_beside_those_without(
+    regime: str, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answers are those of one page for all layers, in less memory: greedy ones after hits,
+    drawn ones of several choices, and beams, through a pool in which some must give way."""
+    directory = save(VARIANTS["qwen3-kinds"], tmp_path / "kinds")
+    prompts = [[2 + (k * i) % 90 for i in range(20 + 25 * k)] for k in range(1, 5)]
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    expected = []
+    for prompt in prompts:
+        tokens = list(prompt)
+        with torch.inference_mode():
+            for _ in range(40):
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        expected.append(tokens[len(prompt) :])
+    common = {"ignore_eos": True, "detokenize": False}
+    greedy = SamplingParams(temperature=0, max_tokens=40, **common)
+    drawn = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=30, **common)
+    beams = BeamSearchParams(beam_width=3, max_tokens=20, **common)
+
+    def answers(kv_cache_memory: str) -> tuple[list[Any], dict[str, Any], int]:
+        most_pages = 0
+        with LLM(
+            model=str(directory),
+            tokenizer=str(model_dir),
+            dtype="float32",
+            kv_regime=regime,
+            kv_page_size="8KiB",  # 16 tokens of one layer
+            kv_cache_memory=kv_cache_memory,
+            max_model_len=192,
+            max_num_batched_tokens=64,
+            swap_space="1MiB",
+        ) as llm:
+            step = llm.engine.step
+
+            def watched_step() -> object:
+                nonlocal most_pages
+                result = step()
+                most_pages = max(most_pages, int(llm.stats()["used_pages"]))
+                llm.engine.memory.check()
+                return result
+
+            llm.engine.step = watched_step  # type: ignore[method-assign, assignment]
+            found: list[Any] = [llm.generate(prompts, greedy) for _ in range(2)]
+            assert [[o.outputs[0].token_ids for o in each] for each in found] == [expected] * 2
+            found = [*llm.generate(prompts, drawn), *llm.beam_search(prompts[:2], beams)]
+            return [[o.token_ids for o in each.outputs] for each in found], llm.stats(), most_pages
+
+    kinds, roomy, few_pages = answers("4MiB")
+    assert roomy["prefix_cache_hits_total"] > 0
+    tight = answers("416KiB")
+    assert tight[0] == kinds
+    monkeypatch.setattr("vmserve.engine.parts.layer_kinds", lambda windows: [LayerKind((), None)])
+    one_kind, same, more_pages = answers("4MiB")
+    assert one_kind == kinds
+    assert same["limit_pages"] == roomy["limit_pages"]
+    # Four prompts of up to 160 tokens, of which two layers of three keep 24 and a chunk.
+    assert few_pages < 0.8 * more_pages

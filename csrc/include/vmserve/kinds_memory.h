@@ -8,9 +8,10 @@
 //   whole page one page of every kind: page_tokens tokens of all layers. The unit of plans,
 //              limits and statistics, because it is what a sequence takes within its windows
 //
-// Laws, executed by check()
+// Laws
 //   * the laws of KVMemory, for each kind
-//   * bytes committed in all kinds <= the limit, but for what is in use above a lowered one
+//   * bytes committed in all kinds <= the limit. Above a lowered one, nothing is free or idle after
+//     a plan without attach, an apply or a release (unless a driver refused to take pages back)
 //   * a sequence has the same length, view and slot in all kinds, and epochs have the same numbers
 //   * a kind has the blocks of a sequence that the next token sees through its window
 //
@@ -62,6 +63,7 @@ class KindsMemory {
   bool is_copying();
   Epoch begun_epoch() const { return kinds_[0]->begun_epoch(); }
   Epoch completed_epoch() const { return kinds_[0]->completed_epoch(); }
+  void keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths);
   void append_tokens(const std::vector<SeqId>& seqs, const std::vector<std::int32_t>& tokens);
   void release(SeqId seq);
   void clear_cache();
@@ -93,8 +95,8 @@ class KindsMemory {
   std::int64_t free_bytes() const;
   std::int64_t reclaimable_bytes() const;  // of free and idle pages
   // Allows the kind to commit `bytes` more.
-  void allow(KVMemory& kind, std::int64_t bytes);
-  void allow_all();
+  void allow(KVMemory& kind, std::int64_t bytes) const;
+  void allow_all() const;
   void share_limit();
   bool evict_oldest();
   // Returns at least `bytes`, if there are as many, of the free pages that kinds do not need.

@@ -1,0 +1,368 @@
+"""Memories of several kinds of layers over one limit.
+
+A random walk that is the same on every run belongs to the test suite; a million steps:
+VMSERVE_KINDS_STEPS=1000000 pytest tests/memory/test_kinds.py -k walk --timeout=0
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import Any
+
+import pytest
+
+from tests.memory.kinds_model import KINDS, WHOLE_GROUPS, Expected, KindsRig, blocks_of, make_kinds
+from tests.memory.support import PAGE, Op, attach, convert, fork, grow, swap_in, swap_out
+from vmserve._core import Health, MapperMode, View, ZeroPolicy
+from vmserve.errors import DriverError, OutOfMemoryError
+
+STEPS = int(os.environ.get("VMSERVE_KINDS_STEPS", "2000"))
+STEPS_OF_A_WALK = 250
+PROMPTS = [[3] * 20, [3] * 9 + [5] * 20, [7, 8] * 12]
+
+
+def start(rig: KindsRig, tokens: list[int], view: View = View.VIRTUAL, to: int = 0) -> int:
+    """A sequence that has computed its tokens, or those up to `to`, after what is cached."""
+    seq = rig.core.open(0, view, b"", tokens)
+    assert seq is not None
+    rig.seqs[seq] = Expected(0, b"", rig.weights, view, list(tokens))
+    step(rig, [(seq, to or len(tokens))], [attach(seq, rig.core.match(seq))])
+    return seq
+
+
+def step(rig: KindsRig, grows: list[tuple[int, int]], ops: list[Op] | None = None) -> None:
+    plan_ops = [*(ops or []), *(grow(seq, to) for seq, to in grows)]
+    plan = rig.core.plan(plan_ops)
+    assert plan.fits
+    epoch = rig.core.apply(plan_ops, plan.version)
+    for seq, to in grows:
+        before = rig.parts[0].core.sealed(seq)
+        rig.seqs[seq].length = to
+        rig.write(seq, before)
+    rig.core.complete(epoch)
+    rig.check()
+
+
+def test_a_window_gives_its_past_up_alone() -> None:
+    rig = make_kinds(prefix_caching=0, deferred_reclamation=0)
+    seq = start(rig, list(range(1, 41)), to=20)
+    for to in range(21, 33):
+        step(rig, [(seq, to)])
+    dropped = [
+        next(i for i, block in enumerate(blocks_of(rig, k, seq)) if block >= 0) for k in range(3)
+    ]
+    # The step to 32 tokens saw positions 26 to 31 and 21 to 31 of the windows of 6 and 11.
+    assert dropped == [0, 26 // 4, 21 // 4]
+    used = [part.core.stats().used_pages for part in rig.parts]
+    assert used == [8, 8 - 6, 8 - 5]
+
+
+def test_pages_idle_in_one_kind_serve_another() -> None:
+    """What windows have left behind holds a second sequence, which one page of all layers would
+    not."""
+    rig = make_kinds(limit_pages=10, prefix_caching=0, num_slots=2)
+    first = start(rig, list(range(1, 41)), to=4)
+    for to in range(8, 33, 4):
+        step(rig, [(first, to)])
+    second = start(rig, list(range(50, 74)), to=4)
+    for to in range(8, 25, 4):
+        step(rig, [(second, to)])
+    # 8 and 6 pages of every layer would be 14 whole ones.
+    assert rig.committed_bytes() <= 10 * WHOLE_GROUPS * PAGE
+    assert sum(part.core.stats().pages_given_back_total for part in rig.parts) > 0
+
+
+@pytest.mark.parametrize("view", [View.VIRTUAL, View.PAGED])
+def test_a_hit_is_the_longest_prefix_on_which_all_kinds_agree(view: View) -> None:
+    rig = make_kinds(limit_pages=32, num_slots=4)
+    prompt = list(range(1, 30))
+    rig.core.release(start(rig, prompt, view))
+    del rig.seqs[0]
+    again = rig.core.open(0, view, b"", prompt)
+    assert again is not None
+    assert rig.core.match(again) == 28
+    rig.core.release(again)
+    # Without the window's last blocks, the others' prefix is of no use: both kinds lose it.
+    assert rig.core.trim(0, drop_idle=True) > 0
+    again = rig.core.open(0, view, b"", prompt)
+    assert again is not None
+    assert rig.core.match(again) == 0
+
+
+def test_a_hit_takes_only_what_the_window_sees() -> None:
+    rig = make_kinds(limit_pages=32, num_slots=4)
+    prompt = list(range(1, 30))
+    rig.core.release(start(rig, prompt))
+    del rig.seqs[0]
+    seq = start(rig, prompt, View.PAGED)
+    # 28 tokens were cached; the 29th sees positions 23 to 28 and 18 to 28.
+    assert [blocks_of(rig, k, seq).count(-1) for k in range(3)] == [0, 23 // 4, 18 // 4]
+
+
+def test_a_shortfall_of_one_kind_leaves_all_as_they_were() -> None:
+    rig = make_kinds(limit_pages=4)
+    seq = start(rig, list(range(1, 17)), to=16)
+    before = rig.core.fingerprint()
+    plan = rig.core.plan([grow(seq, 40)])
+    assert not plan.fits
+    assert plan.needed_pages > plan.available_pages
+    assert rig.core.fingerprint() == before
+    with pytest.raises(OutOfMemoryError, match="pages"):
+        rig.core.apply([grow(seq, 40)], plan.version)
+    rig.check()
+
+
+def test_a_lowered_limit_takes_the_oldest_pages_of_all_kinds() -> None:
+    rig = make_kinds(limit_pages=16)
+    for first in (1, 60):
+        seq = start(rig, list(range(first, first + 16)))
+        rig.core.release(seq)
+        del rig.seqs[seq]
+    rig.core.set_limit(4)
+    assert rig.committed_bytes() <= 4 * WHOLE_GROUPS * PAGE
+    matched = []
+    for first in (1, 60):
+        seq = rig.core.open(0, View.PAGED, b"", list(range(first, first + 17)))
+        assert seq is not None
+        matched.append(rig.core.match(seq))
+    assert matched == [0, 16]
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_a_refusal_in_any_kind_undoes_all(kind: int) -> None:
+    """Of each driver call of a step that maps, copies and forks."""
+    for call in range(1, 100):
+        rig = make_kinds(limit_pages=32, num_slots=4)
+        parent = start(rig, list(range(1, 41)), to=14)
+        child = rig.core.open(0, View.VIRTUAL, b"", [])
+        assert child is not None
+        ops = [fork(child, parent, 14), grow(child, 18), grow(parent, 18)]
+        plan = rig.core.plan(ops)
+        assert plan.fits
+        rig.parts[kind].faults.arm(call)
+        try:
+            rig.core.apply(ops, plan.version)
+        except (DriverError, OutOfMemoryError):
+            rig.parts[kind].faults.disarm()
+            rig.check()  # the parent is as it was
+            assert rig.parts[0].core.length(child) == 0
+            assert [part.core.begun_epoch for part in rig.parts] == [1, 1, 1]
+            assert rig.core.stats().health is Health.HEALTHY
+            continue
+        break
+    assert call > 3
+
+
+class Walk:
+    """A random life of a memory: plans of several sequences, refusals, lowered limits."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        mapper = rng.choice([MapperMode.OFF, MapperMode.MANUAL])
+        self.rig = make_kinds(
+            blocks_per_page=rng.choice([1, 2]),
+            num_slots=rng.randint(1, 4),
+            limit_pages=rng.randint(6, 24),
+            zero_policy=rng.choice([ZeroPolicy.ALWAYS, ZeroPolicy.TENANT, ZeroPolicy.NEVER]),
+            mapper=mapper,
+            grow_pages=rng.randint(1, 3),
+            lookahead_tokens=rng.choice([0, 8]),
+            eager_slots=rng.randint(0, 1),
+            swap_blocks=rng.choice([0, 12, 200]),
+            null_page=rng.random() < 0.3,
+            deferred_reclamation=rng.random() < 0.8,
+            seal_read_only=rng.random() < 0.5,
+        )
+        self.whole = self.rig.core.stats().page_bytes
+        self.limit = self.rig.core.stats().limit_pages * self.whole
+        self.is_background = mapper is MapperMode.MANUAL
+        self.running: list[tuple[int, list[int]]] = []  # epochs, and who grows in them
+
+    def step(self) -> None:
+        rng, core = self.rng, self.rig.core
+        self.arm()
+        roll = rng.random()
+        if roll < 0.6:
+            self.plan_and_apply()
+        elif roll < 0.75:
+            self.release()
+        elif roll < 0.9:
+            self.complete()
+        elif roll < 0.94:
+            self.attempt(lambda: core.trim(rng.randint(0, 6), rng.random() < 0.5))
+        elif roll < 0.98:
+            pages = rng.randint(5, 24)
+            self.limit = pages * self.whole
+            self.attempt(lambda: core.set_limit(pages))
+        elif self.is_background:
+            core.settle_mapper()
+        if rng.random() < 0.7:
+            self.disarm()
+        self.rig.check()
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.rig.core.stats().health is Health.HEALTHY
+
+    def arm(self) -> None:
+        if self.rng.random() < 0.2:
+            driver = self.rng.choice(self.rig.parts).faults
+            driver.arm(self.rng.randint(1, 12), forever=self.rng.random() < 0.3)
+
+    def disarm(self) -> None:
+        for part in self.rig.parts:
+            part.faults.disarm()
+
+    def attempt(self, call: Any) -> bool:
+        try:
+            call()
+        except (DriverError, OutOfMemoryError):
+            return False
+        return True
+
+    def open(self) -> int | None:
+        rng, rig = self.rng, self.rig
+        prompt = rng.choice(PROMPTS)
+        tokens = prompt[: rng.randint(1, len(prompt))] + [rng.randint(1, 3)] * rng.randint(0, 6)
+        tenant, salt = rng.choice([0, 0, 1]), rng.choice([b"", b"", b"s"])
+        view = rng.choice([View.VIRTUAL, View.PAGED])
+        seq = rig.core.open(tenant, view, salt, tokens)
+        if seq is not None:
+            rig.seqs[seq] = Expected(tenant, salt, rig.weights, view, tokens)
+        return seq
+
+    def op_of(self, number: int) -> tuple[list[Op], Expected]:
+        """Ops of a sequence in one plan, and what it is after them."""
+        rng, rig = self.rng, self.rig
+        was = rig.seqs[number]
+        seq = Expected(**{**vars(was), "tokens": list(was.tokens)})
+        ops: list[Op] = []
+        busy = any(number in grown for _, grown in self.running)
+        if seq.swapped:
+            ops.append(swap_in(number))
+            seq.swapped = False
+        elif seq.length == 0:
+            hit = rig.core.match(number)
+            assert hit < len(seq.tokens)
+            ops.append(attach(number, hit))
+            seq.length = hit
+        elif rng.random() < 0.15 and not busy:
+            ops.append(swap_out(number))
+            seq.swapped = True
+            return ops, seq
+        elif rng.random() < 0.15:
+            seq.view = View.PAGED if seq.view is View.VIRTUAL else View.VIRTUAL
+            ops.append(convert(number, seq.view))
+        if seq.length == len(seq.tokens) and seq.length < rig.max_len:
+            seq.tokens.append(rng.randint(1, 3))
+        to = rng.randint(seq.length, len(seq.tokens))
+        if to > seq.length:
+            ops.append(grow(number, to))
+            seq.length = to
+        return ops, seq
+
+    def fork_of(self, taken: list[int]) -> tuple[list[Op], int, Expected] | None:
+        rig = self.rig
+        parents = [
+            number
+            for number, seq in rig.seqs.items()
+            if seq.length > 0 and not seq.swapped and number not in taken
+        ]
+        if not parents:
+            return None
+        parent = self.rng.choice(parents)
+        was = rig.seqs[parent]
+        child = rig.core.open(was.tenant, self.rng.choice([View.VIRTUAL, View.PAGED]), was.salt, [])
+        if child is None:
+            return None
+        view = rig.parts[0].core.view(child)
+        copy = Expected(was.tenant, was.salt, was.weights, view, was.tokens[: was.length])
+        copy.length = was.length
+        return [fork(child, parent, was.length)], child, copy
+
+    def plan_and_apply(self) -> None:
+        rng, rig = self.rng, self.rig
+        if len(rig.seqs) < 2 or rng.random() < 0.4:
+            self.open()
+        numbers = rng.sample(sorted(rig.seqs), min(len(rig.seqs), rng.randint(1, 3)))
+        after: dict[int, Expected] = {}
+        ops: list[Op] = []
+        for number in numbers:
+            own, after[number] = self.op_of(number)
+            ops += own
+        child = None
+        if rng.random() < 0.15 and (forked := self.fork_of(numbers)) is not None:
+            own, child, after_fork = forked
+            ops += own
+            rig.seqs[child] = Expected(**{**vars(after_fork), "length": 0})
+            after[child] = after_fork
+        before = rig.core.fingerprint()
+        # A plan may execute what the mapper has in hand, repair, and return what a limit forbids.
+        is_still = (
+            not self.is_background and self.is_healthy and rig.committed_bytes() <= self.limit
+        )
+        plan = rig.core.plan(ops)
+        assert not is_still or rig.core.fingerprint() == before
+        calls = [part.faults.num_calls for part in rig.parts]
+        applied = plan.fits and self.apply(ops, plan.version, after, calls)
+        if not applied and child is not None:
+            rig.core.release(child)
+            del rig.seqs[child]
+
+    def apply(self, ops: list[Op], version: int, after: dict[int, Expected], calls: Any) -> bool:
+        rig = self.rig
+        epochs: list[int] = []
+        if not self.attempt(lambda: epochs.append(rig.core.apply(ops, version))):
+            self.disarm()
+            return False
+        grown = [number for number, seq in after.items() if seq.length > rig.seqs[number].length]
+        starts = {number: rig.seqs[number].length for number in after}
+        hits = {op[1]: op[2] for op in ops if op[0].name in ("ATTACH", "FORK")}
+        names = [], []
+        for number, seq in after.items():
+            was = rig.seqs[number]
+            new = seq.tokens[len(was.tokens) :]
+            names[0].extend([number] * len(new))
+            names[1].extend(new)
+            rig.seqs[number] = seq
+        rig.core.append_tokens(*names)
+        for number in grown:
+            rig.write(number, max(starts[number], hits.get(number, 0)))
+        self.running.append((epochs[0], [*after]))
+        if self.rng.random() < 0.6:
+            self.complete()
+        return True
+
+    def complete(self) -> None:
+        if not self.running:
+            return
+        self.rig.core.complete(self.running[-1][0])
+        self.running.clear()
+
+    def release(self) -> None:
+        if self.rig.seqs:
+            seq = self.rng.choice(sorted(self.rig.seqs))
+            self.rig.core.release(seq)
+            del self.rig.seqs[seq]
+
+    def end(self) -> None:
+        """Everything comes back."""
+        self.disarm()
+        self.complete()
+        for seq in [*self.rig.seqs]:
+            self.rig.core.release(seq)
+        self.rig.seqs.clear()
+        self.rig.core.settle_mapper()
+        self.rig.core.trim(0, drop_idle=True)
+        self.rig.check()
+        assert self.is_healthy
+        assert all(part.core.stats().committed_pages <= 1 for part in self.rig.parts)
+
+
+@pytest.mark.parametrize("seed", range(STEPS // STEPS_OF_A_WALK))
+def test_a_random_walk(seed: int) -> None:
+    walk = Walk(seed)
+    for _ in range(STEPS_OF_A_WALK):
+        walk.step()
+    walk.end()
