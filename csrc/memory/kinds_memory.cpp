@@ -278,6 +278,7 @@ void KindsMemory::allow_all() const {
 
 std::vector<Plan> KindsMemory::assess(const std::vector<Op>& ops) {
   last_ops_ = ops;
+  is_planned_ = true;
   slots_.clear();
   allow_all();
   std::vector<Plan> plans;
@@ -316,7 +317,7 @@ Epoch KindsMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   require(version == state_version(), [] {
     return std::string("the plan is stale: something was changed or released since; plan again");
   });
-  if (last_ops_ != ops) assess(ops);
+  if (!is_planned_ || last_ops_ != ops) assess(ops);
   allow_all();
   std::vector<Assessed> now;
   std::vector<Plan> plans;
@@ -325,7 +326,7 @@ Epoch KindsMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
     now.push_back(kinds_[k]->assess_again(ops_of(k, ops), kinds_[k]->ledger_.version));
     plans.push_back(now[k].plan);
   }
-  last_ops_.clear();  // a plan is applied once
+  is_planned_ = false;  // a plan is applied once
   const Plan plan = sum_up(plans);
   if (!plan.fits()) {
     throw OutOfMemoryError("the plan needs " + with_commas(plan.needed_pages) + " pages and " +

@@ -226,6 +226,7 @@ const Assessed& KVMemory::assess(const std::vector<Op>& ops) {
   // were found.
   if (!ops.empty() && !Planner::has_attach(ops)) room_.try_give_back_excess();
   last_ops_ = ops;
+  is_planned_ = true;
   merged_ops_ = planner_.merge_grows(ops);
   planner_.validate(merged_ops_);
   assessed_ = planner_.assess(merged_ops_);
@@ -265,9 +266,10 @@ Assessed KVMemory::assess_again(const std::vector<Op>& ops, std::uint64_t versio
   if (version != ledger_.version) {
     throw MisuseError("the plan is stale: something was changed or released since; plan again");
   }
-  const bool is_planned = assessed_.plan.version == version && last_ops_ == ops;
+  const bool is_planned =
+      is_planned_ && assessed_.plan.version == version && last_ops_ == ops;
   if (!is_planned) merged_ops_ = planner_.merge_grows(ops);
-  last_ops_.clear();  // a plan is applied once
+  is_planned_ = false;  // a plan is applied once
   const std::vector<Op>& wanted = merged_ops_;
   planner_.validate(wanted);
   work_.retry_repairs();

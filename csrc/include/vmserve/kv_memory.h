@@ -206,6 +206,7 @@ class KVMemory {
   // The last plan(). It is valid while its version is: background work only adds to what it counted
   // on.
   std::vector<Op> last_ops_, merged_ops_;
+  bool is_planned_ = false;
   Assessed assessed_;
   Background background_;
   std::uint64_t weights_epoch_ = 0;
