@@ -119,6 +119,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         attention_bias=True,
         use_sliding_window=True,
         sliding_window=5,
+    ),
     "qwen3-kinds": Qwen3Config(
         **_SMALL,
         head_dim=32,
