@@ -10,11 +10,20 @@ import pytest
 from vmserve import LLM, BeamSearchParams, SamplingParams  # before torch: how its threads wait
 
 import torch  # isort: skip
-from transformers import AutoModelForCausalLM  # isort: skip
+from transformers import AutoModelForCausalLM, Qwen3Config  # isort: skip
 
-from tests.models.checkpoints import VARIANTS, save
+from tests.models.checkpoints import _SMALL, VARIANTS, save
 from vmserve.attention.sdpa import SdpaBackend
 from vmserve.memory.layout import LayerKind
+
+#: The native decoder runs it.
+MIXED = Qwen3Config(
+    **_SMALL,
+    head_dim=32,
+    use_sliding_window=True,
+    sliding_window=24,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+)
 
 
 def test_a_windowed_model_holds_only_its_window(tmp_path: Path, model_dir: Path) -> None:
@@ -140,7 +149,7 @@ def test_layers_with_windows_give_their_past_up_beside_those_without(
 ) -> None:
     """The answers are those of one page for all layers, in less memory: greedy ones after hits,
     drawn ones of several choices, and beams, through a pool in which some must give way."""
-    directory = save(VARIANTS["qwen3-kinds"], tmp_path / "kinds")
+    directory = save(MIXED, tmp_path / "kinds")
     prompts = [[2 + (k * i) % 90 for i in range(20 + 25 * k)] for k in range(1, 5)]
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     expected = []

@@ -120,13 +120,6 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         use_sliding_window=True,
         sliding_window=5,
     ),
-    "qwen3-kinds": Qwen3Config(
-        **_SMALL,
-        head_dim=32,
-        use_sliding_window=True,
-        sliding_window=24,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),
     "opt": opt(),
     "opt-350m": opt(word_embed_proj_dim=32, do_layer_norm_before=False),
     "opt-galactica": opt(
