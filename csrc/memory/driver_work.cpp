@@ -145,6 +145,12 @@ std::vector<AccessRun> DriverWork::access_runs(const Change& change, bool writab
   const Access access = writable ? Access::kReadWrite : Access::kRead;
   for (const Change::SavedSlot& slot : change.slots) {
     std::vector<std::int64_t> indices = writable ? slot.made_writable : slot.made_read_only;
+    // Finding memory may have evicted a page that a window had dropped.
+    const auto is_gone = [&](std::int64_t index) {
+      const Slot& here = slots_[slot.slot];
+      return index >= here.size() || here.entries[index].page == kNoPage;
+    };
+    indices.erase(std::remove_if(indices.begin(), indices.end(), is_gone), indices.end());
     std::sort(indices.begin(), indices.end());
     for (std::int32_t group = 0; group < config_.num_groups; ++group) {
       for (const std::int64_t index : indices) {

@@ -705,7 +705,9 @@ void Ops::rollback(Change& change) {
     for (const std::int64_t index : saved->made_writable) {
       if (index < saved->size) slot.entries[index].read_only = true;
     }
-    for (const std::int64_t index : saved->made_read_only) slot.entries[index].read_only = false;
+    for (const std::int64_t index : saved->made_read_only) {
+      if (index < slot.size()) slot.entries[index].read_only = false;
+    }
     // Pages that were evicted on the way may have cut it shorter, or left a hole.
     slot.num_sealed = std::min({slot.num_sealed, saved->num_sealed, saved->size});
     while (slot.size() > saved->size) {

@@ -2,8 +2,9 @@
 
 The core chooses pages, blocks and slots; the model says what every sequence must be: its length,
 its view, and the contents that the next token of each kind sees through the kind's window. A
-position's value depends on all that KV depends on (tenant, salt, weights, tokens up to it, kind and group), so
-that right contents prove the right block. Positions behind a window may be gone, and are not read.
+position's value depends on all that KV depends on (tenant, salt, weights, tokens up to it, kind and
+group), so that right contents prove the right block. Positions behind a window may be gone, and are
+not read.
 """
 
 from __future__ import annotations
