@@ -266,8 +266,7 @@ Assessed KVMemory::assess_again(const std::vector<Op>& ops, std::uint64_t versio
   if (version != ledger_.version) {
     throw MisuseError("the plan is stale: something was changed or released since; plan again");
   }
-  const bool is_planned =
-      is_planned_ && assessed_.plan.version == version && last_ops_ == ops;
+  const bool is_planned = is_planned_ && assessed_.plan.version == version && last_ops_ == ops;
   if (!is_planned) merged_ops_ = planner_.merge_grows(ops);
   is_planned_ = false;  // a plan is applied once
   const std::vector<Op>& wanted = merged_ops_;

@@ -120,7 +120,7 @@ class KindsMemory {
   std::int64_t limit_bytes_ = 0;
   std::vector<Op> last_ops_;  // of the last plan
   bool is_planned_ = false;
-  SlotChoices slots_;         // that they take
+  SlotChoices slots_;  // that they take
 };
 
 }  // namespace vmserve
