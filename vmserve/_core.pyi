@@ -546,6 +546,8 @@ class CpuDecoder:
         q_bias: _TensorTuple | None,
         k_bias: _TensorTuple | None,
         v_bias: _TensorTuple | None,
+        output_bias: _TensorTuple | None = None,
+        sinks: _TensorTuple | None = None,
         q_norm: _TensorTuple | None,
         k_norm: _TensorTuple | None,
         head_dim: int,
@@ -560,9 +562,19 @@ class CpuDecoder:
         gate: _TensorTuple | GroupedWeights,
         up: _TensorTuple | GroupedWeights,
         down: _TensorTuple | GroupedWeights,
+        gate_bias: _TensorTuple | None = None,
+        up_bias: _TensorTuple | None = None,
+        down_bias: _TensorTuple | None = None,
+        clamp: tuple[float, float] | None = None,
     ) -> None: ...
     def add_router(
-        self, *, weights: _TensorTuple, count: int, chosen: int, normalised: bool
+        self,
+        *,
+        weights: _TensorTuple,
+        count: int,
+        chosen: int,
+        normalised: bool,
+        bias: _TensorTuple | None = None,
     ) -> None: ...
     def set_ends(
         self,
@@ -613,6 +625,7 @@ class CpuAttention:
         window: int = 0,
         softcap: float = 0.0,
         lse: int = 0,
+        sinks: _TensorTuple | None = None,
     ) -> None: ...
     def fold(self, data: int, bytes: int) -> int: ...
 
@@ -632,4 +645,5 @@ def attend_reference(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: _TensorTuple | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...

@@ -91,6 +91,7 @@ void bind_decoder(py::module_& m) {
              const WeightArgument& k, const WeightArgument& v, const WeightArgument& output,
              TensorTuple mlp_norm, std::optional<TensorTuple> q_bias,
              std::optional<TensorTuple> k_bias, std::optional<TensorTuple> v_bias,
+             std::optional<TensorTuple> output_bias, std::optional<TensorTuple> sinks,
              std::optional<TensorTuple> q_norm, std::optional<TensorTuple> k_norm,
              std::int64_t head_dim, std::int64_t rotation, float scale, std::int64_t window,
              float softcap) {
@@ -104,6 +105,9 @@ void bind_decoder(py::module_& m) {
             layer.q_bias = vector_of(std::move(q_bias), outputs_of(layer.q), "q_bias");
             layer.k_bias = vector_of(std::move(k_bias), outputs_of(layer.k), "k_bias");
             layer.v_bias = vector_of(std::move(v_bias), outputs_of(layer.v), "v_bias");
+            layer.output_bias =
+                vector_of(std::move(output_bias), decoder.hidden_size(), "output_bias");
+            layer.sinks = vector_of(std::move(sinks), outputs_of(layer.q) / head_dim, "sinks");
             layer.q_norm = vector_of(std::move(q_norm), head_dim, "q_norm");
             layer.k_norm = vector_of(std::move(k_norm), head_dim, "k_norm");
             layer.rotation = rotation;
@@ -115,27 +119,45 @@ void bind_decoder(py::module_& m) {
           },
           py::kw_only(), py::arg("attention_norm"), py::arg("q"), py::arg("k"), py::arg("v"),
           py::arg("output"), py::arg("mlp_norm"), py::arg("q_bias"), py::arg("k_bias"),
-          py::arg("v_bias"), py::arg("q_norm"), py::arg("k_norm"), py::arg("head_dim"),
-          py::arg("rotation"), py::arg("scale"), py::arg("window"), py::arg("softcap"))
+          py::arg("v_bias"), py::arg("output_bias") = std::nullopt, py::arg("sinks") = std::nullopt,
+          py::arg("q_norm"), py::arg("k_norm"), py::arg("head_dim"), py::arg("rotation"),
+          py::arg("scale"), py::arg("window"), py::arg("softcap"))
       .def(
           "add_mlp",
           [](CpuDecoder& decoder, const WeightArgument& gate, const WeightArgument& up,
-             const WeightArgument& down) {
-            const DecoderMlp mlp{as_weights(gate), as_weights(up), as_weights(down)};
+             const WeightArgument& down, std::optional<TensorTuple> gate_bias,
+             std::optional<TensorTuple> up_bias, std::optional<TensorTuple> down_bias,
+             std::optional<std::pair<float, float>> clamp) {
+            DecoderMlp mlp;
+            mlp.gate = as_weights(gate);
+            mlp.up = as_weights(up);
+            mlp.down = as_weights(down);
+            const std::int64_t size = outputs_of(mlp.gate);
+            mlp.gate_bias = vector_of(std::move(gate_bias), size, "gate_bias");
+            mlp.up_bias = vector_of(std::move(up_bias), size, "up_bias");
+            mlp.down_bias = vector_of(std::move(down_bias), decoder.hidden_size(), "down_bias");
+            if (clamp) mlp.activation = {cpu::Activation::kClamped, clamp->first, clamp->second};
             const py::gil_scoped_release unlocked;
             decoder.add_mlp(mlp);
           },
-          py::kw_only(), py::arg("gate"), py::arg("up"), py::arg("down"))
+          py::kw_only(), py::arg("gate"), py::arg("up"), py::arg("down"),
+          py::arg("gate_bias") = std::nullopt, py::arg("up_bias") = std::nullopt,
+          py::arg("down_bias") = std::nullopt, py::arg("clamp") = std::nullopt)
       .def(
           "add_router",
           [](CpuDecoder& decoder, TensorTuple weights, std::int64_t count, std::int64_t chosen,
-             bool normalised) {
-            const DecoderRouter router{as_tensor(std::move(weights)), count, chosen, normalised};
+             bool normalised, std::optional<TensorTuple> bias) {
+            DecoderRouter router;
+            router.weights = as_tensor(std::move(weights));
+            router.bias = vector_of(std::move(bias), count, "router_bias");
+            router.count = count;
+            router.chosen = chosen;
+            router.normalised = normalised;
             const py::gil_scoped_release unlocked;
             decoder.add_router(router);
           },
           py::kw_only(), py::arg("weights"), py::arg("count"), py::arg("chosen"),
-          py::arg("normalised"))
+          py::arg("normalised"), py::arg("bias") = std::nullopt)
       .def(
           "set_ends",
           [](CpuDecoder& decoder,

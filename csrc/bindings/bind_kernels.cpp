@@ -48,7 +48,8 @@ std::shared_ptr<CpuKvView> paged_view(std::vector<TensorTuple> keys,
 
 CpuLayerCall as_call(std::int64_t layer, TensorTuple q, TensorTuple k, TensorTuple v,
                      std::optional<std::pair<TensorTuple, TensorTuple>> rotary, float scale,
-                     std::int64_t window, float softcap) {
+                     std::int64_t window, float softcap,
+                     std::optional<TensorTuple> sinks = std::nullopt) {
   CpuLayerCall call;
   call.layer = layer;
   call.q = as_tensor(std::move(q));
@@ -61,14 +62,22 @@ CpuLayerCall as_call(std::int64_t layer, TensorTuple q, TensorTuple k, TensorTup
   call.scale = scale;
   call.window = window;
   call.softcap = softcap;
+  if (!sinks) return call;
+  const TensorRef scores = as_tensor(std::move(*sinks));
+  if (scores.dtype != DType::kFloat32 || scores.shape != Ints{call.q.shape.at(1)} ||
+      scores.strides != Ints{1}) {
+    throw MisuseError("sinks are not [q_heads] in contiguous float32");
+  }
+  call.sinks = reinterpret_cast<const float*>(scores.data);
   return call;
 }
 
 void run(CpuAttention& attention, CpuBatch& batch, std::int64_t layer, TensorTuple q, TensorTuple k,
          TensorTuple v, std::optional<std::pair<TensorTuple, TensorTuple>> rotary, TensorTuple out,
-         float scale, std::int64_t window, float softcap, std::uintptr_t lse) {
+         float scale, std::int64_t window, float softcap, std::uintptr_t lse,
+         std::optional<TensorTuple> sinks) {
   CpuLayerCall call = as_call(layer, std::move(q), std::move(k), std::move(v), std::move(rotary),
-                              scale, window, softcap);
+                              scale, window, softcap, std::move(sinks));
   call.out = as_tensor(std::move(out));
   call.lse = reinterpret_cast<float*>(lse);
   const py::gil_scoped_release unlocked;
@@ -89,15 +98,16 @@ void bind_references(py::module_& m) {
   m.def(
       "attend_reference",
       [](const CpuBatch& batch, std::int64_t layer, const TensorTuple& q, float scale,
-         std::int64_t window, float softcap) {
-        const CpuLayerCall call = as_call(layer, q, q, q, std::nullopt, scale, window, softcap);
+         std::int64_t window, float softcap, std::optional<TensorTuple> sinks) {
+        const CpuLayerCall call =
+            as_call(layer, q, q, q, std::nullopt, scale, window, softcap, std::move(sinks));
         const Ints& shape = call.q.shape;
         Doubles out({shape.at(0), shape.at(1), shape.at(2)}), lse({shape.at(0), shape.at(1)});
         attend_reference(batch, call, out.mutable_data(), lse.mutable_data());
         return std::make_pair(out, lse);
       },
       py::arg("batch"), py::arg("layer"), py::arg("q"), py::arg("scale"), py::arg("window") = 0,
-      py::arg("softcap") = 0.0F);
+      py::arg("softcap") = 0.0F, py::arg("sinks") = std::nullopt);
 }
 
 }  // namespace
@@ -136,7 +146,7 @@ void bind_kernels(py::module_& m) {
       .def_property("num_threads", &CpuAttention::num_threads, &CpuAttention::set_num_threads)
       .def("run", &run, py::arg("batch"), py::arg("layer"), py::arg("q"), py::arg("k"),
            py::arg("v"), py::arg("rotary"), py::arg("out"), py::arg("scale"), py::arg("window") = 0,
-           py::arg("softcap") = 0.0F, py::arg("lse") = 0)
+           py::arg("softcap") = 0.0F, py::arg("lse") = 0, py::arg("sinks") = std::nullopt)
       .def(
           "fold",
           [](const CpuAttention& attention, std::uintptr_t data, std::size_t bytes) {

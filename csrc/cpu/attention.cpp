@@ -152,6 +152,7 @@ cpu::Output output_at(const AttendRun& run, std::int64_t seq, std::int64_t row, 
   const std::int64_t first = (run.batch.start(seq) + row) * q_heads + head;
   cpu::Output out{};
   out.rows = run.call.out.data + first * dim * item_bytes(run.batch.view().dtype());
+  out.sinks = run.call.sinks == nullptr ? nullptr : run.call.sinks + head;
   out.lse = run.call.lse == nullptr ? nullptr : run.call.lse + first;
   out.row_stride = q_heads * dim;
   out.lse_stride = q_heads;

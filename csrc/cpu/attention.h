@@ -127,6 +127,8 @@ struct CpuLayerCall {
   float scale = 1.0F;
   std::int64_t window = 0;  // positions a query attends to, its own included; 0: all
   float softcap = 0.0F;     // 0: none
+  // Null, or [q_heads]: the score of one more token, whose value is 0. lse has it too.
+  const float* sinks = nullptr;
 };
 
 class CpuAttention {

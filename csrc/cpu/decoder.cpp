@@ -80,7 +80,7 @@ struct CpuDecoder::Experts {
 };
 
 struct CpuDecoder::Layer {
-  std::vector<float> attention_norm, mlp_norm, q_norm, k_norm;
+  std::vector<float> attention_norm, mlp_norm, q_norm, k_norm, sinks;
   std::vector<LinearLayer> qkv;  // one, or more where queries, keys and values are not stored alike
   LinearLayer output;
   std::vector<Mlp> mlps;  // one, or the experts
@@ -179,6 +179,8 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
     }
   }
   layer.output = products_.pack({&from.output}, false);
+  products_.set_bias(layer.output, {from.output_bias}, {hidden}, false);
+  if (from.sinks != nullptr) layer.sinks.assign(from.sinks, from.sinks + shape_.q_heads);
   layer.rotation = static_cast<std::size_t>(from.rotation);
   layer.scale = from.scale;
   layer.window = from.window;
@@ -197,6 +199,9 @@ void CpuDecoder::add_mlp(const DecoderMlp& from) {
   const std::size_t most = layer.experts ? static_cast<std::size_t>(layer.experts->count) : 1;
   require(layer.mlps.size() < most, "the layer has all its MLPs");
   Mlp mlp{products_.pack({&from.gate, &from.up}, true), products_.pack({&from.down}, false)};
+  products_.set_bias(mlp.gate_up, {from.gate_bias, from.up_bias}, {size, size}, true);
+  products_.set_bias(mlp.down, {from.down_bias}, {hidden}, false);
+  mlp.gate_up.gate = from.activation;
   if (!layer.mlps.empty()) {
     const Mlp& first = layer.mlps.front();
     require(mlp.gate_up.outputs == first.gate_up.outputs &&
@@ -214,8 +219,10 @@ void CpuDecoder::add_router(const DecoderRouter& from) {
   const std::lock_guard lock(mutex_);
   require(!layers_.empty() && layers_.back().mlps.empty(), "a router comes after its layer");
   // Its products choose: they are not rounded as others may be.
-  layers_.back().experts = Experts{products_.pack({&from.weights}, false, true), from.count,
-                                   from.chosen, from.normalised};
+  Experts experts{products_.pack({&from.weights}, false, true), from.count, from.chosen,
+                  from.normalised};
+  products_.set_bias(experts.router, {from.bias}, {from.count}, false);
+  layers_.back().experts = std::move(experts);
 }
 
 void CpuDecoder::set_ends(const std::optional<FileRows>& embedding, const TensorRef& final_norm,
@@ -441,6 +448,7 @@ void CpuDecoder::attend(const Layer& layer, std::int64_t index, char* qkv,
     call.scale = layer.scale;
     call.window = layer.window;
     call.softcap = layer.softcap;
+    call.sinks = layer.sinks.empty() ? nullptr : layer.sinks.data();
     attention_->run(*part.batch, call);
     part.seconds += watch.seconds();
     first += rows;

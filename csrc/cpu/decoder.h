@@ -34,7 +34,8 @@ struct DecoderShape {
 struct DecoderLayer {
   TensorRef attention_norm, mlp_norm;
   WeightRef q, k, v, output;
-  const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr;
+  const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr, *output_bias = nullptr;
+  const float* sinks = nullptr;                      // [q_heads]: see CpuLayerCall
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head_dim]; both or none
   std::int64_t rotation = 0;                         // index in set_rotations
   float scale = 1.0F;
@@ -51,6 +52,8 @@ struct Rotations {
 // A gated MLP: gate and up [size, hidden], down [hidden, size].
 struct DecoderMlp {
   WeightRef gate, up, down;
+  const float *gate_bias = nullptr, *up_bias = nullptr, *down_bias = nullptr;
+  cpu::Gate activation;
 };
 
 // A router over MLPs (experts), which computes `chosen` of `count` for a row: those of its largest
@@ -58,6 +61,7 @@ struct DecoderMlp {
 // the chosen if `normalised`, else among all.
 struct DecoderRouter {
   WeightRef weights;  // [count, hidden]
+  const float* bias = nullptr;
   std::int64_t count = 0, chosen = 0;
   bool normalised = false;
 };

@@ -328,6 +328,23 @@ std::vector<LinearLayer> LinearProducts::pack_alike(const std::vector<const Weig
   return layers;
 }
 
+void LinearProducts::set_bias(LinearLayer& layer, const std::vector<const float*>& biases,
+                              const std::vector<std::int64_t>& sizes, bool gated) const {
+  const std::int64_t width = kernels_.panel_outputs, half = width / 2;
+  std::int64_t first = 0;
+  for (std::size_t i = 0; i < biases.size(); first += sizes[i++]) {
+    if (biases[i] == nullptr) continue;
+    layer.bias.resize(static_cast<std::size_t>(layer.num_panels * width));
+    for (std::int64_t output = 0; output < sizes[i]; ++output) {
+      // Gate and up alternate vector by vector.
+      const std::int64_t lane =
+          gated ? output / half * width + static_cast<std::int64_t>(i) * half + output % half
+                : first + output;
+      layer.bias[static_cast<std::size_t>(lane)] = biases[i][output];
+    }
+  }
+}
+
 void LinearProducts::add_blocks(std::vector<Block>& blocks, const LinearShare& share) const {
   for (std::int64_t done = 0; done < share.num_rows;) {
     const std::int64_t rows = kernels_.block_rows(static_cast<std::int32_t>(share.num_rows - done));
@@ -440,6 +457,7 @@ void LinearProducts::fill_args(cpu::LinearArgs& args, const LinearShare& share, 
   args.scale_format = linear.scale_format;
   args.depth = linear.depth;
   args.num_outputs = static_cast<std::int32_t>(linear.outputs);
+  args.gate = linear.gate;
   args.rows = static_cast<const char*>(rows) + share.packed_row * row_bytes;
   args.row_groups = row_groups_.data() + share.packed_row * groups;
   args.num_rows = static_cast<std::int32_t>(share.num_rows);

@@ -56,6 +56,7 @@ struct LinearLayer {
   std::vector<float> scales, bias;  // in the order of the lanes, for all panels
   cpu::ScaleFormat scale_format{};
   const cpu::LinearForm* form = nullptr;
+  cpu::Gate gate;
   std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0, panel_bytes = 0;
 
   std::size_t weight_bytes() const { return static_cast<std::size_t>(num_panels * panel_bytes); }
@@ -102,6 +103,9 @@ class LinearProducts {
   LinearLayer pack(const std::vector<const WeightRef*>& matrices, bool gated, bool exact = false);
   // One layer for each run of matrices that are stored alike: none is widened for another.
   std::vector<LinearLayer> pack_alike(const std::vector<const WeightRef*>& matrices);
+  // Of the outputs of each matrix that was packed; null: zeros.
+  void set_bias(LinearLayer& layer, const std::vector<const float*>& biases,
+                const std::vector<std::int64_t>& sizes, bool gated) const;
   // Rounds rows [num_rows, next.inputs] and packs them for the product with `next`. `norm`: of an
   // RMSNorm before, or null.
   void pack_rows(const LinearLayer& next, const void* rows, bool bf16, std::int64_t num_rows,

@@ -98,7 +98,8 @@ struct Query {
 
   // Attends with one head of one row over positions [begin, end).
   double attend(const cpu::Sequence& seq, const CpuLayerCall& call, const char* q,
-                std::int64_t kv_head, std::int64_t begin, std::int64_t end, std::int64_t dim) {
+                std::int64_t head, std::int64_t kv_head, std::int64_t begin, std::int64_t end,
+                std::int64_t dim) {
     const DType dtype = call.q.dtype;
     double maximum = -std::numeric_limits<double>::infinity(), total = 0;
     scores.clear();
@@ -113,7 +114,9 @@ struct Query {
       scores.push_back(score);
       maximum = std::max(maximum, score);
     }
+    if (call.sinks != nullptr) maximum = std::max<double>(maximum, call.sinks[head]);
     for (double& score : scores) total += score = std::exp(score - maximum);
+    if (call.sinks != nullptr) total += std::exp(call.sinks[head] - maximum);
     sums.assign(static_cast<std::size_t>(dim), 0.0);
     for (std::int64_t t = begin; t < end; ++t) {
       const char* v = cache_row(seq, seq.v, t, kv_head, dtype);
@@ -161,7 +164,7 @@ void attend_reference(const CpuBatch& batch, const CpuLayerCall& call, double* o
       const std::int64_t begin = call.window > 0 ? std::max<std::int64_t>(0, end - call.window) : 0;
       for (std::int64_t h = 0; h < q_heads; ++h) {
         const std::int64_t row = token * q_heads + h;
-        lse[row] = query.attend(seq, call, row_of(call.q, token, h), h / group, begin, end, dim);
+        lse[row] = query.attend(seq, call, row_of(call.q, token, h), h, h / group, begin, end, dim);
         std::copy(query.sums.begin(), query.sums.end(), out + row * dim);
       }
     }

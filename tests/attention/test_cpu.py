@@ -102,7 +102,13 @@ def rotary_of(batch: RaggedBatch, head_dim: int, dtype: torch.dtype) -> Rotary:
 def reference(call: CpuCall, spec: LayerAttention, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Float64 output and log-sum-exp, by the simple loops in C++."""
     out, lse = _core.attend_reference(
-        call.batch, spec.layer, tensor_tuple(q), spec.scale, spec.window or 0, spec.softcap or 0.0
+        call.batch,
+        spec.layer,
+        tensor_tuple(q),
+        spec.scale,
+        spec.window or 0,
+        spec.softcap or 0.0,
+        None if spec.sinks is None else tensor_tuple(spec.sinks),
     )
     return torch.from_numpy(out), torch.from_numpy(lse)
 
@@ -206,6 +212,7 @@ SHAPES = st.builds(
     shape=SHAPES,
     window=st.none() | st.integers(1, 20) | st.integers(20, 200),
     softcap=st.none() | st.sampled_from([0.5, 3.0, 50.0]),
+    sink=st.none() | st.floats(-2, 2),
     isa=st.sampled_from(ISAS),
     num_threads=st.integers(1, 4),
     block_tokens=st.sampled_from([8, 16, 32, 64, 128]),
@@ -217,6 +224,7 @@ def test_ragged_batches_in_both_views(
     shape: Shape,
     window: int | None,
     softcap: float | None,
+    sink: float | None,
     isa: str,
     num_threads: int,
     block_tokens: int,
@@ -228,7 +236,8 @@ def test_ragged_batches_in_both_views(
     for place, past, new in zip(batch.places, batch.num_past, batch.num_new, strict=True):
         lengths[place] = past + new
     paged = paged_view(dense, lengths, block_tokens, blocks_per_page, seed=1)
-    spec = LayerAttention(1, 1 / math.sqrt(shape.head_dim), window, softcap)
+    sinks = None if sink is None else sink + 0.1 * torch.arange(shape.q_heads)
+    spec = LayerAttention(1, 1 / math.sqrt(shape.head_dim), window, softcap, sinks=sinks)
     inputs = draw(batch.num_tokens, shape, seed=2)
     rotary = rotary_of(batch, shape.head_dim, shape.dtype) if rotated else None
     backend = CpuBackend(num_threads=num_threads, isa=isa)
@@ -262,16 +271,17 @@ def test_ragged_batches_in_both_views(
 
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 @pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("softcap", "sink"), [(None, None), (2.0, None), (None, 0.5)])
 def test_the_reference_is_attention(
-    dtype: torch.dtype, window: int | None, softcap: float | None
+    dtype: torch.dtype, window: int | None, softcap: float | None, sink: float | None
 ) -> None:
     """The C++ reference against the definition, written with tensor operations."""
     batch = RaggedBatch.build([1, 0], [9, 4], [3, 1])
     shape = Shape(dtype=dtype)
     view = filled_view(batch, shape)
     inputs = draw(batch.num_tokens, shape, seed=3)
-    spec = LayerAttention(0, 0.3, window, softcap)
+    sinks = None if sink is None else sink * torch.arange(shape.q_heads)
+    spec = LayerAttention(0, 0.3, window, softcap, sinks=sinks)
     call = CpuBackend(num_threads=1).bind(view, batch)
     call(spec, inputs.q, inputs.k, inputs.v)
     out, lse = reference(call, spec, inputs.q)
@@ -286,6 +296,9 @@ def test_the_reference_is_attention(
         scores = torch.einsum("hd,thd->ht", inputs.q[row].double(), k) * np.float32(0.3)
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None]], -1)
+            v = torch.cat([v, torch.zeros_like(v[:1])])
         expected = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
         torch.testing.assert_close(out[row], expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse[row], scores.logsumexp(-1), rtol=1e-12, atol=1e-12)

@@ -18,7 +18,7 @@ from vmserve.models.native import NativeDecoder
 MODELS = {**VARIANTS, **NATIVE, **FOREIGN}
 #: Served by the decoder, and (the last three) by transformers over our memory.
 NAMES = ["llama-gqa-llama3", "opt", "opt-350m", "gpt2", "gpt2-scales"]
-NAMES += ["phi3", "mixtral", "qwen3-moe"]
+NAMES += ["phi3", "mixtral", "qwen3-moe", "gpt-oss"]
 NAMES += ["gpt-neox", "gemma2-no-cap", "olmoe"]
 NUM_TOKENS = 24
 
@@ -58,7 +58,7 @@ def assert_same_tokens(config: PreTrainedConfig, directory: Path, tokenizer: Pat
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     expected = [generated(directory, prompt) for prompt in prompts]
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    backend = "reference" if capped else "sdpa"
+    backend = "reference" if capped or config.model_type == "gpt_oss" else "sdpa"
     is_native = any(config is each for each in NATIVE.values())
     for options in (
         {"kv_regime": "virtual", "attention_backend": backend},

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.models import gguf_checkpoints, quantized_checkpoints
-from tests.models.checkpoints import phi3, qwen3_moe, save
+from tests.models.checkpoints import gpt_oss, phi3, qwen3_moe, save
 from vmserve import LLM, RequestOutput, SamplingParams
 from vmserve.memory.base import Regime
 from vmserve.models.hub import resolve_model
@@ -38,6 +38,7 @@ EMBEDDED = str(resolve_model(None))
 _SIZES = {"vocab_size": 2048, "hidden_size": 64, "max_position_embeddings": 512}
 FAMILIES = {
     "phi3": phi3(**_SIZES, partial_rotary_factor=0.75),
+    "gpt-oss": gpt_oss(**_SIZES),
     "qwen3-moe": qwen3_moe(**_SIZES, num_experts=9, num_experts_per_tok=4),
 }
 KINDS = {
@@ -47,6 +48,7 @@ KINDS = {
     "int8-dynamic": {"dtype": "bfloat16", "quantization": "int8-dynamic"},
     "q4": {"dtype": "bfloat16"},
     "phi3": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
+    "gpt-oss": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
     "qwen3-moe": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
 }
 if "VMSERVE_BITS" in os.environ:

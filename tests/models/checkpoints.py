@@ -10,6 +10,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -50,6 +51,12 @@ def phi3(**changes: Any) -> PreTrainedConfig:
 
 def qwen3_moe(**changes: Any) -> PreTrainedConfig:
     return Qwen3MoeConfig(**{**_SMALL, "head_dim": 24, "moe_intermediate_size": 48, **changes})
+
+
+def gpt_oss(**changes: Any) -> PreTrainedConfig:
+    small = {**_SMALL, "head_dim": 16, "sliding_window": 5, "pad_token_id": None}
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_limit": 0.75}
+    return GptOssConfig(**{**small, **experts, "rope_parameters": YARN_ROPE, **changes})
 
 
 def opt(**changes: Any) -> PreTrainedConfig:
@@ -120,6 +127,7 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         use_sliding_window=True,
         sliding_window=5,
     ),
+    "gpt-oss": gpt_oss(),
     "opt": opt(),
     "opt-350m": opt(word_embed_proj_dim=32, do_layer_norm_before=False),
     "opt-galactica": opt(
@@ -169,6 +177,7 @@ NATIVE: dict[str, PreTrainedConfig] = {
     "qwen3-moe": qwen3_moe(
         hidden_size=64, num_experts=9, num_experts_per_tok=4, mlp_only_layers=[1]
     ),
+    "gpt-oss": gpt_oss(hidden_size=56, intermediate_size=83),
     "qwen3-moe-normalised": qwen3_moe(
         hidden_size=56,
         moe_intermediate_size=52,

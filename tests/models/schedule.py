@@ -46,11 +46,12 @@ def view_for(model: LoadedModel, max_len: int) -> ContiguousView:
 
 
 def run_schedule(
-    model: LoadedModel, prompts: list[list[int]], backend_name: str = "sdpa"
+    model: LoadedModel, prompts: list[list[int]], backend_name: str | None = None
 ) -> list[torch.Tensor]:
     """Per prompt ``[tokens, vocab]``, gathered over the steps of ``SCHEDULE``."""
     view = view_for(model, max(LENGTHS))
-    backend = create_backend(backend_name)
+    sinks = any(layer.has_sinks for layer in model.config.attention)
+    backend = create_backend(backend_name or ("reference" if sinks else "sdpa"))
     done = [0] * len(prompts)
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     for step in SCHEDULE:

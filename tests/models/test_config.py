@@ -325,6 +325,7 @@ def test_architectures_of_the_decoder() -> None:
         "Phi3ForCausalLM",
         "MixtralForCausalLM",
         "Qwen3MoeForCausalLM",
+        "GptOssForCausalLM",
         "OPTForCausalLM",
         "GPT2LMHeadModel",
     )

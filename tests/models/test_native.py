@@ -90,7 +90,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: save(config, root / name) for name, config in VARIANTS.items()}
 
 
-def _run(model: LoadedModel, prompts: list[list[int]]) -> list[torch.Tensor]:
+def run_native(model: LoadedModel, prompts: list[list[int]]) -> list[torch.Tensor]:
     """As ``schedule.run_schedule`` does, with only the wanted rows of each step."""
     view = view_for(model, max(LENGTHS))
     backend = CpuBackend()
@@ -121,7 +121,7 @@ def test_logits_are_those_of_transformers(
     expected = transformers_logits(checkpoints[variant], prompts, torch.float32)
     model = load_model(checkpoints[variant], torch.float32, native=True)
     assert isinstance(model.network, NativeDecoder)
-    assert worst_difference(_run(model, prompts), expected) < 1e-5
+    assert worst_difference(run_native(model, prompts), expected) < 1e-5
 
 
 #: Those that multiply pairs of bfloat16 where the model computes in bfloat16.
@@ -151,14 +151,14 @@ def test_a_bfloat16_checkpoint_loses_nothing_in_a_float32_cache(
     for isa in _core.cpu_isas():
         monkeypatch.setenv(ISA_VARIABLE, isa)
         native = load_model(rounded, torch.float32, native=True)
-        assert worst_difference(_run(native, prompts), expected) < 1e-5
+        assert worst_difference(run_native(native, prompts), expected) < 1e-5
         # A bfloat16 cache rounds keys, values and what was attended; with pairs also what enters
         # a linear layer. Nothing else is rounded.
         narrow = load_model(rounded, torch.bfloat16, native=True)
         pairs = isa in WITH_PAIRS
         assert isinstance(narrow.network, NativeDecoder)
         assert narrow.network.row_type == ("bfloat16" if pairs else "float32")
-        error = mean_square(_run(narrow, prompts), expected)
+        error = mean_square(run_native(narrow, prompts), expected)
         assert 0 < error < rounds_all
         errors.setdefault(pairs, error)
         assert error == pytest.approx(errors[pairs], rel=0.3)
@@ -212,10 +212,10 @@ def test_int8_is_the_nearest_of_255_steps_for_each_output(
     expected = transformers_logits(tmp_path / "steps", prompts, torch.float32)
     exact = load_model(checkpoints[variant], torch.float32, native=True)
     int8 = load_model(checkpoints[variant], torch.float32, native=True, quantization="int8")
-    actual = _run(int8, prompts)
+    actual = run_native(int8, prompts)
     # What 16 bits for rows do is little beside what 8 bits for weights do.
     of_rows = worst_difference(actual, expected)
-    of_weights = worst_difference(actual, _run(exact, prompts))
+    of_weights = worst_difference(actual, run_native(exact, prompts))
     assert of_rows < 1e-3
     assert of_weights > 50 * of_rows
     # The embedding stays as it is, and so do routers.
@@ -240,7 +240,7 @@ def test_int8_dynamic_rounds_rows_as_well_and_nothing_else(
     dynamic = load_model(
         checkpoints[variant], torch.float32, native=True, quantization="int8-dynamic"
     )
-    of_16_bits, actual = _run(int8, prompts), _run(dynamic, prompts)
+    of_16_bits, actual = run_native(int8, prompts), run_native(dynamic, prompts)
     assert isinstance(int8.network, NativeDecoder)
     assert isinstance(dynamic.network, NativeDecoder)
     assert int8.network.row_type == "int16"
@@ -262,7 +262,7 @@ def test_int8_dynamic_rounds_rows_as_well_and_nothing_else(
     for ours, *theirs in zip(actual, *references, strict=True):
         assert min(mean_square([ours], [each]) for each in theirs) < 1e-8 * of_rows
     exact = load_model(checkpoints[variant], torch.float32, native=True)
-    assert 0 < of_rows < 2 * mean_square(of_16_bits, _run(exact, prompts))
+    assert 0 < of_rows < 2 * mean_square(of_16_bits, run_native(exact, prompts))
 
 
 def _with_no_layers(config: PreTrainedConfig, directory: Path, dtype: torch.dtype) -> Path:

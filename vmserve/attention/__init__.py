@@ -93,7 +93,7 @@ def create_backend(
             continue
         if chosen == name:
             check_backend(backend, layers)
-        elif not backend.softcap and any(layer.softcap is not None for layer in layers):
+        elif not _suits(backend, layers):
             continue
         refusal = backend.refusal(head_dim, kind)
         if refusal is None:
@@ -106,8 +106,20 @@ def create_backend(
     raise AssertionError("the reference serves everything")
 
 
+def _suits(backend: AttentionBackend, layers: Sequence[LayerAttention]) -> bool:
+    capped = any(layer.softcap is not None for layer in layers)
+    sinks = any(layer.has_sinks for layer in layers)
+    return (backend.softcap or not capped) and (backend.sinks or not sinks)
+
+
 def check_backend(backend: AttentionBackend, layers: Iterable[LayerAttention]) -> None:
     """Raises :class:`~vmserve.errors.UnsupportedError` if ``backend`` lacks what a model needs."""
+    if not backend.sinks and any(layer.has_sinks for layer in layers):
+        able = [name for name in PREFERRED["cpu"] if BACKENDS[name]().sinks]
+        raise UnsupportedError(
+            "the attention of this model has sinks, which the "
+            f"{backend.name} backend cannot do: use --attention-backend {able[0]}"
+        )
     if backend.softcap:
         return
     capped = [layer for layer in layers if layer.softcap is not None]

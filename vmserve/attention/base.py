@@ -9,7 +9,7 @@ decided before the model runs.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -97,13 +97,17 @@ class LayerAttention:
     """One layer's parameters of attention.
 
     ``window``: how many positions a query sees, itself included (None: all). ``softcap``: scores
-    become ``softcap * tanh(score / softcap)`` (None: unchanged).
+    become ``softcap * tanh(score / softcap)`` (None: unchanged). ``has_sinks``: each query head has
+    the score of one more token, whose value is 0, in ``sinks`` (float32 ``[q_heads]``) where torch
+    computes.
     """
 
     layer: int
     scale: float
     window: int | None = None
     softcap: float | None = None
+    has_sinks: bool = False
+    sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 class AttentionCall(Protocol):
@@ -136,6 +140,8 @@ class AttentionBackend(Protocol):
     head_slack_tokens: int
     #: Whether it supports ``LayerAttention.softcap``. Every backend supports windows and scales.
     softcap: bool
+    #: Whether it supports ``LayerAttention.sinks``.
+    sinks: bool
 
     @property
     def views(self) -> tuple[type[KVView], ...]:

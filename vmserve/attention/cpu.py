@@ -52,6 +52,7 @@ class CpuBackend:
     read_slack_tokens = 0
     head_slack_tokens = 0
     softcap = True
+    sinks = True
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView, HostView)
 
     def __init__(self, *, num_threads: int | None = None, isa: str | None = None) -> None:
@@ -142,6 +143,7 @@ class CpuCall:
             0 if spec.window is None else spec.window,
             0.0 if spec.softcap is None else spec.softcap,
             0 if lse is None else _lse_address(lse, q),
+            None if spec.sinks is None else tensor_tuple(spec.sinks),
         )
         return out
 

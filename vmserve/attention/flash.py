@@ -310,6 +310,7 @@ class FlashBackend:
         self.read_slack_tokens = kernel.read_slack_tokens
         self.head_slack_tokens = kernel.head_slack_tokens
         self.softcap = kernel.softcap
+        self.sinks = False
         self._slots: SlotTensors | None = None
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:

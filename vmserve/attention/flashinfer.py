@@ -137,6 +137,7 @@ class FlashInferBackend:
     read_slack_tokens = 0
     head_slack_tokens = 0
     softcap = True
+    sinks = False
     views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
 
     def __init__(self, module: Any = None) -> None:

@@ -21,6 +21,7 @@ class ReferenceBackend:
     read_slack_tokens = 0
     head_slack_tokens = 0
     softcap = True
+    sinks = True
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
@@ -91,5 +92,9 @@ def _attend(
     hidden = key > position
     if spec.window is not None:
         hidden |= key <= position - spec.window
-    weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if spec.sinks is not None:
+        sinks = spec.sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[0]]
     return torch.einsum("hqk,khd->qhd", weights, wide_values).to(q.dtype)

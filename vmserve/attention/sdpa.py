@@ -46,6 +46,7 @@ class SdpaBackend:
     read_slack_tokens = 0
     head_slack_tokens = 0
     softcap = False
+    sinks = False
     views: tuple[type[KVView], ...] = (ContiguousView,)
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:

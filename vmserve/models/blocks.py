@@ -19,6 +19,7 @@ __all__ = [
     "ACTIVATIONS",
     "Activation",
     "Apart",
+    "ClampedMlp",
     "Experts",
     "GatedMlp",
     "Joined",
@@ -211,6 +212,22 @@ class PlainMlp:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedMlp:
+    """An expert of gpt-oss: outputs of ``gate_up`` alternate between gate and up."""
+
+    gate_up: Linear
+    down: Linear
+    alpha: float
+    limit: float
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        both = self.gate_up(x)
+        gate = both[..., 0::2].clamp(max=self.limit)
+        up = both[..., 1::2].clamp(min=-self.limit, max=self.limit)
+        return self.down((up + 1) * (gate * torch.sigmoid(gate * self.alpha)))
+
+
+@dataclass(frozen=True, slots=True)
 class Router:
     """Chooses experts for each row: those of its largest products with ``weight``.
 
@@ -220,10 +237,11 @@ class Router:
     weight: torch.Tensor
     chosen: int
     normalised: bool
+    bias: torch.Tensor | None = None
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Weights and numbers of the chosen, ``[tokens, chosen]``, largest first."""
-        logits = F.linear(x, self.weight)
+        logits = F.linear(x, self.weight, self.bias)
         weights, ids = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float32), self.chosen)
         if self.normalised:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -235,7 +253,7 @@ class Experts:
     """MLPs that compute the rows that chose them, one after the other."""
 
     router: Router
-    mlps: tuple[GatedMlp, ...]
+    mlps: tuple[GatedMlp | ClampedMlp, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional as F
 
@@ -111,6 +113,8 @@ class Decoder:
         attention: AttentionCall,
     ) -> torch.Tensor:
         q, k, v = layer.project(x)
+        if layer.sinks is not None:
+            spec = replace(spec, sinks=layer.sinks)
         return attention(spec, q, k, v, rotary).view(x.shape[0], self._attended_size)
 
     def _read(

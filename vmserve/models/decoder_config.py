@@ -49,7 +49,10 @@ class TensorNames:
     #: Up and down; or gate, up and down; or, with ``gate_up``, gate above up in one, and down.
     mlp: tuple[str, ...]
     gate_up: bool = False
-    #: Of layers with experts; the second with "{}" for an expert's number.
+    #: Of attention's sinks; the whole name.
+    sinks: str = ""
+    #: Of layers with experts; the second with "{}" for an expert's number, or gate_up and down of
+    #: all experts, each a tensor of [experts, in, out].
     router: str = ""
     experts: tuple[str, ...] = ()
     #: Matrices of the layers are stored as ``[in, out]``.
@@ -89,6 +92,10 @@ class ExpertsConfig:
     normalised: bool
     #: Layers that have them; the others have one MLP.
     layers: frozenset[int]
+    #: Whether the router's and the experts' products have biases.
+    bias: bool = False
+    #: alpha and limit of a clamped gate; None: the decoder's activation.
+    clamp: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         for name in ("count", "chosen", "size"):
@@ -191,6 +198,11 @@ class DecoderConfig:
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer in self.experts.layers
+
+    @property
+    def stacked_experts(self) -> bool:
+        """Whether a tensor has the matrices of all experts."""
+        return len(self.names.experts) == 2
 
     def mlp_size_of(self, layer: int) -> int:
         """What lies between up and down of a layer's MLP, or of an expert."""

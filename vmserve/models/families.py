@@ -16,7 +16,14 @@ from vmserve.models.decoder_config import (
     NormConfig,
     TensorNames,
 )
-from vmserve.models.fields import Fields, Schema, read_fields, read_phi3_rope, read_rope
+from vmserve.models.fields import (
+    Fields,
+    Schema,
+    read_fields,
+    read_gpt_oss_rope,
+    read_phi3_rope,
+    read_rope,
+)
 from vmserve.models.rope import RopeConfig
 
 __all__ = ["FAMILIES", "Family"]
@@ -49,6 +56,12 @@ _QWEN3_MOE_NAMES = replace(
     _QWEN3_NAMES,
     router="mlp.gate",
     experts=tuple(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")),
+)
+_GPT_OSS_NAMES = replace(
+    _LLAMA_NAMES,
+    sinks="self_attn.sinks",
+    router="mlp.router",
+    experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 )
 _OPT_NAMES = TensorNames(
     base="model.",
@@ -216,6 +229,23 @@ def _qwen3_moe(hf: Any) -> DecoderConfig:
     return replace(dense, experts=experts)
 
 
+def _gpt_oss(hf: Any) -> DecoderConfig:
+    """gpt-oss (OpenAI 2025): sinks in attention, a window in every other layer, clamped experts."""
+    biases = (hf.attention_bias, hf.attention_bias, False)
+    dense = _llama(hf, biases, _window_by_layer_type(hf), _GPT_OSS_NAMES)
+    experts = ExpertsConfig(
+        count=hf.num_local_experts,
+        chosen=hf.num_experts_per_tok,
+        size=hf.intermediate_size,
+        normalised=True,
+        layers=frozenset(range(max(0, hf.num_hidden_layers))),
+        bias=True,
+        clamp=(float(hf.swiglu_alpha), float(hf.swiglu_limit)),
+    )
+    layers = tuple(replace(layer, has_sinks=True) for layer in dense.layers)
+    return replace(dense, experts=experts, layers=layers)
+
+
 def _opt(hf: Any) -> DecoderConfig:
     """OPT (Zhang et al. 2022); the 350m model is post-norm, with a narrower embedding."""
     head_dim = _even_share(hf.hidden_size, hf.num_attention_heads)
@@ -359,6 +389,15 @@ def _finish_qwen3_moe(found: Fields) -> bool:
     return _finish_mistral(found)
 
 
+def _finish_gpt_oss(found: Fields) -> bool:
+    if found.layer_types is None:
+        found.layer_types = [
+            "full_attention" if layer % 2 else "sliding_attention"
+            for layer in range(found.num_hidden_layers)
+        ]
+    return len(found.layer_types) == found.num_hidden_layers and _finish_mistral(found)
+
+
 def _finish_opt(found: Fields) -> bool:
     if found.word_embed_proj_dim is None:
         found.word_embed_proj_dim = found.hidden_size
@@ -451,6 +490,32 @@ _QWEN3_MOE = Schema(
     rope=read_rope,
     finish=_finish_qwen3_moe,
 )
+_GPT_OSS = Schema(
+    {
+        **_COMMON,
+        "vocab_size": ("int", 201088),
+        "hidden_size": ("int", 2880),
+        "intermediate_size": ("int", 2880),
+        "num_hidden_layers": ("int", 36),
+        "num_attention_heads": ("int", 64),
+        "num_key_value_heads": ("int", 8),
+        "head_dim": ("int", 64),
+        "max_position_embeddings": ("int", 131072),
+        "rms_norm_eps": ("float", 1e-5),
+        "sliding_window": ("int?", 128),
+        "layer_types": ("layer_types", None),
+        "attention_bias": ("bool", True),
+        "num_local_experts": ("int", 128),
+        "num_experts_per_tok": ("int", 4),
+        "swiglu_alpha": ("float", 1.702),
+        "swiglu_limit": ("float", 7.0),
+        "bos_token_id": ("int?", None),
+        "eos_token_id": ("ids", None),
+    },
+    rope=read_gpt_oss_rope,
+    finish=_finish_gpt_oss,
+    aliases=frozenset(("num_experts",)),
+)
 _OPT = Schema(
     {
         "vocab_size": ("int", 50272),
@@ -520,6 +585,7 @@ FAMILIES: Mapping[str, Family] = {
     "Phi3ForCausalLM": Family("phi3", _PHI3, _phi3),
     "MixtralForCausalLM": Family("mixtral", _MIXTRAL, _mixtral),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _QWEN3_MOE, _qwen3_moe),
+    "GptOssForCausalLM": Family("gpt_oss", _GPT_OSS, _gpt_oss),
     "OPTForCausalLM": Family("opt", _OPT, _opt),
     "GPT2LMHeadModel": Family("gpt2", _GPT2, _gpt2),
 }

@@ -15,7 +15,7 @@ from typing import Any
 
 from vmserve.dtypes import DType
 
-__all__ = ["Fields", "Schema", "read_fields", "read_phi3_rope", "read_rope"]
+__all__ = ["Fields", "Schema", "read_fields", "read_gpt_oss_rope", "read_phi3_rope", "read_rope"]
 
 #: Attributes by the names of ``transformers``.
 Fields = SimpleNamespace
@@ -26,6 +26,14 @@ _ELSEWHERE = frozenset(
     ("decoder", "generator", "mlp_layer_types", "mtp_layer_types", "partial_rotary_factor",
      "original_max_position_embeddings", "per_layer_config", "text_config", "text_encoder")
 )  # fmt: skip
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 _DEFAULT_THETA = 10_000.0
 _LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
 
@@ -116,7 +124,13 @@ _NEEDED: Mapping[str, frozenset[str]] = {
 _OPTIONAL: Mapping[str, frozenset[str]] = {
     "llama3": frozenset(("original_max_position_embeddings",)),
     "yarn": frozenset(
-        ("original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
+        (
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "truncate",
+        )
     ),
 }
 
@@ -175,12 +189,22 @@ def read_rope(
         return None
     allowed = _NEEDED[rope_type] | _OPTIONAL.get(rope_type, frozenset())
     names = parameters.keys() - _ANY
-    numbers = [parameters[name] for name in names] + [parameters["rope_theta"]]
+    numbers = [parameters[name] for name in names - {"truncate"}] + [parameters["rope_theta"]]
+    if type(parameters.get("truncate", True)) is not bool:
+        return None
     if not (_NEEDED[rope_type] <= names <= allowed and all(map(_is_number, numbers))):
         return None
     if "original_max_position_embeddings" in allowed:
         parameters.setdefault("original_max_position_embeddings", max_len)
     return parameters if _is_plausible(rope_type, parameters, max_len) else None
+
+
+def read_gpt_oss_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] | None:
+    """As :func:`read_rope`, but YaRN where config.json has none."""
+    theta = 150_000.0
+    if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
+        raw = {**raw, "rope_parameters": _GPT_OSS_ROPE}
+    return read_rope(raw, found, theta)
 
 
 def _is_plausible(rope_type: str, parameters: Mapping[str, Any], max_len: int) -> bool:

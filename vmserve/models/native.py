@@ -71,9 +71,8 @@ def refusal(config: object, dtype: DType) -> str | None:
         return "it has a gated MLP only, and matrices of [out, in]"
     if config.activation not in _ACTIVATIONS:
         return f"it has no activation {config.activation}"
-    fused_bias = config.qkv_bias and len(config.names.qkv) == 1
-    if config.output_bias or config.mlp_bias or fused_bias:
-        return "it has no biases but those of separate q, k and v"
+    if config.mlp_bias or (config.qkv_bias and len(config.names.qkv) == 1):
+        return "it has no biases of an MLP or of a fused q, k and v"
     if config.embedding_size != config.hidden_size:
         return "it has no projection behind the embedding"
     return None
@@ -264,6 +263,9 @@ def load_native(
     for spec in config.layers:
         with source:
             _add_layer(core, config, spec, source)
+        if config.stacked_experts and config.has_experts(spec.layer):
+            _add_stacked(core, config, spec.layer, source)
+            continue
         for modules in mlp_names(config, spec.layer):
             with source:
                 _add_mlp(core, modules, config.mlp_size_of(spec.layer), source)
@@ -320,6 +322,8 @@ def _add_layer(
         q_bias=q_bias,
         k_bias=k_bias,
         v_bias=v_bias,
+        output_bias=source.vector(f"{prefix}{names.output}.bias") if config.output_bias else None,
+        sinks=source.vector(f"{prefix}{names.sinks}") if spec.has_sinks else None,
         q_norm=q_norm,
         k_norm=k_norm,
         output=output,
@@ -336,6 +340,7 @@ def _add_layer(
             count=config.experts.count,
             chosen=config.experts.chosen,
             normalised=config.experts.normalised,
+            bias=source.vector(f"{prefix}{names.router}.bias") if config.experts.bias else None,
         )
 
 
@@ -344,6 +349,37 @@ def _add_mlp(core: _core.CpuDecoder, modules: tuple[str, ...], size: int, source
     gate_weight, up_weight = source.matrices(*gate_up, sizes=(size, size))
     [down_weight] = source.matrices(down)
     core.add_mlp(gate=gate_weight, up=up_weight, down=down_weight)
+
+
+def _add_stacked(
+    core: _core.CpuDecoder, config: DecoderConfig, layer: int, source: _Source
+) -> None:
+    """Experts of one tensor, whose outputs alternate between gate and up."""
+    assert config.experts is not None, "the layer has them"
+    prefix = config.names.base + config.names.layer.format(layer)
+    gate_up, down = (prefix + name for name in config.names.experts)
+    for expert in range(config.experts.count):
+        with source:
+            both, both_bias = source.part(gate_up, expert), source.rows(f"{gate_up}_bias")[expert]
+            [gate, up] = source.packable(_alternating(both))
+            [back] = source.packable([source.part(down, expert)])
+            core.add_mlp(
+                gate=gate,
+                up=up,
+                down=back,
+                gate_bias=source.kept(both_bias[0::2]),
+                up_bias=source.kept(both_bias[1::2]),
+                down_bias=source.kept(source.rows(f"{down}_bias")[expert]),
+                clamp=config.experts.clamp,
+            )
+
+
+def _alternating(matrix: Plain | Grouped) -> list[Plain | Grouped]:
+    rows = [slice(first, None, 2) for first in (0, 1)]
+    if isinstance(matrix, Grouped):
+        return [matrix.rows(part) for part in rows]
+    array, dtype = matrix
+    return [(array[part], dtype) for part in rows]
 
 
 def _divided(matrix: Plain | Grouped, sizes: Sequence[int]) -> list[Plain | Grouped]:
@@ -392,6 +428,11 @@ class _Source:
         found = [self._read(name) for name in names]
         if len(found) < len(sizes):
             found = _divided(found[0], sizes)
+        return self.packable(found)
+
+    def packable(
+        self, found: Sequence[Plain | Grouped]
+    ) -> list[TensorTuple | _core.GroupedWeights]:
         grouped = [each for each in found if isinstance(each, Grouped)]
         if len(grouped) == len(found):
             return [each.packable() for each in grouped]
@@ -399,6 +440,17 @@ class _Source:
         if len({dtype for _, dtype in plain}) > 1 or plain[0][1] not in CPU_DTYPES:
             plain = [(as_float32(*each), DType.FLOAT32) for each in plain]
         return [self._tuple(*each) for each in plain]
+
+    def part(self, name: str, index: int) -> Plain | Grouped:
+        """One matrix ``[out, in]`` of a tensor of several."""
+        self._used.append(name)
+        return self.stored[name].matrix(index)
+
+    def rows(self, name: str) -> NDArray[np.float32]:
+        return as_float32(*as_plain(self._read(name)))
+
+    def kept(self, vector: NDArray[np.float32]) -> TensorTuple:
+        return self._tuple(np.ascontiguousarray(vector), DType.FLOAT32)
 
     def exact(self, name: str) -> TensorTuple:
         """A matrix of plain numbers."""

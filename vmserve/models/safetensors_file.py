@@ -26,6 +26,7 @@ _ELEMENTS = {DType.FLOAT32: np.float32, DType.BFLOAT16: np.uint16, DType.FLOAT16
 #: Of quantized weights.
 _INTEGERS: Mapping[str, np.dtype[Any]] = {
     "I8": np.dtype("<i1"),
+    "U8": np.dtype("<u1"),
     "I32": np.dtype("<i4"),
     "I64": np.dtype("<i8"),
 }

@@ -33,6 +33,9 @@ class StoredWeight(Protocol):
     def read(self) -> Plain | Grouped:
         """The whole tensor, over the file's pages where they hold it as it is returned."""
 
+    def matrix(self, index: int) -> Plain | Grouped:
+        """One matrix ``[out, in]`` of a tensor of several."""
+
     def table(self) -> Table | None:
         """A matrix whose rows the core can read; None where it cannot."""
 
@@ -60,6 +63,10 @@ class SafetensorsWeight:
 
     def read(self) -> Plain:
         return self.file.view(self.stored), self.stored.dtype
+
+    def matrix(self, index: int) -> Plain:
+        """Of ``[matrices, in, out]``."""
+        return np.ascontiguousarray(self.file.view(self.stored)[index].T), self.stored.dtype
 
     def table(self) -> Table | None:
         dtype = self.stored.dtype

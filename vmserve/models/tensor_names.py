@@ -5,7 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig, TensorNames
+from vmserve.models.decoder_config import (
+    DecoderConfig,
+    ExpertsConfig,
+    LearnedPositionsConfig,
+    TensorNames,
+)
 
 __all__ = [
     "canonical_name",
@@ -85,10 +90,14 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, _Sha
         (prefix + names.output, hidden, config.qkv_sizes[0], config.output_bias),
     ]
     mlp, fused = config.mlp_size_of(layer), names.gate_up
+    modules = mlp_names(config, layer)
     if experts is not None and config.has_experts(layer):
         fused = False
-        linears.append((prefix + names.router, experts.count, hidden, False))
-    for *ups, down in mlp_names(config, layer):
+        linears.append((prefix + names.router, experts.count, hidden, experts.bias))
+        if config.stacked_experts:
+            modules = []
+            yield from _stacked_shapes(config, experts, prefix)
+    for *ups, down in modules:
         linears += [(name, 2 * mlp if fused else mlp, hidden, config.mlp_bias) for name in ups]
         linears.append((down, hidden, mlp, config.mlp_bias))
     yield from _norm_shapes(config, prefix + names.attention_norm, hidden)
@@ -97,9 +106,22 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, _Sha
         yield f"{name}.weight", shape
         if has_bias:
             yield f"{name}.bias", (out_features,)
+    if names.sinks:
+        yield f"{prefix}{names.sinks}", (config.q_heads,)
     for name in names.qk_norms:
         yield f"{prefix}{name}.weight", (config.head_dim,)
     yield from _norm_shapes(config, prefix + names.mlp_norm, hidden)
+
+
+def _stacked_shapes(
+    config: DecoderConfig, experts: ExpertsConfig, prefix: str
+) -> Iterator[tuple[str, _Shape]]:
+    gate_up, down = (prefix + name for name in config.names.experts)
+    count, size, hidden = experts.count, experts.size, config.hidden_size
+    yield gate_up, (count, hidden, 2 * size)
+    yield f"{gate_up}_bias", (count, 2 * size)
+    yield down, (count, size, hidden)
+    yield f"{down}_bias", (count, hidden)
 
 
 def _norm_shapes(config: DecoderConfig, name: str, size: int) -> Iterator[tuple[str, _Shape]]:

@@ -10,6 +10,7 @@ import torch
 from vmserve.models.blocks import (
     ACTIVATIONS,
     Apart,
+    ClampedMlp,
     Experts,
     GatedMlp,
     Joined,
@@ -43,6 +44,8 @@ class LayerWeights:
     output: Linear
     mlp_norm: Norm
     mlp: Mlp
+    #: ``[q_heads]`` in float32, of attention.
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ def _layer(
         output=_linear(config, tensors, prefix + names.output),
         mlp_norm=_norm(config, tensors, prefix + names.mlp_norm, norm_kernel),
         mlp=_mlp(config, tensors, layer, joined),
+        sinks=tensors[prefix + names.sinks].float() if names.sinks else None,
     )
 
 
@@ -172,8 +176,14 @@ def _mlp(config: DecoderConfig, tensors: _Tensors, layer: int, joined: bool) -> 
         sizes = (config.mlp_size, config.mlp_size)
         return GatedMlp(_products(config, tensors, first, sizes, joined), down, activation)
     names, experts = config.names, config.experts
-    weight = tensors[f"{names.base}{names.layer.format(layer)}{names.router}.weight"]
-    router = Router(weight, experts.chosen, experts.normalised)
+    prefix = names.base + names.layer.format(layer)
+    weight = tensors[f"{prefix}{names.router}.weight"]
+    bias = tensors.get(f"{prefix}{names.router}.bias")
+    router = Router(weight, experts.chosen, experts.normalised, bias)
+    if experts.clamp is not None:
+        return Experts(
+            router, _clamped(tensors, [prefix + name for name in names.experts], experts.clamp)
+        )
     sizes = (experts.size, config.hidden_size)
     if joined and all(size * weight.itemsize % _ALIGNMENT == 0 for size in sizes):
         gate_up = _stacked(tensors, [(gate, up) for gate, up, _ in mlps])
@@ -191,6 +201,19 @@ def _mlp(config: DecoderConfig, tensors: _Tensors, layer: int, joined: bool) -> 
             for gate, up, down in mlps
         ),
     )
+
+
+def _clamped(
+    tensors: _Tensors, names: Sequence[str], clamp: tuple[float, float]
+) -> tuple[ClampedMlp, ...]:
+    gate_up, down = (
+        [
+            Linear(weight.t(), bias)
+            for weight, bias in zip(tensors[name], tensors[f"{name}_bias"], strict=True)
+        ]
+        for name in names
+    )
+    return tuple(ClampedMlp(*pair, *clamp) for pair in zip(gate_up, down, strict=True))
 
 
 def _stacked(tensors: _Tensors, modules: Sequence[tuple[str, ...]]) -> torch.Tensor:

@@ -200,6 +200,7 @@ void emit(const Output& out, int row, int head, int heads, int head_dim, const f
     to[stride + 1] = total;
     return;
   }
+  if (out.sinks != nullptr) total += exp2f(out.sinks[head] * kLog2E - maximum);
   T* to = static_cast<T*>(out.rows) + row * out.row_stride + head * head_dim;
   const Vec::R factor = Vec::set(1.0F / total);
   // The sign of a zero depends on tokens that have no weight: + 0 removes it.

@@ -48,9 +48,10 @@ constexpr std::int64_t kPartTokens = 256;
 // The result of a work item: either finished rows or, if `partial` is not null, its parts of them,
 // which `combine` adds up with the other parts.
 struct Output {
-  void* rows;      // row r, head g of `heads`: rows + r * row_stride + g * head_dim
-  float* lse;      // null, or natural log-sum-exp: lse + r * lse_stride + g
-  float* partial;  // part i: partial + i * part_stride, partial_floats of a row and head
+  void* rows;          // row r, head g of `heads`: rows + r * row_stride + g * head_dim
+  float* lse;          // null, or natural log-sum-exp: lse + r * lse_stride + g
+  float* partial;      // part i: partial + i * part_stride, partial_floats of a row and head
+  const float* sinks;  // null, or of each head: the score of one more token, without a value
   std::int64_t part_stride;
   std::int64_t row_stride;  // elements
   std::int64_t lse_stride;
@@ -178,13 +179,22 @@ struct GroupedTensor {
   std::int64_t outputs, inputs, groups, steps;
 };
 
+// Of a gated MLP. kSilu: silu(gate) * up. kClamped: (up + 1) * gate * sigmoid(alpha * gate), with
+// gate at most `limit`, and up between -limit and limit.
+enum class Activation : std::int32_t { kSilu, kClamped };
+
+struct Gate {
+  Activation activation = Activation::kSilu;
+  float alpha = 0.0F, limit = 0.0F;
+};
+
 // What happens to the sums of a product; see LinearArgs.
 enum class Epilogue : std::int32_t {
   kStore,    // written as rows of float32
   kNarrow,   // written as rows of bfloat16
   kAdd,      // added to rows of float32
-  kGate,     // silu(gate) * up, written as packed rows
-  kGateRows  // silu(gate) * up, written as rows of float32
+  kGate,     // of a gated MLP, written as packed rows
+  kGateRows  // of a gated MLP, written as rows of float32
 };
 
 // y = x W^T for some outputs of a linear layer, all rows.
@@ -206,6 +216,7 @@ struct LinearArgs {
   std::int32_t first_panel, num_panels;
   std::int32_t num_outputs;  // the last panel may be partly filled
   Epilogue epilogue;
+  Gate gate;
   bool pairs_out;           // kGate: packs bfloat16 instead of float32
   void* out;                // row r, output n: out + r * out_stride + n; kGate: packed rows
   std::int64_t out_stride;  // elements; kGate: the padded depth of the packed rows

@@ -106,6 +106,15 @@ inline Vec::R silu(Vec::R x) {
   return Vec::div(x, Vec::add(Vec::set(1.0F), exp2(power)));
 }
 
+inline Vec::R clamped(const Gate& how, Vec::R gate, Vec::R up) {
+  // NaN stays NaN: it is the second operand.
+  gate = Vec::min(Vec::set(how.limit), gate);
+  up = Vec::max(Vec::set(-how.limit), Vec::min(Vec::set(how.limit), up));
+  const Vec::R power = Vec::min(Vec::mul(gate, Vec::set(-how.alpha * kLog2E)), Vec::set(126.0F));
+  const Vec::R passed = Vec::div(gate, Vec::add(Vec::set(1.0F), exp2(power)));
+  return Vec::mul(Vec::add(up, Vec::set(1.0F)), passed);
+}
+
 // Offset of a block of packed rows, in elements.
 inline std::int64_t block_at(std::int32_t first_row, std::int64_t depth) {
   return static_cast<std::int64_t>(first_row) * depth;
@@ -146,8 +155,12 @@ void gate(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
           Vec::R (&sums)[2][kRows]) {
   const std::int32_t first = panel * Vec::kWidth;
   Vec::R gated[kRows];
+  if (a.gate.activation == Activation::kSilu) {
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) gated[r] = Vec::mul(silu(sums[0][r]), sums[1][r]);
+    for (int r = 0; r < kRows; ++r) gated[r] = Vec::mul(silu(sums[0][r]), sums[1][r]);
+  } else {
+    for (int r = 0; r < kRows; ++r) gated[r] = clamped(a.gate, sums[0][r], sums[1][r]);
+  }
   if (a.epilogue == Epilogue::kGateRows) {
     const int count = least(Vec::kWidth, a.num_outputs - first);
     float* const to = static_cast<float*>(a.out) + block_at(first_row, a.out_stride) + first;

@@ -53,6 +53,7 @@ class CudaPagedBackend:
     read_slack_tokens = 0
     head_slack_tokens = 0
     softcap = True
+    sinks = False
     plans_by_length = False
     views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
 

@@ -125,6 +125,9 @@ class GgufWeight:
                 "or numbers that are infinite or not a number: fetch the model again"
             )
 
+    def matrix(self, index: int) -> Plain | Grouped:
+        raise AssertionError("its matrices are found one by one")
+
     def table(self) -> Table | None:
         assert not self.heads, "an embedding has none"
         dtype, _ = _PLAIN.get(self.tensor.type.name, (None, None))

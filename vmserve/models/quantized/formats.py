@@ -42,8 +42,10 @@ def describe_quantization(raw: Mapping[str, Any]) -> QuantizedFormat | None:
         return QuantizedFormat("AWQ", (read_awq(quantization),))
     if method == "compressed-tensors":
         return QuantizedFormat("compressed-tensors", read_compressed_tensors(quantization))
+    if method == "mxfp4":
+        return QuantizedFormat("MXFP4", ())
     raise UnsupportedError(
         f"config.json: quantization_config has the quant_method {method!r}: not supported; "
-        "supported: gptq, awq, compressed-tensors. Use the model's float32, bfloat16 or float16 "
+        "supported: gptq, awq, compressed-tensors, mxfp4. Use the float32, bfloat16 or float16 "
         "weights, with --quantization int8 if they are too large"
     )

@@ -16,6 +16,7 @@ from vmserve.host_arrays import as_float32
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.grouped import Grouped
 from vmserve.models.loader import choose_tensors, listed, weight_files
+from vmserve.models.quantized import mxfp4
 from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.layout import Layout, Sizes
 from vmserve.models.safetensors_file import SafetensorsFile, StoredIntegers, StoredTensor
@@ -50,6 +51,9 @@ class QuantizedWeight:
                 "(desc_act, actorder group): not supported; quantize the model without"
             )
         return self.layout.grouped(self.sizes, arrays)
+
+    def matrix(self, index: int) -> Plain | Grouped:
+        raise AssertionError("its matrices are found one by one")
 
     def table(self) -> Table | None:
         return None
@@ -91,6 +95,8 @@ def find_quantized(
             if isinstance(codes, StoredIntegers):
                 found[name] = _take(stored, shapes, module, layout)
                 break
+    if config.stacked_experts:
+        _take_stacked(stored, shapes, found)
     embedding = weight_name(config.names, config.names.embedding)
     if embedding in found:
         raise UnsupportedError(f"{embedding} is quantized: an embedding must be plain")
@@ -113,6 +119,25 @@ def find_quantized(
     )
     found |= {name: SafetensorsWeight(*place) for name, place in others.items()}
     return {name: found[name] for name in shapes}
+
+
+def _take_stacked(
+    stored: _Stored, shapes: Mapping[str, tuple[int, ...]], found: dict[str, StoredWeight]
+) -> None:
+    """Take tensors of all experts in MXFP4 out of ``stored``."""
+    for name, shape in shapes.items():
+        if len(shape) != 3 or name + mxfp4.BLOCKS not in stored:
+            continue
+        file, blocks = stored.pop(name + mxfp4.BLOCKS)
+        _, scales = stored.pop(name + mxfp4.SCALES, (None, None))
+        if not isinstance(blocks, StoredIntegers) or not isinstance(scales, StoredIntegers):
+            raise ConfigurationError(
+                f"the checkpoint has {name}{mxfp4.BLOCKS}, but lacks {name}{mxfp4.SCALES}, or one "
+                "of them is not of bytes: fetch the model again"
+            )
+        weight = mxfp4.Mxfp4Weight(name, file, blocks, scales)
+        weight.check(shape)
+        found[name] = weight
 
 
 def _take(
