@@ -9,9 +9,9 @@ import pytest
 from vmserve import LLM, SamplingParams  # first: it sets how torch's threads wait
 
 import torch  # isort: skip
-from transformers import AutoModelForCausalLM, PreTrainedConfig  # isort: skip
+from transformers import PreTrainedConfig  # isort: skip
 
-from tests.models.checkpoints import CONTEXT, FOREIGN, NATIVE, VARIANTS, save
+from tests.models.checkpoints import CONTEXT, FOREIGN, NATIVE, VARIANTS, reference_model, save
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.native import NativeDecoder
 
@@ -24,7 +24,7 @@ NUM_TOKENS = 24
 
 
 def generated(directory: Path, prompt: list[int]) -> list[int]:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = reference_model(directory, torch.float32)
     tokens = torch.tensor([prompt])
     output = model.generate(
         tokens,
@@ -85,6 +85,12 @@ def test_a_softcap_is_served_or_refused_at_start(tmp_path: Path, model_dir: Path
     save(FOREIGN["gemma2"], tmp_path / "capped")
     with pytest.raises(UnsupportedError, match=r"scores at 50, which the sdpa backend cannot do"):
         engine(tmp_path / "capped", model_dir, attention_backend="sdpa")
+
+
+def test_sinks_are_refused_at_start_by_kernels_without(tmp_path: Path, model_dir: Path) -> None:
+    save(VARIANTS["gpt-oss"], tmp_path)
+    with pytest.raises(UnsupportedError, match=r"has sinks, which the sdpa backend cannot do: use"):
+        engine(tmp_path, model_dir, kv_regime="virtual", attention_backend="sdpa")
 
 
 def test_learned_positions_bound_the_context(tmp_path: Path, model_dir: Path) -> None:

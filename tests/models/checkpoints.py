@@ -226,6 +226,13 @@ def save(config: PreTrainedConfig, directory: Path, **options: Any) -> Path:
     return directory
 
 
+def reference_model(directory: Path, dtype: torch.dtype) -> Any:
+    """Of ``transformers``, with experts that take any sizes."""
+    return AutoModelForCausalLM.from_pretrained(
+        directory, dtype=dtype, experts_implementation="eager"
+    ).eval()
+
+
 def transformers_logits(
     directory: Path, prompts: list[list[int]], dtype: torch.dtype, compute_float32: bool = False
 ) -> list[torch.Tensor]:
@@ -233,7 +240,7 @@ def transformers_logits(
 
     ``compute_float32``: with the weights rounded to ``dtype``, but nothing else.
     """
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+    model = reference_model(directory, dtype)
     if compute_float32:
         model = model.float()
     with torch.inference_mode():

@@ -72,7 +72,8 @@ class Grouped:
 
     def rows(self, part: slice) -> Grouped:
         minimum = None if self.minimum is None else self.minimum.rows(part)
-        return Grouped(self.bits, self.group, self.codes[part], self.scale.rows(part), minimum)
+        codes = np.ascontiguousarray(self.codes[part])
+        return Grouped(self.bits, self.group, codes, self.scale.rows(part), minimum)
 
     def packable(self) -> _core.GroupedWeights:
         """The same matrix, as the kernels take it."""
