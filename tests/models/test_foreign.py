@@ -139,7 +139,6 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("model_type", "architecture", "changes", "reason"),
     [
-        ("gpt_oss", "GptOssForCausalLM", {}, r"attention in layer 0 takes s_aux$"),
         ("deepseek_v3", "DeepseekV3ForCausalLM", {},
          r"layer 0 has queries of 192, keys of 192 and values of 128 elements per head"),
         ("mamba", "MambaForCausalLM", {"max_position_embeddings": 64},

@@ -376,12 +376,15 @@ def _finish_qwen(found: Fields) -> bool:
     return len(found.layer_types) == found.num_hidden_layers and _finish_mistral(found)
 
 
+_QWEN3_MOE_EXPERTS = 128
+
+
 def _finish_qwen3_moe(found: Fields) -> bool:
     """The number of experts has two names, of which newer writers take ``num_local_experts``."""
-    given = {found.num_experts, found.num_local_experts} - {None}
+    given = {found.num_experts, found.num_local_experts} - {_QWEN3_MOE_EXPERTS}
     if len(given) > 1:
         return False
-    found.num_experts = found.num_local_experts = given.pop() if given else 128
+    found.num_experts = found.num_local_experts = given.pop() if given else _QWEN3_MOE_EXPERTS
     if found.mlp_only_layers is None:
         found.mlp_only_layers = []
     if not found.use_sliding_window:
@@ -480,8 +483,8 @@ _QWEN3_MOE = Schema(
         "decoder_sparse_step": ("int", 1),
         "moe_intermediate_size": ("int", 768),
         "num_experts_per_tok": ("int", 8),
-        "num_experts": ("int?", None),
-        "num_local_experts": ("int?", None),
+        "num_experts": ("int", _QWEN3_MOE_EXPERTS),
+        "num_local_experts": ("int", _QWEN3_MOE_EXPERTS),
         "norm_topk_prob": ("bool", False),
         "mlp_only_layers": ("ints?", None),
         "bos_token_id": ("int?", None),
