@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vmserve.errors import ConfigurationError
 from vmserve.models.grouped import Factors, Grouped
 from vmserve.models.safetensors_file import SafetensorsFile, StoredIntegers
-from vmserve.models.stored_weight import Plain
+from vmserve.models.stored_weight import Plain, Table
 
 __all__ = ["BLOCKS", "SCALES", "Mxfp4Weight"]
 
@@ -70,7 +70,7 @@ class Mxfp4Weight:
     def read(self) -> Plain | Grouped:
         raise AssertionError("it is several matrices")
 
-    def table(self) -> Plain | None:
+    def table(self) -> Table | None:
         return None
 
     def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:

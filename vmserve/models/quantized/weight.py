@@ -52,7 +52,7 @@ class QuantizedWeight:
             )
         return self.layout.grouped(self.sizes, arrays)
 
-    def matrix(self, index: int) -> Plain | Grouped:
+    def matrix(self, index: int) -> Grouped:
         raise AssertionError("its matrices are found one by one")
 
     def table(self) -> Table | None:
