@@ -82,12 +82,21 @@ def test_a_full_batch_is_not_even_searched_for_matches() -> None:
     assert all(full.limits(batch[:1], 0))
 
 
+def test_a_step_without_drafts_is_measured_first() -> None:
+    batch = [sequence([1], [2])] * 8
+    assert PricePolicy(StepPrices()).limits(batch, 0) == [0] * 8
+    with_drafts = PricePolicy(prices({24: 1.0}))
+    assert with_drafts.limits(batch, 0) == [0] * 8
+    with_drafts.learn(8, 0.9)
+    assert all(with_drafts.limits(batch, 0))
+
+
 def test_rows_of_prompts_do_not_make_drafts_dear() -> None:
     beside_prompt = policy(1, {1: 1.0, 100: 20.0, 116: 20.9}, num_prompt_rows=99)
     assert beside_prompt.lengths([(Acceptance(), 32, 15)])[0] > 7
 
 
-@pytest.mark.parametrize("made", [EvidencePolicy(), PricePolicy(StepPrices())])
+@pytest.mark.parametrize("made", [EvidencePolicy(), PricePolicy(prices({1: 1.0}))])
 def test_a_request_can_do_without(made: EvidencePolicy | PricePolicy) -> None:
     wants, without = sequence([1], [2]), sequence([1], [2])
     params = without.request.params

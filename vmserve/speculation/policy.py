@@ -102,15 +102,14 @@ class StepPrices:
         self.known = sorted(self._seconds)
 
     def of(self, num_rows: int) -> float:
-        """Seconds of a step of so many rows; 0 before anything was measured."""
+        """Seconds of a step of so many rows. Something was measured."""
         known = self._seconds.get(num_rows)
         if known is not None:
             return known
-        if not self.known:
-            return 0.0
         place = bisect_left(self.known, num_rows)
-        if place == 0:
-            return self._seconds[self.known[0]]
+        if place == 0:  # little, so that no drafts are made before it is measured
+            above = self.known[0]
+            return self._seconds[above] * (1 - _growth(above) * (above - num_rows))
         below = self.known[place - 1]
         least = self._seconds[below]
         if place == len(self.known):
@@ -211,6 +210,8 @@ class PricePolicy(LengthPolicy):
 
         Between known prices there are lines, so that their ends decide.
         """
+        if not self._prices.known:
+            return False
         ends = {1, most} | {rows - self._num_rows for rows in self._prices.known}
         least = _MARGIN * self._speed(0, 0.0)
         return any(self._speed(num, num) > least for num in ends if 0 < num <= most)
@@ -220,8 +221,8 @@ class PricePolicy(LengthPolicy):
         return self._num_decoding + self._num_prompt_rows
 
     def _speed(self, num_drafted: int, num_accepted: float) -> float:
-        """Tokens a second with drafts; without any price it is the number of tokens."""
+        """Tokens a second with drafts."""
         price, rows = self._prices.of, self._num_rows
         drafts = max(0.0, price(rows + num_drafted) - price(rows))
         seconds = price(self._num_decoding) + drafts
-        return (self._num_decoding + num_accepted) / (seconds or 1.0)
+        return (self._num_decoding + num_accepted) / seconds
