@@ -18,11 +18,10 @@ template <int kHeadDim>
 constexpr int kAppendBlocks = kHeadDim == 256 ? 1 : 2;
 template <int kHeadDim>
 constexpr int kAppendRows = 16 * kAppendWarps * kAppendBlocks<kHeadDim>;
-constexpr int kAppendTokens = 32;
 
 template <int kHeadDim>
 struct AppendMemory {
-  static constexpr int kTileBytes = kAppendTokens * kHeadDim * 2;
+  static constexpr int kTileBytes = kTileTokens * kHeadDim * 2;
   static constexpr int kQueryBytes = kAppendRows<kHeadDim> * kHeadDim * 2;
   static constexpr int kBytes = kQueryBytes + kAppendStages * 2 * kTileBytes;
 
@@ -32,30 +31,56 @@ struct AppendMemory {
   VMS_DEVICE char* v_tile(int stage) const { return k_tile(stage) + kTileBytes; }
 };
 
+// What a thread has of the parts so far, in global memory: registers have no room for it beside
+// what it has of a part. [blocks of rows][head_dim / 8 and one more][2][threads]
+template <int kHeadDim>
+VMS_DEVICE Pair* scratch_at(const AttendArgs& args, int b, int n, int half) {
+  constexpr int kSlots = kAppendBlocks<kHeadDim> * (kHeadDim / 8 + 1) * 2;
+  const int slot = (b * (kHeadDim / 8 + 1) + n) * 2 + half;
+  return args.scratch + (static_cast<i64>(ptx::block()) * kSlots + slot) * (32 * kAppendWarps) +
+         ptx::thread();
+}
+
+// Ends the part that the tile from `begin` on belongs to, for the warp's block b of rows.
 template <class T, int kHeadDim>
-VMS_DEVICE void store_rows(const ItemRows& rows, const RowSums<kHeadDim>& sums, int first,
-                           float scale) {
-  const int lane = ptx::thread() & 31;
+VMS_DEVICE void end_part_of_block(const ItemRows& rows, int first, int b, int begin,
+                                  RowSums<kHeadDim>& sums) {
+  const int index = begin / kPartTokens - rows.item.kv_begin / kPartTokens;
+  const bool last = begin + kTileTokens >= rows.item.kv_end;
+  if (rows.exported()) {
+    store_part<kHeadDim>(rows, sums, first, 0, index);
+  } else {
+    Parts parts[2];
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = first + (lane >> 2) + 8 * half;
-    const float total = quad_sum(sums.total[half]);
-    if (row >= rows.num_rows) continue;
-    const float inverse = total > 0.0F ? 1.0F / total : 0.0F;
-    const RowTarget target(rows, row);
-#pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
-      store_pair<T, kHeadDim>(rows.args, target, 8 * n + 2 * (lane & 3),
-                              sums.out[n][2 * half] * inverse, sums.out[n][2 * half + 1] * inverse);
+    for (int half = 0; half < 2; ++half) {
+      parts[half].clear();
+      if (index == 0) continue;
+      const Pair sum = ptx::load(scratch_at<kHeadDim>(rows.args, b, kHeadDim / 8, half));
+      parts[half] = Parts{sum.x, sum.y};
     }
-    const float shift = total > 0.0F ? sums.maximum[half] * scale : 0.0F;
-    if ((lane & 3) == 0) store_lse(rows.args, target, shift + ptx::log2(total));
+    end_part(sums, parts, [&](int n, int half, float of_old, float of_new) {
+      float* const part = sums.out[n] + 2 * half;
+      Pair* const at = scratch_at<kHeadDim>(rows.args, b, n, half);
+      const Pair old = index > 0 ? ptx::load(at) : Pair{0.0F, 0.0F};
+      part[0] = Parts::folded(old.x, of_old, part[0], of_new);
+      part[1] = Parts::folded(old.y, of_old, part[1], of_new);
+      if (!last) ptx::store(at, Pair{part[0], part[1]});
+    });
+    if (last) {
+      store_rows<T, kHeadDim>(rows, sums, parts, first, 0);
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::store(scratch_at<kHeadDim>(rows.args, b, kHeadDim / 8, half),
+                   Pair{parts[half].maximum, parts[half].total});
+      }
+    }
   }
+  if (!last) sums.clear();
 }
 
 template <class T, int kHeadDim, bool kPaged, int kBlocks>
 VMS_DEVICE void append_item(const ItemRows& rows, const AppendMemory<kHeadDim>& memory) {
-  constexpr int kTokens = kAppendTokens;
   // Queries of two blocks of long heads would need too many registers.
   constexpr bool kHeld = kHeadDim * kBlocks <= 128;
   const int lane = ptx::thread() & 31, first = (ptx::thread() >> 5) * 16;
@@ -63,7 +88,7 @@ VMS_DEVICE void append_item(const ItemRows& rows, const AppendMemory<kHeadDim>& 
 
   auto start = [&](int begin, int stage) {
     if (begin < item.kv_end) {
-      start_tiles<kHeadDim, kPaged, kTokens, 32 * kAppendWarps>(
+      start_tiles<kHeadDim, kPaged, kTileTokens, 32 * kAppendWarps>(
           rows.args.kv, item.row, rows.head_offset(), begin, item.kv_end, ptx::thread(),
           memory.k_tile(stage), memory.v_tile(stage));
     }
@@ -82,28 +107,34 @@ VMS_DEVICE void append_item(const ItemRows& rows, const AppendMemory<kHeadDim>& 
     queries[b].take(memory.queries(), row, lane);
     sums[b].clear();
   }
-
   int stage = 0;
-  for (int begin = item.kv_begin; begin < item.kv_end; begin += kTokens, stage ^= 1) {
+  for (int begin = item.kv_begin; begin < item.kv_end; begin += kTileTokens, stage ^= 1) {
     ptx::copy_wait<0>();
     ptx::sync_block();  // the tile has arrived, and no warp still uses the one before
-    start(begin + kTokens, stage ^ 1);
+    start(begin + kTileTokens, stage ^ 1);
     // Skips warps without rows, and tiles that none of the warp's rows attends to.
     bool seen = false;
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      seen |= first + b * kBlockStride < rows.num_rows && begin <= sight[b].highest &&
-              (rows.args.window == 0 || begin + kTokens + rows.args.window > sight[b].lowest + 1);
+      seen |=
+          first + b * kBlockStride < rows.num_rows && begin <= sight[b].highest &&
+          (rows.args.window == 0 || begin + kTileTokens + rows.args.window > sight[b].lowest + 1);
     }
     if (seen) {
-      attend_tile<T, kHeadDim, kTokens>(rows, queries, memory.k_tile(stage), memory.v_tile(stage),
-                                        begin, sight, sums);
-    }
-  }
+      float scores[kBlocks][kTileTokens / 8][4];
+      score<T, kHeadDim, kTileTokens>(queries, memory.k_tile(stage), lane, scores);
 #pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-    store_rows<T>(rows, sums[b], first + b * kBlockStride,
-                  rows.args.softcap > 0.0F ? 1.0F : rows.args.scale);
+      for (int b = 0; b < kBlocks; ++b) {
+        weights_of(rows, sight[b], begin, lane, scores[b], sums[b]);
+      }
+      weigh<T, kHeadDim, kTileTokens>(scores, memory.v_tile(stage), lane, 0, sums);
+    }
+    if (!rows.ends_part(begin)) continue;
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      const int row = first + b * kBlockStride;
+      if (row < rows.num_rows) end_part_of_block<T>(rows, row, b, begin, sums[b]);
+    }
   }
 }
 

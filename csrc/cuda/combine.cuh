@@ -1,4 +1,4 @@
-// Merges the parts of tokens whose keys were split, by the logarithms of their sums: split keys and
+// Adds the parts of tokens whose keys were split over work items, in their order: split keys and
 // shared prefixes. One warp for each row of the output.
 #pragma once
 
@@ -10,38 +10,31 @@ template <class T, int kHeadDim>
 VMS_DEVICE void combine_row(const CombineArgs& args, const int* split, int q_head, int lane) {
   constexpr int kPairs = kHeadDim / 64;  // for each lane
   const int token = ptx::load(split), start = ptx::load(split + 1), count = ptx::load(split + 2);
-  const float* const lse = args.part_lse + static_cast<i64>(start) * args.q_heads + q_head;
-  float maximum = -ptx::infinity();
-  for (int i = 0; i < count; ++i) {
-    maximum = ptx::larger(maximum, ptx::load(lse + static_cast<i64>(i) * args.q_heads));
-  }
-  const float shift = maximum == -ptx::infinity() ? 0.0F : maximum;
-  float total = 0.0F;
+  Parts row;
+  row.clear();
   Pair sums[kPairs];
 #pragma unroll
   for (int p = 0; p < kPairs; ++p) sums[p] = Pair{0.0F, 0.0F};
   for (int i = 0; i < count; ++i) {
-    const i64 row = static_cast<i64>(start + i) * args.q_heads + q_head;
-    const float weight = ptx::exp2(ptx::load(args.part_lse + row) - shift);
-    total += weight;
+    const i64 at = static_cast<i64>(start + i) * args.q_heads + q_head;
+    float of_old, of_new;
+    row.add(ptx::load(args.part_sums + at), of_old, of_new);
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
-      const float* const from = args.parts + row * kHeadDim + 2 * (lane + 32 * p);
+      const float* const from = args.parts + at * kHeadDim + 2 * (lane + 32 * p);
       const Pair pair = ptx::load(reinterpret_cast<const Pair*>(from));
-      sums[p].x = ptx::multiply_add(weight, pair.x, sums[p].x);
-      sums[p].y = ptx::multiply_add(weight, pair.y, sums[p].y);
+      sums[p].x = Parts::folded(sums[p].x, of_old, pair.x, of_new);
+      sums[p].y = Parts::folded(sums[p].y, of_old, pair.y, of_new);
     }
   }
-  const float inverse = total > 0.0F ? 1.0F / total : 0.0F;
+  const float inverse = row.inverse();
   const i64 at = static_cast<i64>(token) * args.q_heads + q_head;
 #pragma unroll
   for (int p = 0; p < kPairs; ++p) {
     ptx::store(reinterpret_cast<u32*>(args.out + (at * kHeadDim + 2 * (lane + 32 * p)) * 2),
-               ptx::pack<T>(sums[p].x * inverse, sums[p].y * inverse));
+               ptx::pack<T>(finished(sums[p].x, inverse), finished(sums[p].y, inverse)));
   }
-  if (args.lse != nullptr && lane == 0) {
-    ptx::store(args.lse + at, (shift + ptx::log2(total)) * kLn2);
-  }
+  if (args.lse != nullptr && lane == 0) ptx::store(args.lse + at, row.lse());
 }
 
 template <class T, int kHeadDim>

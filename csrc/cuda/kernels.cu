@@ -2,7 +2,8 @@
 //   VMS_TYPE      Bf16 or Fp16
 //   VMS_HEAD_DIM  64, 128 or 256
 //   VMS_PAGED     true: block tables; false: slots
-//   VMS_STAGES    tiles that a warp of the decode kernel keeps in flight, 2 or more
+//   VMS_STAGES    tiles of the decode kernel, in use and in flight, 2 or more
+//   VMS_PART_TOKENS  positions of a part of the keys
 //   VMS_DECODE_BLOCKS, VMS_APPEND_BLOCKS  blocks per multiprocessor; limits registers
 #include "append.cuh"
 #include "combine.cuh"

@@ -23,8 +23,9 @@ struct alignas(16) WorkItem {
   int token;  // first token in the ragged batch, at consecutive positions; or -1 - i: tokens
               // lists[i ..] at any positions >= kv_end
   int num_tokens;
-  int kv_begin, kv_end;            // begin: a multiple of 16
-  int part;                        // index among its tokens' parts
+  int kv_begin, kv_end;            // begin: a multiple of kTileTokens; where a token has several
+                                   // items, they meet at multiples of kPartTokens
+  int part;                        // index of the first among its tokens' parts
   int min_position, max_position;  // among the tokens
 };
 static_assert(sizeof(WorkItem) == 32, "as in plan.py");
@@ -34,24 +35,25 @@ struct AttendArgs {
   const char* q;                      // [tokens, q_heads, head_dim]
   char* out;                          // [tokens, q_heads, head_dim], contiguous
   float* lse;                         // [tokens, q_heads] or null: natural logarithms
-  float* parts;                       // [parts, q_heads, head_dim]
-  float* part_lse;                    // [parts, q_heads]: binary logarithms
+  float* parts;                       // [parts, q_heads, head_dim]: sums over weighted values
+  Pair* part_sums;                    // [parts, q_heads]: maximum in base-2 logarithms, weights
+  Pair* scratch;                      // append.cuh: [blocks of the grid, ...]
   const WorkItem* items;              // [num_items]
   const int* num_items;               // [1]
   const int* lists;                   // token indices
   const int* positions;               // [tokens]
-  const int* part_starts;             // [tokens]: the first of a token's parts; -1: not split
+  const int* part_starts;             // [tokens]: the first of a token's parts; -1: in one item
   i64 q_token_stride, q_head_stride;  // bytes, multiples of 16
   float scale;    // to base-2 logarithms; with a softcap: of the argument of tanh, times 2
   float softcap;  // in base-2 logarithms; 0: none
   int window;     // positions a query attends to, its own included; 0: all
   int kv_heads, group, reserved;
 };
-static_assert(sizeof(AttendArgs) == 64 + 80 + 16 + 24, "as in params.py");
+static_assert(sizeof(AttendArgs) == 64 + 88 + 16 + 24, "as in params.py");
 
 struct CombineArgs {
   const float* parts;
-  const float* part_lse;
+  const Pair* part_sums;
   char* out;
   float* lse;            // or null
   const int* split;      // [num_split, 4]: token, first part, parts, unused

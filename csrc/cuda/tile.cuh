@@ -2,20 +2,31 @@
 //
 // Thread t of the warp holds, of every 16 x 8 block of scores or output, columns 2 (t % 4) and the
 // next of rows t / 4 (elements 0 and 1) and t / 4 + 8 (elements 2 and 3).
+//
+// A row has the same bits whatever it is computed beside. Both kernels compute one expression of
+// it: tiles of kTileTokens positions and parts of kPartTokens, at multiples of them, each part from
+// nothing. A tile in which a row sees no key changes nothing of it: its factor is exactly 1, its
+// weights are 0. The row is the sum of its parts in their order (Parts). No product here may be
+// contracted in one kernel and not in the other: products that are added to something are spelled
+// out in ptx's terms.
 #pragma once
 
 #include "kv.cuh"
 
-// State of the online softmax (Milakov and Gimelshein 2018) of two rows.
-template <int kHeadDim>
+constexpr int kTileTokens = 32;
+constexpr int kPartTokens = VMS_PART_TOKENS;  // a multiple of kTileTokens
+
+// State of the online softmax (Milakov and Gimelshein 2018) of two rows, in one part of the keys,
+// for kColumns of the output.
+template <int kColumns>
 struct RowSums {
-  float out[kHeadDim / 8][4];
-  float maximum[2];  // of the scores before `scale`; -infinity: no key yet
-  float total[2];    // over this thread's columns only
+  float out[kColumns / 8][4];
+  float maximum[2];  // of the scores times `scale`; -infinity: no key yet
+  float total[2];    // over this thread's keys only
 
   VMS_DEVICE void clear() {
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[n][i] = 0.0F;
     }
@@ -121,21 +132,21 @@ VMS_DEVICE float quad_sum(float x) {
 }
 
 // Turns scores into weights relative to the new maximum, and rescales the sums so far.
-template <int kHeadDim, int kCount>
-VMS_DEVICE void soften(float (&scores)[kCount][4], float scale, RowSums<kHeadDim>& sums) {
+template <int kColumns, int kCount>
+VMS_DEVICE void soften(float (&scores)[kCount][4], float scale, RowSums<kColumns>& sums) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float best = sums.maximum[half];
+    float best = scores[0][2 * half];
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       best = ptx::larger(best, ptx::larger(scores[n][2 * half], scores[n][2 * half + 1]));
     }
-    best = quad_maximum(best);
+    best = ptx::larger(sums.maximum[half], ptx::product(quad_maximum(best), scale));
     // If a row has no key yet, its weights are 0 instead of NaN.
-    const float shift = best == -ptx::infinity() ? 0.0F : best * scale;
-    const float factor = ptx::exp2(ptx::multiply_add(sums.maximum[half], scale, -shift));
+    const float shift = best == -ptx::infinity() ? 0.0F : best;
+    const float factor = ptx::exp2(sums.maximum[half] - shift);
     sums.maximum[half] = best;
-    float total = sums.total[half] * factor;
+    float total = ptx::product(sums.total[half], factor);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
 #pragma unroll
@@ -146,17 +157,18 @@ VMS_DEVICE void soften(float (&scores)[kCount][4], float scale, RowSums<kHeadDim
     }
     sums.total[half] = total;
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 8; ++n) {
+    for (int n = 0; n < kColumns / 8; ++n) {
       sums.out[n][2 * half] *= factor;
       sums.out[n][2 * half + 1] *= factor;
     }
   }
 }
 
-template <class T, int kHeadDim, int kTokens, int kBlocks>
+// Adds values times weights, in the columns of V's tile from unit `first_unit` on.
+template <class T, int kHeadDim, int kTokens, int kColumns, int kBlocks>
 VMS_DEVICE void weigh(const float (&weights)[kBlocks][kTokens / 8][4], const char* v_tile, int lane,
-                      RowSums<kHeadDim> (&sums)[kBlocks]) {
-  const int row = lane & 15, unit = lane >> 4;
+                      int first_unit, RowSums<kColumns> (&sums)[kBlocks]) {
+  const int row = lane & 15, unit = first_unit + (lane >> 4);
 #pragma unroll
   for (int k = 0; k < kTokens / 16; ++k) {
     u32 w[kBlocks][4];
@@ -169,7 +181,7 @@ VMS_DEVICE void weigh(const float (&weights)[kBlocks][kTokens / 8][4], const cha
       }
     }
 #pragma unroll
-    for (int n = 0; n < kHeadDim / 16; ++n) {
+    for (int n = 0; n < kColumns / 16; ++n) {
       u32 values[4];
       ptx::load_matrices_transposed(values,
                                     v_tile + tile_offset<kHeadDim>(16 * k + row, 2 * n + unit));
@@ -208,6 +220,14 @@ struct ItemRows {
   }
   VMS_DEVICE int q_head(int row) const { return head * args.group + row % args.group; }
   VMS_DEVICE i64 head_offset() const { return head * args.kv.head_stride; }
+
+  // Whether the item's parts are combined by another kernel: all of its tokens have parts, or none.
+  VMS_DEVICE bool exported() const { return ptx::load(args.part_starts + token(0)) >= 0; }
+  // Whether the tile from `begin` on is the last of a part, or of the item.
+  VMS_DEVICE bool ends_part(int begin) const {
+    const int end = begin + kTileTokens;
+    return end >= item.kv_end || end % kPartTokens == 0;
+  }
 
   // Range [low, high) of keys that `row` attends to. Rows after the last one get all keys.
   VMS_DEVICE void visible(int row, int& low, int& high) const {
@@ -259,70 +279,126 @@ struct Sight {
   }
 };
 
-// Computes one tile of keys and values for one warp's blocks of rows.
-template <class T, int kHeadDim, int kTokens, int kBlocks, bool kHeld>
-VMS_DEVICE void attend_tile(const ItemRows& rows,
-                            const QueryRows<kHeadDim, kHeld> (&queries)[kBlocks],
-                            const char* k_tile, const char* v_tile, int begin,
-                            const Sight (&sight)[kBlocks], RowSums<kHeadDim> (&sums)[kBlocks]) {
+// Caps and masks the scores of a tile, and makes them weights.
+template <int kColumns, int kCount>
+VMS_DEVICE void weights_of(const ItemRows& rows, const Sight& sight, int begin, int lane,
+                           float (&scores)[kCount][4], RowSums<kColumns>& sums) {
   const AttendArgs& args = rows.args;
-  const int lane = ptx::thread() & 31;
-  float scores[kBlocks][kTokens / 8][4];
-  score<T, kHeadDim, kTokens>(queries, k_tile, lane, scores);
-  const int end = begin + kTokens;
-#pragma unroll
-  for (int b = 0; b < kBlocks; ++b) {
-    float scale = args.scale;
-    if (args.softcap > 0.0F) {
-      cap(scores[b], scale, args.softcap);
-      scale = 1.0F;
-    }
-    // Masks only tiles at an edge; for those, the rows' ranges are computed again.
-    if (end > rows.item.kv_end || end > sight[b].lowest + 1 ||
-        (args.window > 0 && begin + args.window <= sight[b].highest)) {
-      const int row = sight[b].first + (lane >> 2);
-      int low[2], high[2];
-      rows.visible(row, low[0], high[0]);
-      rows.visible(row + 8, low[1], high[1]);
-      mask(scores[b], begin + 2 * (lane & 3), low, high);
-    }
-    soften(scores[b], scale, sums[b]);
+  float scale = args.scale;
+  if (args.softcap > 0.0F) {
+    cap(scores, scale, args.softcap);
+    scale = 1.0F;
   }
-  weigh<T, kHeadDim, kTokens>(scores, v_tile, lane, sums);
+  // Masks only tiles at an edge; for those, the rows' ranges are computed again.
+  const int end = begin + 8 * kCount;
+  if (end > rows.item.kv_end || end > sight.lowest + 1 ||
+      (args.window > 0 && begin + args.window <= sight.highest)) {
+    const int row = sight.first + (lane >> 2);
+    int low[2], high[2];
+    rows.visible(row, low[0], high[0]);
+    rows.visible(row + 8, low[1], high[1]);
+    mask(scores, begin + 2 * (lane & 3), low, high);
+  }
+  soften(scores, scale, sums);
 }
 
 constexpr float kLn2 = 0.6931471805599453F;
 
-// Destination of a finished row.
-struct RowTarget {
-  int token, q_head, part;  // part -1: the output
+// Maximum and total of the parts of a row so far: a row is the sum of its parts, from the first to
+// the last, whoever adds them. A part without a visible key changes nothing.
+struct Parts {
+  float maximum, total;
 
-  VMS_DEVICE RowTarget(const ItemRows& rows, int row)
-      : token(rows.token(row / rows.args.group)), q_head(rows.q_head(row)) {
-    const int start = ptx::load(rows.args.part_starts + token);
-    part = start < 0 ? -1 : start + rows.item.part;
+  VMS_DEVICE void clear() {
+    maximum = -ptx::infinity();
+    total = 0.0F;
   }
-  VMS_DEVICE i64 index(const AttendArgs& args) const {
-    return static_cast<i64>(part < 0 ? token : part) * args.kv_heads * args.group + q_head;
+  // Adds a part. The sums over values are then folded(so far, of_old, the part's, of_new).
+  VMS_DEVICE void add(const Pair& part, float& of_old, float& of_new) {
+    const float best = ptx::larger(maximum, part.x);
+    const float shift = best == -ptx::infinity() ? 0.0F : best;
+    of_old = ptx::exp2(maximum - shift);
+    of_new = ptx::exp2(part.x - shift);
+    maximum = best;
+    total = folded(total, of_old, part.y, of_new);
+  }
+  VMS_DEVICE static float folded(float old, float of_old, float part, float of_new) {
+    return ptx::multiply_add(old, of_old, ptx::product(part, of_new));
+  }
+  VMS_DEVICE float inverse() const { return total > 0.0F ? 1.0F / total : 0.0F; }
+  // The natural logarithm of the sum of exponentials.
+  VMS_DEVICE float lse() const {
+    return ptx::product((total > 0.0F ? maximum : 0.0F) + ptx::log2(total), kLn2);
   }
 };
 
-// `lse`: a base-2 logarithm.
-VMS_DEVICE void store_lse(const AttendArgs& args, const RowTarget& target, float lse) {
-  if (target.part >= 0) {
-    ptx::store(args.part_lse + target.index(args), lse);
-  } else if (args.lse != nullptr) {
-    ptx::store(args.lse + target.index(args), lse * kLn2);
+// A finished element. The sign of a sum that is 0 depends on tiles without weight.
+VMS_DEVICE float finished(float sum, float inverse) {
+  return ptx::sum(ptx::product(sum, inverse), 0.0F);
+}
+
+// Adds what a warp's rows have in one part of the keys to the parts before, and begins the next.
+// `fold(n, half, of_old, of_new)` does so with a pair of elements of sums.out.
+template <int kColumns, class FoldPair>
+VMS_DEVICE void end_part(RowSums<kColumns>& sums, Parts (&parts)[2], FoldPair fold) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float of_old, of_new;
+    parts[half].add(Pair{sums.maximum[half], quad_sum(sums.total[half])}, of_old, of_new);
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) fold(n, half, of_old, of_new);
   }
 }
 
-template <class T, int kHeadDim>
-VMS_DEVICE void store_pair(const AttendArgs& args, const RowTarget& target, int d, float x,
-                           float y) {
-  const i64 at = target.index(args) * kHeadDim + d;
-  if (target.part >= 0) {
-    ptx::store(reinterpret_cast<Pair*>(args.parts + at), Pair{x, y});
-  } else {
-    ptx::store(reinterpret_cast<u32*>(args.out + at * 2), ptx::pack<T>(x, y));
+// Stores a part of a warp's rows from `first` on for the combination, in the columns from `column`
+// on. `index`: of the part within the item.
+template <int kHeadDim, int kColumns>
+VMS_DEVICE void store_part(const ItemRows& rows, const RowSums<kColumns>& sums, int first,
+                           int column, int index) {
+  const AttendArgs& args = rows.args;
+  const int lane = ptx::thread() & 31;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first + (lane >> 2) + 8 * half;
+    const float total = quad_sum(sums.total[half]);
+    if (row >= rows.num_rows) continue;
+    const int start = ptx::load(args.part_starts + rows.token(row / args.group));
+    const i64 at = static_cast<i64>(start + rows.item.part + index) * args.kv_heads * args.group +
+                   rows.q_head(row);
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      float* const to = args.parts + at * kHeadDim + column + 8 * n + 2 * (lane & 3);
+      ptx::store(reinterpret_cast<Pair*>(to),
+                 Pair{sums.out[n][2 * half], sums.out[n][2 * half + 1]});
+    }
+    if ((lane & 3) == 0 && column == 0) {
+      ptx::store(args.part_sums + at, Pair{sums.maximum[half], total});
+    }
+  }
+}
+
+// Stores a warp's finished rows.
+template <class T, int kHeadDim, int kColumns>
+VMS_DEVICE void store_rows(const ItemRows& rows, const RowSums<kColumns>& sums,
+                           const Parts (&parts)[2], int first, int column) {
+  const AttendArgs& args = rows.args;
+  const int lane = ptx::thread() & 31;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = first + (lane >> 2) + 8 * half;
+    if (row >= rows.num_rows) continue;
+    const float inverse = parts[half].inverse();
+    const i64 at = static_cast<i64>(rows.token(row / args.group)) * args.kv_heads * args.group +
+                   rows.q_head(row);
+#pragma unroll
+    for (int n = 0; n < kColumns / 8; ++n) {
+      char* const to = args.out + (at * kHeadDim + column + 8 * n + 2 * (lane & 3)) * 2;
+      ptx::store(reinterpret_cast<u32*>(to),
+                 ptx::pack<T>(finished(sums.out[n][2 * half], inverse),
+                              finished(sums.out[n][2 * half + 1], inverse)));
+    }
+    if (args.lse != nullptr && (lane & 3) == 0 && column == 0) {
+      ptx::store(args.lse + at, parts[half].lse());
+    }
   }
 }

@@ -136,12 +136,12 @@ def attend(
     plan = call._plans.of(spec.window, q.shape[1])
     rotated = call._plans.rotated(q)
     ranges = [*case.ranges(), tensor_range(plan.buffer._tensor, False)]
-    own = (out, lse, plan.parts, plan.part_lse, rotated)
+    own = (out, lse, plan.parts, plan.part_sums, plan.scratch, rotated)
     ranges += [tensor_range(tensor, True) for tensor in own if tensor.numel()]
     if plan.table and not call._plans.tables.copied:
         ranges.append(tensor_range(case.view.block_tables, False))
-    plan.parts.fill_(float("nan"))
-    plan.part_lse.fill_(float("nan"))
+    for memory in (plan.parts, plan.part_sums, plan.scratch):
+        memory.fill_(float("nan"))
     with launcher.allowing(ranges):
         inputs = case.inputs
         call(spec, inputs.q, inputs.k, inputs.v, case.rotary, out=out, lse=lse)

@@ -142,21 +142,24 @@ def test_plans_for_decodes_share_their_room_and_have_none_for_chunks(
     launcher = Recorder(emulators, Resident(264, 264))
     case = make_case(PAGED, [30, 9], [1, 1])
     backend = CudaPagedBackend(launcher)
-    sizes = {"max_seqs": 64, "max_tokens": 64, "max_len": 8192, "q_heads": 8}
+    sizes = {"max_seqs": 64, "max_tokens": 64, "max_len": 1 << 20, "q_heads": 8}
     whole = backend.plan_capacity(case.view, **sizes)._plans.of(None, 8)
     plan = backend.plan_capacity(case.view, **sizes, max_new=1)
     decode = plan._plans.of(None, 8)
-    # Parts of one token each instead of 4 and 32.
+    # Parts of one token each instead of 4 and 32; an item of a decode has four parts.
     limit = 4 * 264 // 2
-    assert whole.parts.numel() == limit * (4 + 32) * 8 * 64
+    assert whole.parts.numel() == limit * (4 * 4 + 32) * 8 * 64
     assert decode.buffer.counts.append == decode.blocks["vms_append"] == 0
     assert (
         CudaPagedBackend(launcher)
         .plan_capacity(case.view, **sizes, max_new=1)
         ._plans.of(None, 8)
         .parts.numel()
-        == limit * 8 * 64
+        == limit * 4 * 8 * 64
     )
+    short = {**sizes, "max_len": 8192}
+    few = CudaPagedBackend(launcher).plan_capacity(case.view, **short)._plans.of(None, 8)
+    assert few.parts.numel() == 64 * (8192 // 512) * 8 * 64
     narrow = backend.plan_capacity(case.view, **{**sizes, "max_seqs": 2, "max_tokens": 2})
     assert narrow._plans.of(None, 8).parts.data_ptr() == whole.parts.data_ptr()
     assert narrow._plans.of(None, 8).parts.data_ptr() == decode.parts.data_ptr()
@@ -191,16 +194,16 @@ def test_a_fixed_plan_gives_the_bits_of_a_direct_one(emulators: Emulators) -> No
 
 def test_a_fixed_plan_takes_shared_prefixes(emulators: Emulators) -> None:
     launcher = EmulatedLauncher(emulators, resident=Resident(12, 6))
-    case = make_case(PAGED, [100, 130, 99], [1, 1, 3])
+    case = make_case(PAGED, [600, 630, 599], [1, 1, 3])
     tables = case.view.block_tables
-    tables[:, :4] = tables[0, :4].clone()
+    tables[:, :32] = tables[0, :32].clone()
     for tensor in (*case.dense.keys, *case.dense.values):
-        tensor[:, :64] = tensor[0, :64].clone()
+        tensor[:, :512] = tensor[0, :512].clone()
     spec = LayerAttention(0, 0.125)
     plan = CudaPagedBackend(launcher).plan_capacity(
-        case.view, max_seqs=3, max_tokens=5, max_len=131, q_heads=8, shared_prefixes=True
+        case.view, max_seqs=3, max_tokens=5, max_len=631, q_heads=8, shared_prefixes=True
     )
-    plan.update(case.batch, [SharedPrefix((0, 1, 2), 64)])
+    plan.update(case.batch, [SharedPrefix((0, 1, 2), 512)])
     inputs, lse = case.inputs, torch.empty(5, 8)
     out = plan.call(spec, inputs.q, inputs.k, inputs.v, lse=lse)
     assert_right((out, lse), expected(case, spec))

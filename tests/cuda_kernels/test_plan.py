@@ -34,7 +34,14 @@ from vmserve.attention.cuda.plan import (
     find_shared_prefixes,
     make_plan,
 )
-from vmserve.attention.cuda.variant import HEAD_DIMS, append_rows, architecture, sizes_for
+from vmserve.attention.cuda.variant import (
+    HEAD_DIMS,
+    PART_TOKENS,
+    TILE_TOKENS,
+    append_rows,
+    architecture,
+    sizes_for,
+)
 from vmserve.errors import UnsupportedError
 
 H100 = Resident(264, 264)
@@ -83,23 +90,27 @@ def test_a_plan_covers_each_visible_pair_once(
         st.lists(st.just(1) | st.integers(1, 80), min_size=len(past), max_size=len(past))
     )
     members = data.draw(st.lists(st.sampled_from(range(len(past))), unique=True, max_size=4))
-    most = min((past[i] // 16 for i in members), default=0)
+    most = min((past[i] // PART_TOKENS for i in members), default=0)
     prefixes = []
     if most:
-        prefixes = [SharedPrefix(tuple(members), 16 * data.draw(st.integers(1, most)))]
+        shared = PART_TOKENS * data.draw(st.integers(1, most))
+        prefixes = [SharedPrefix(tuple(members), shared)]
     step = step_of(past, new)
     plan = make_plan(step, Heads(kv_heads, group), resident, window, prefixes)
     sequence = np.repeat(np.arange(len(new)), new)
     position = np.arange(sum(new)) - np.repeat(step.starts - step.num_past, new)
     rows_of_prefix = {int(step.rows[m]) for p in prefixes for m in p.members}
-    # Keys that each token's items cover, as intervals; and its parts.
+    # Keys that each token's items cover, as intervals; and the first part of each and their number.
     covered: dict[int, list[tuple[int, int]]] = {token: [] for token in range(sum(new))}
-    parts: dict[int, list[int]] = {token: [] for token in range(sum(new))}
+    parts: dict[int, list[tuple[int, int]]] = {token: [] for token in range(sum(new))}
     for rows, item in items_of(plan):
         tokens = tokens_of(plan, item)
         assert 0 < len(tokens) * group <= rows
-        assert item["kv_begin"] % 16 == 0
-        assert item["kv_begin"] < item["kv_end"]
+        begin, end = item["kv_begin"], item["kv_end"]
+        assert begin % TILE_TOKENS == 0
+        assert begin < end
+        in_item = -(-end // PART_TOKENS) - begin // PART_TOKENS
+        assert rows == DECODE_ROWS or in_item == 1 or plan.needs_scratch
         at = [int(position[token]) for token in tokens]
         assert (item["min_position"], item["max_position"]) == (min(at), max(at))
         if item["token"] < 0:
@@ -109,25 +120,30 @@ def test_a_plan_covers_each_visible_pair_once(
             assert item["row"] == step.rows[sequence[tokens[0]]]
             assert at == list(range(at[0], at[0] + len(at)))
         for token in tokens:
-            covered[token].append((item["kv_begin"], item["kv_end"]))
-            parts[token].append(item["part"])
+            covered[token].append((begin, end))
+            parts[token].append((item["part"], in_item))
     for token, intervals in covered.items():
-        intervals.sort()
+        in_order = sorted(intervals)
         seen = int(position[token])
         first = 0 if window is None else max(0, seen + 1 - window)
-        assert intervals[0][0] <= first
-        assert intervals[-1][1] > seen
+        assert in_order[0][0] <= first
+        assert in_order[-1][1] > seen
         # They adjoin, except at a gap of keys that the window hides.
-        for (_, end), (begin, _) in itertools.pairwise(intervals):
+        for (_, end), (begin, _) in itertools.pairwise(in_order):
             assert end == begin or (end < begin <= first)
-        assert sorted(parts[token]) == list(range(len(intervals)))
+            assert end % PART_TOKENS == 0
+        # In the order of their keys.
+        expected = 0
+        for _, (index, count) in sorted(zip(intervals, parts[token], strict=True)):
+            assert index == expected
+            expected += count
     check_parts(plan, parts)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     new=st.lists(st.just(1) | st.integers(1, 90), min_size=1, max_size=8),
-    past=st.integers(16, 40_000),
+    past=st.integers(PART_TOKENS, 40_000),
     kv_heads=st.sampled_from([1, 2, 8]),
     group=st.integers(1, 16),
     shared=st.booleans(),
@@ -144,7 +160,9 @@ def test_the_room_for_parts_in_a_plan_of_a_fixed_size_is_enough(
     head_dim: int,
 ) -> None:
     step = step_of([past] * len(new), new)
-    prefixes = [SharedPrefix(tuple(range(len(new))), past // 16 * 16)] if shared else []
+    prefixes = (
+        [SharedPrefix(tuple(range(len(new))), past // PART_TOKENS * PART_TOKENS)] if shared else []
+    )
     heads = Heads(kv_heads, group, append_rows(head_dim))
     plan = make_plan(step, heads, resident, None, prefixes)
     limits = (chunk_limit(resident.decode, kv_heads), chunk_limit(resident.append, kv_heads))
@@ -156,8 +174,8 @@ def test_the_room_for_parts_in_a_plan_of_a_fixed_size_is_enough(
     assert len(plan.append) <= max(most, limits[1])
 
 
-def check_parts(plan: CudaPlan, parts: dict[int, list[int]]) -> None:
-    """Each token's parts have places of their own, and are combined."""
+def check_parts(plan: CudaPlan, parts: dict[int, list[tuple[int, int]]]) -> None:
+    """Parts of a token in several items have places of their own, and are combined."""
     split = {int(token): (int(start), int(count)) for token, start, count, _ in plan.split}
     used: Counter[int] = Counter()
     for token, of_token in parts.items():
@@ -166,8 +184,9 @@ def check_parts(plan: CudaPlan, parts: dict[int, list[int]]) -> None:
             assert start == -1
             assert token not in split
             continue
-        assert split[token] == (start, len(of_token))
-        used.update(range(start, start + len(of_token)))
+        num_parts = sum(count for _, count in of_token)
+        assert split[token] == (start, num_parts)
+        used.update(range(start, start + num_parts))
     assert sorted(used) == list(range(plan.num_parts))
     assert all(count == 1 for count in used.values())
 
@@ -183,9 +202,9 @@ def test_a_short_step_is_one_item_for_each_tile() -> None:
 
 def test_one_long_sequence_fills_the_device() -> None:
     plan = make_plan(step_of([8191], [1]), Heads(8, 4), H100)
-    assert len(plan.decode) == 32
-    assert set((plan.decode[:, 4] - plan.decode[:, 3]).tolist()) == {256}
-    assert plan.num_parts == 32
+    assert len(plan.decode) == 16
+    assert set((plan.decode[:, 4] - plan.decode[:, 3]).tolist()) == {512}
+    assert plan.num_parts == 16
 
 
 def test_many_sequences_are_not_split_and_long_ones_among_them_are() -> None:
@@ -198,15 +217,16 @@ def test_many_sequences_are_not_split_and_long_ones_among_them_are() -> None:
 
 
 def test_chunks_stay_within_the_limit() -> None:
-    lengths = np.full(200, 100_000)
-    chunk = choose_chunk(lengths, 8, 264)
-    assert -(-100_000 // chunk) * 200 <= max(200, chunk_limit(264, 8))
-    assert choose_chunk(np.array([100]), 8, 264) == 100
+    lengths, parts = np.full(60, 100_000), np.full(60, 196)
+    chunk = choose_chunk(lengths, parts, 8, 264, 1000)
+    assert 1 < -(-196 // chunk) * 60 <= chunk_limit(264, 8)
+    assert choose_chunk(lengths, parts, 8, 264, 4) == 196, "more parts than there is room for"
+    assert choose_chunk(np.array([100]), np.array([1]), 8, 264, 4) == 1
 
 
 def test_a_window_clips_what_is_read() -> None:
     plan = make_plan(step_of([9999], [1]), Heads(8, 4), H100, window=1000)
-    assert plan.decode[:, 3].min() == 9000 // 16 * 16
+    assert plan.decode[:, 3].min() == 9000 // TILE_TOKENS * TILE_TOKENS
     assert plan.decode[:, 4].max() == 10000
 
 
@@ -220,14 +240,14 @@ def test_a_window_that_left_the_prefix_behind_does_not_read_it() -> None:
 @pytest.mark.parametrize(
     ("prefix", "message"),
     [
-        ([SharedPrefix((0, 1), 24)], "24 tokens: it must be a multiple of 16 up to 40"),
-        ([SharedPrefix((0, 1), 48)], "48 tokens: it must be a multiple of 16 up to 40"),
-        ([SharedPrefix((0,), 16), SharedPrefix((1, 0), 16)], "in two shared prefixes"),
+        ([SharedPrefix((0, 1), 48)], "48 tokens: it must be a multiple of 512 up to 640"),
+        ([SharedPrefix((0, 1), 1024)], "1024 tokens: it must be a multiple of 512 up to 640"),
+        ([SharedPrefix((0,), 512), SharedPrefix((1, 0), 512)], "in two shared prefixes"),
     ],
 )
 def test_prefixes_that_cannot_be(prefix: list[SharedPrefix], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_plan(step_of([40, 50], [1, 1]), Heads(1, 1), H100, None, prefix)
+        make_plan(step_of([640, 650], [1, 1]), Heads(1, 1), H100, None, prefix)
 
 
 def test_groups_larger_than_a_tile_are_refused() -> None:
@@ -240,11 +260,11 @@ def test_shared_prefixes_of_block_tables() -> None:
     tables = np.array(
         [[7, 8, 9, 1], [5, 6, 7, 8], [7, 8, 9, 2], [7, 8, 3, 4], [5, 1, 2, 3]], np.int32
     )
-    past = np.array([64, 64, 64, 64, 17])
-    found = find_shared_prefixes(tables, past, 16, min_tokens=16, min_members=2)
-    assert found == [SharedPrefix((1, 4), 16), SharedPrefix((0, 2, 3), 32)]
-    assert find_shared_prefixes(tables, past, 16, min_tokens=32, min_members=4) == []
-    assert find_shared_prefixes(tables[:0], past[:0], 16) == []
+    past = np.array([1280, 1280, 1280, 1280, 700])
+    found = find_shared_prefixes(tables, past, 256, min_tokens=16, min_members=2)
+    assert found == [SharedPrefix((0, 2, 3), 512)], "whole parts: 256 tokens are none"
+    assert find_shared_prefixes(tables, past, 256, min_tokens=512, min_members=4) == []
+    assert find_shared_prefixes(tables[:0], past[:0], 256) == []
 
 
 def test_structures_are_as_large_as_the_kernels_say() -> None:
@@ -252,19 +272,19 @@ def test_structures_are_as_large_as_the_kernels_say() -> None:
         ctypes.sizeof(kind)
         for kind in (KvLayer, AttendArgs, CombineArgs, WriteArgs, NormArgs, MoveArgs)
     ]
-    assert sizes == [64, 184, 56, 208, 48, 24]
+    assert sizes == [64, 192, 56, 208, 48, 24]
 
 
 @pytest.mark.parametrize(
     ("head_dim", "block", "multiprocessor", "stages", "decode_blocks", "append_blocks"),
     [
-        (64, 232_448, 233_472, 4, 3, 2),  # H100
-        (128, 232_448, 233_472, 3, 2, 2),
-        (256, 232_448, 233_472, 3, 1, 2),
-        (64, 166_912, 167_936, 4, 2, 2),  # A100
-        (128, 166_912, 167_936, 2, 2, 2),
-        (256, 166_912, 167_936, 2, 1, 1),
-        (128, 101_376, 102_400, 2, 1, 1),  # RTX 3090
+        (64, 232_448, 233_472, 8, 3, 2),  # H100
+        (128, 232_448, 233_472, 6, 2, 2),
+        (256, 232_448, 233_472, 6, 1, 2),
+        (64, 166_912, 167_936, 8, 2, 2),  # A100
+        (128, 166_912, 167_936, 4, 2, 2),
+        (256, 166_912, 167_936, 4, 1, 1),
+        (128, 101_376, 102_400, 5, 1, 1),  # RTX 3090
     ],
 )
 def test_shared_memory_decides_what_is_in_flight(
@@ -285,7 +305,7 @@ def test_shared_memory_decides_what_is_in_flight(
 
 
 def test_a_device_without_the_room_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match="heads of 256 need 139776 bytes of shared memory"):
+    with pytest.raises(ValueError, match="heads of 256 need 141824 bytes of shared memory"):
         sizes_for(256, 101_376, 102_400)
 
 

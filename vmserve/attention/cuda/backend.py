@@ -15,6 +15,8 @@ from vmserve.attention.cuda.buffers import Counts, PlanBuffer
 from vmserve.attention.cuda.launcher import CudaLauncher, Launcher
 from vmserve.attention.cuda.params import AttendArgs, CombineArgs, WriteArgs
 from vmserve.attention.cuda.plan import (
+    APPEND_PARTS,
+    DECODE_PARTS,
     DECODE_ROWS,
     CudaPlan,
     Heads,
@@ -24,7 +26,7 @@ from vmserve.attention.cuda.plan import (
     find_shared_prefixes,
     make_plan,
 )
-from vmserve.attention.cuda.variant import Variant, append_rows
+from vmserve.attention.cuda.variant import PART_TOKENS, Variant, append_rows, append_scratch
 from vmserve.attention.cuda.view import DeviceView
 from vmserve.attention.rotary import Rotary
 from vmserve.dtypes import DType
@@ -201,14 +203,22 @@ class _PlanInUse:
         num_parts: int,
         q_heads: int,
         blocks: tuple[int, int, int],
+        needs_scratch: bool,
         device: torch.device,
         workspace: _Workspace,
     ) -> None:
         self.buffer = buffer
         self.blocks = dict(zip(("vms_decode", "vms_append", "vms_combine"), blocks, strict=True))
-        size = num_parts * q_heads * tables.view.head_dim
-        self.parts = workspace.of("parts", size, torch.float32, device)
-        self.part_lse = workspace.of("lse", num_parts * q_heads, torch.float32, device)
+        head_dim = tables.view.head_dim
+        scratch = blocks[1] * append_scratch(head_dim) if needs_scratch else 0
+        self.parts, self.part_sums, self.scratch = (
+            workspace.of(name, size, torch.float32, device)
+            for name, size in (
+                ("parts", num_parts * q_heads * head_dim),
+                ("part sums", num_parts * q_heads * 2),
+                ("scratch", scratch),
+            )
+        )
         self.table = buffer.address("table") if tables.copied else tables.address
         self.table_width = buffer.counts.table_width if tables.copied else tables.width
 
@@ -285,13 +295,18 @@ class _EagerPlans(_Plans):
         shape = (0, 0) if table is None else (table.shape[0], table.shape[1])
         buffer = PlanBuffer(Counts.of(plan, batch.num_tokens, shape), device)
         self._fill(buffer, batch, plan)
+        append = len(plan.append) * self.view.kv_heads
+        if plan.needs_scratch:  # of each block
+            append = min(append, self.launcher.resident(self.view.variant).append)
         blocks = (
             len(plan.decode) * self.view.kv_heads,
-            len(plan.append) * self.view.kv_heads,
+            append,
             -(-len(plan.split) * q_heads // _COMBINE_ROWS),
         )
         room = _Workspace()  # the step before may still run
-        return _PlanInUse(buffer, self.tables, plan.num_parts, q_heads, blocks, device, room)
+        return _PlanInUse(
+            buffer, self.tables, plan.num_parts, q_heads, blocks, plan.needs_scratch, device, room
+        )
 
 
 class _Limits:
@@ -325,13 +340,16 @@ class _Limits:
         )
 
     def parts(self, group: int, head_dim: int, limits: tuple[int, int]) -> int:
-        """Tokens times parts: what is split makes no more items than the limit says."""
-        # A tile of a decode has the tokens of one sequence, or of a prefix's members.
-        of_tile = self.tokens if self.shared_prefixes else min(self.tokens, self.new)
-        split = limits[0] * min(of_tile, max(1, DECODE_ROWS // group))
+        """Tokens times parts: what is split has no more parts than the limits say."""
+        all_parts = self.tokens * -(-self.len // PART_TOKENS)
+        if self.shared_prefixes:
+            return all_parts
+        of_tile = min(self.tokens, self.new)
+        split = DECODE_PARTS * limits[0] * min(of_tile, max(1, DECODE_ROWS // group))
         if self.may_append(group):
-            split += limits[1] * min(of_tile, max(1, append_rows(head_dim) // group))
-        return split + (2 * self.tokens if self.shared_prefixes else 0)
+            most = max(1, append_rows(head_dim) // group)
+            split += APPEND_PARTS * limits[1] * min(of_tile, most)
+        return min(all_parts, split)
 
     def check(self, batch: RaggedBatch, prefixes: Sequence[SharedPrefix]) -> None:
         longest = int((batch.num_past + batch.num_new).max()) if batch.num_sequences else 0
@@ -379,9 +397,12 @@ class _FixedPlans(_Plans):
             min(combine, 2 * resident.decode),
         )
         device = launcher.device
+        scratch = limits.len > PART_TOKENS
         for window in windows:
             buffer = PlanBuffer(counts, device)
-            plan = _PlanInUse(buffer, tables, num_parts, q_heads, blocks, device, workspace)
+            plan = _PlanInUse(
+                buffer, tables, num_parts, q_heads, blocks, scratch, device, workspace
+            )
             self._by_window[window] = plan
         size = limits.tokens * q_heads * view.head_dim
         kept = workspace.of("rotated", size, view.variant.dtype, device)
@@ -512,7 +533,8 @@ class CudaCall:
         args, buffer, kv_heads = self._attend, plan.buffer, self._plans.view.kv_heads
         args.q, args.out = q.data_ptr(), out.data_ptr()
         args.lse = 0 if lse is None else lse.data_ptr()
-        args.parts, args.part_lse = plan.parts.data_ptr(), plan.part_lse.data_ptr()
+        args.parts, args.part_sums = plan.parts.data_ptr(), plan.part_sums.data_ptr()
+        args.scratch = plan.scratch.data_ptr()
         for name in ("lists", "positions", "part_starts"):
             setattr(args, name, buffer.address(name))
         args.q_token_stride = q.stride(0) * q.element_size()
@@ -528,7 +550,7 @@ class CudaCall:
                 self._launch(plan, kernel, args)
         if plan.blocks["vms_combine"]:
             combine = self._combine
-            combine.parts, combine.part_lse = args.parts, args.part_lse
+            combine.parts, combine.part_sums = args.parts, args.part_sums
             combine.out, combine.lse = args.out, args.lse
             combine.split, combine.num_split = buffer.address("split"), buffer.address("num_split")
             combine.q_heads = q.shape[1]

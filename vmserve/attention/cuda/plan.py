@@ -2,8 +2,10 @@
 
 The query rows of a sequence (its new tokens times the query heads of one KV head) are cut into
 *tiles* of one kernel, the keys that a tile sees into *chunks* so that the items fill the device.
-A token whose keys lie in more than one chunk has *parts*, which a last kernel combines. Items
-count for every KV head: the kernels multiply.
+Chunks are whole *parts*: the keys from one multiple of PART_TOKENS to the next, which the kernels
+add up in their order. If the keys of a token lie in more than one chunk, a last kernel combines its
+parts in the same order. So a plan decides nothing about a result. Items count for every KV head:
+the kernels multiply.
 
 A *shared prefix* is attended once for all its sequences: tiles of all their tokens over the
 prefix, then each sequence's own tiles over what follows it. Hydragen (Juravsky et al. 2024) and
@@ -19,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from vmserve.attention.cuda.variant import PART_TOKENS, TILE_TOKENS
 from vmserve.errors import UnsupportedError
 
 __all__ = [
@@ -36,15 +39,13 @@ __all__ = [
 
 #: Query rows of an item of each kernel (csrc/cuda), of the append's at least.
 DECODE_ROWS, APPEND_ROWS = 16, 64
-#: Keys are cut at multiples of this: one turn of the decode kernel's four warps, or one tile.
-CHUNK_UNIT = 64
-#: Smallest chunk.
-LEAST_CHUNK = 128
 #: Cost of an item besides its keys, and of combining, in keys of one item: estimates that rank the
 #: choices, not measured on a device yet.
 ITEM_COST, SPLIT_COST = 32, 64
 #: Splits make at most this many items for each block that runs at once.
 MAX_WAVES = 4
+#: Parts to combine, for each item that a split may make (chunk_limit).
+DECODE_PARTS, APPEND_PARTS = 4, 1
 
 ITEM_FIELDS = (
     "row",
@@ -88,7 +89,8 @@ class Step(NamedTuple):
 class SharedPrefix:
     """Sequences (indices into the batch) whose first ``num_tokens`` positions are the same memory.
 
-    ``num_tokens`` is a multiple of 16, and at most the smallest ``num_past`` of the members.
+    ``num_tokens`` is a multiple of PART_TOKENS, and at most the smallest ``num_past`` of the
+    members.
     """
 
     members: tuple[int, ...]
@@ -102,6 +104,7 @@ class CudaPlan:
     ``decode`` and ``append``: int32 ``[items, 8]``, columns :data:`ITEM_FIELDS` (explained in
     params.h). ``lists``: tokens of items whose tokens are not consecutive. ``part_starts``: int32
     ``[tokens]``. ``split``: int32 ``[tokens with parts, 4]``: token, first part, parts, 0.
+    ``needs_scratch``: whether an append item has several parts, which it adds up in scratch memory.
     """
 
     decode: NDArray[np.int32]
@@ -110,6 +113,7 @@ class CudaPlan:
     part_starts: NDArray[np.int32]
     split: NDArray[np.int32]
     num_parts: int
+    needs_scratch: bool
 
 
 class _Tiles(NamedTuple):
@@ -139,27 +143,30 @@ def chunk_limit(resident: int, kv_heads: int) -> int:
     return max(1, MAX_WAVES * resident // kv_heads)
 
 
-def choose_chunk(lengths: IntArray, kv_heads: int, resident: int) -> int:
-    """The chunk size, in keys, with which items of such lengths are done soonest.
+def choose_chunk(
+    lengths: IntArray, parts: IntArray, kv_heads: int, resident: int, parts_per_item: int
+) -> int:
+    """The parts in an item with which items of such lengths and parts are done soonest.
 
     Tries the longest item in 1, 2, 3, 4, 6, 8, 12 ... chunks. Estimates for each: the larger of one
     chunk and the whole waves of mean items, plus the combination if anything is split.
     """
-    longest = int(lengths.max())
-    most = max(1, longest // LEAST_CHUNK)
-    if most == 1:
-        return longest
-    powers = 1 << np.arange(most.bit_length())
+    longest = int(parts.max())
+    if longest == 1:
+        return 1
+    powers = 1 << np.arange(longest.bit_length())
     counts = np.unique(np.concatenate((powers, 3 * powers)))
-    counts = counts[counts <= most]
-    sizes = -(-longest // counts)
-    sizes = -(-sizes // CHUNK_UNIT) * CHUNK_UNIT
-    num_items = (-(-lengths[None, :] // sizes[:, None])).sum(1)
-    allowed = (num_items <= chunk_limit(resident, kv_heads)) | (num_items == len(lengths))
+    sizes = np.unique(-(-longest // counts[counts <= longest]))[::-1]
+    num_items = (-(-parts[None, :] // sizes[:, None])).sum(1)
+    to_combine = np.where(parts[None, :] > sizes[:, None], parts, 0).sum(1)
+    limit = chunk_limit(resident, kv_heads)
+    allowed = (num_items <= limit) & (to_combine <= parts_per_item * limit)
+    allowed |= num_items == len(lengths)
     sizes, num_items = sizes[allowed], num_items[allowed]
     waves = -(-(num_items * kv_heads) // resident)
     mean = lengths.sum() / num_items + ITEM_COST
-    time = np.maximum(sizes + ITEM_COST, waves * mean)
+    chunk = np.minimum(sizes * PART_TOKENS, lengths.max())
+    time = np.maximum(chunk + ITEM_COST, waves * mean)
     time = time + np.where(num_items > len(lengths), SPLIT_COST, 0)
     return int(sizes[np.argmin(time)])
 
@@ -205,10 +212,10 @@ def _shared_lengths(step: Step, prefixes: Sequence[SharedPrefix]) -> IntArray:
     for prefix in prefixes:
         members = np.array(prefix.members, np.int64)
         least = int(step.num_past[members].min())
-        if prefix.num_tokens % 16 or not 0 < prefix.num_tokens <= least:
+        if prefix.num_tokens % PART_TOKENS or not 0 < prefix.num_tokens <= least:
             raise ValueError(
-                f"a shared prefix of {prefix.num_tokens} tokens: it must be a multiple of 16 up to "
-                f"{least}, the least number of past tokens among its sequences"
+                f"a shared prefix of {prefix.num_tokens} tokens: it must be a multiple of "
+                f"{PART_TOKENS} up to {least}, the least number of past tokens among its sequences"
             )
         if shared[members].any() or len(set(prefix.members)) != len(members):
             raise ValueError("a sequence is in two shared prefixes, or twice in one")
@@ -217,11 +224,11 @@ def _shared_lengths(step: Step, prefixes: Sequence[SharedPrefix]) -> IntArray:
 
 
 def _first_visible(position: IntArray | int, window: int | None) -> IntArray:
-    """Return the first visible key of a tile at ``position``, rounded down to a multiple of 16."""
+    """Return the first visible key of a tile at ``position``, rounded down to a tile of keys."""
     if window is None:
         return np.zeros_like(position)
-    first: IntArray = np.maximum(0, np.asarray(position) + 1 - window) // 16 * 16
-    return first
+    first: IntArray = np.maximum(0, np.asarray(position) + 1 - window)
+    return first // TILE_TOKENS * TILE_TOKENS
 
 
 def _sequence_tiles(
@@ -294,15 +301,22 @@ def _prefix_tiles(
     )
 
 
-def _chunks(tiles: _Tiles, kv_heads: int, resident: int) -> tuple[IntArray, IntArray]:
-    """Return each tile's number of chunks and their size."""
-    lengths = tiles.end - tiles.begin
-    if not len(lengths):
-        return lengths, lengths
-    chunk = choose_chunk(lengths, kv_heads, resident)
-    size = -(-lengths // -(-lengths // chunk))
-    size = -(-size // CHUNK_UNIT) * CHUNK_UNIT
-    return -(-lengths // size), size
+class _Chunks(NamedTuple):
+    """By tile: its items, the parts of each of them, and its parts in all."""
+
+    counts: IntArray
+    sizes: IntArray
+    parts: IntArray
+
+    @staticmethod
+    def of(tiles: _Tiles, kv_heads: int, resident: int, parts_per_item: int) -> _Chunks:
+        lengths = tiles.end - tiles.begin
+        parts = -(-tiles.end // PART_TOKENS) - tiles.begin // PART_TOKENS
+        if not len(parts):
+            return _Chunks(parts, parts, parts)
+        chunk = choose_chunk(lengths, parts, kv_heads, resident, parts_per_item)
+        sizes = -(-parts // -(-parts // chunk))
+        return _Chunks(-(-parts // sizes), sizes, parts)
 
 
 def _with_parts(
@@ -316,24 +330,26 @@ def _with_parts(
 ) -> CudaPlan:
     num_tokens = int(step.num_new.sum())
     chunks = [
-        _chunks(tiles, heads.kv_heads, blocks)
-        for tiles, blocks in zip((decode, append), resident, strict=True)
+        _Chunks.of(tiles, heads.kv_heads, blocks, parts_per_item)
+        for tiles, blocks, parts_per_item in zip(
+            (decode, append), resident, (DECODE_PARTS, APPEND_PARTS), strict=True
+        )
     ]
     # A prefix's parts come before a sequence's own; all tiles of a prefix have equally many.
     prefix_parts = np.zeros(len(prefixes) + 1, np.int64)  # the last one: of no prefix
     prefix_of = np.full(len(step.rows), len(prefixes))
     for index, prefix in enumerate(prefixes):
         prefix_of[list(prefix.members)] = index
-    for tiles, (counts, _) in zip((decode, append), chunks, strict=True):
+    for tiles, of_tiles in zip((decode, append), chunks, strict=True):
         of_prefix = tiles.sequence < 0
-        prefix_parts[-1 - tiles.sequence[of_prefix]] = counts[of_prefix]
+        prefix_parts[-1 - tiles.sequence[of_prefix]] = of_tiles.parts[of_prefix]
     parts_before = prefix_parts[prefix_of]
     part_starts = np.full(num_tokens, -1, np.int32)
-    if not prefixes and all((counts == 1).all() for counts, _ in chunks):
+    if not prefixes and all((each.counts == 1).all() for each in chunks):
         split, num_parts = np.zeros((0, 4), np.int32), 0
     else:
         token_parts = _parts_of_tokens(num_tokens, (decode, append), chunks, parts_before)
-        in_parts = np.flatnonzero(token_parts > 1)
+        in_parts = np.flatnonzero(token_parts)
         of_token = token_parts[in_parts]
         first = np.cumsum(of_token) - of_token
         part_starts[in_parts] = first
@@ -341,26 +357,28 @@ def _with_parts(
         split[:, 0], split[:, 1], split[:, 2] = in_parts, first, of_token
         num_parts = int(of_token.sum())
     return CudaPlan(
-        decode=_items(decode, *chunks[0], parts_before),
-        append=_items(append, *chunks[1], parts_before),
+        decode=_items(decode, chunks[0], parts_before),
+        append=_items(append, chunks[1], parts_before),
         lists=lists.astype(np.int32),
         part_starts=part_starts,
         split=split,
         num_parts=num_parts,
+        needs_scratch=bool((chunks[1].sizes > 1).any()),
     )
 
 
 def _parts_of_tokens(
     num_tokens: int,
     kernels: Sequence[_Tiles],
-    chunks: Sequence[tuple[IntArray, IntArray]],
+    chunks: Sequence[_Chunks],
     parts_before: IntArray,
 ) -> IntArray:
-    """Count each token's items: those of its prefix and its own."""
+    """Count the parts of each token in more than one item: those of its prefix and its own."""
     token_parts = np.zeros(num_tokens, np.int64)
-    for tiles, (counts, _) in zip(kernels, chunks, strict=True):
+    for tiles, of_tiles in zip(kernels, chunks, strict=True):
         own = tiles.sequence >= 0
-        parts = counts[own] + parts_before[tiles.sequence[own]]
+        before = parts_before[tiles.sequence[own]]
+        parts = np.where((of_tiles.counts[own] > 1) | (before > 0), before + of_tiles.parts[own], 0)
         # The tiles of a kernel are in the order of their tokens.
         length = tiles.num_tokens[own]
         token = np.repeat(tiles.token[own] - (np.cumsum(length) - length), length)
@@ -368,16 +386,17 @@ def _parts_of_tokens(
     return token_parts
 
 
-def _items(
-    tiles: _Tiles, counts: IntArray, sizes: IntArray, parts_before: IntArray
-) -> NDArray[np.int32]:
+def _items(tiles: _Tiles, chunks: _Chunks, parts_before: IntArray) -> NDArray[np.int32]:
     """The chunks of all tiles, the longest first, so that short ones run last."""
+    counts = chunks.counts
     if not len(counts):
         return np.zeros((0, len(ITEM_FIELDS)), np.int32)
     tile = np.repeat(np.arange(len(counts)), counts)
-    chunk = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
-    begin = tiles.begin[tile] + chunk * sizes[tile]
-    end = np.minimum(begin + sizes[tile], tiles.end[tile])
+    part = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
+    part *= chunks.sizes[tile]
+    first = tiles.begin[tile] // PART_TOKENS + part
+    begin = np.maximum(tiles.begin[tile], first * PART_TOKENS)
+    end = np.minimum((first + chunks.sizes[tile]) * PART_TOKENS, tiles.end[tile])
     sequence = tiles.sequence[tile]
     before = np.where(sequence >= 0, parts_before[sequence], 0)
     items = np.empty((len(tile), len(ITEM_FIELDS)), np.int32)
@@ -387,7 +406,7 @@ def _items(
         tiles.num_tokens[tile],
         begin,
         end,
-        chunk + before,
+        part + before,
         tiles.min_position[tile],
         tiles.max_position[tile],
     )
@@ -408,9 +427,9 @@ def find_shared_prefixes(
 ) -> list[SharedPrefix]:
     """Groups of sequences whose block tables begin with the same blocks.
 
-    Sequences with the same first block form a group, as far as all agree, if that is at least
-    ``min_tokens``. ``tables``: ``[sequences, blocks]``; entries past a sequence's blocks may be
-    anything.
+    Sequences with the same first block form a group, as far as all agree in whole parts, if that
+    is at least ``min_tokens``. ``tables``: ``[sequences, blocks]``; entries past a sequence's
+    blocks may be anything.
     """
     whole = num_past // block_tokens
     groups: list[SharedPrefix] = []
@@ -426,7 +445,8 @@ def find_shared_prefixes(
         block = tables[members, :least]
         differs = (block != block[0]).any(0)
         common = int(differs.argmax()) if differs.any() else least
-        if common * block_tokens >= min_tokens:
+        num_tokens = common * block_tokens // PART_TOKENS * PART_TOKENS
+        if num_tokens >= min_tokens:
             chosen = tuple(int(i) for i in members)
-            groups.append(SharedPrefix(chosen, common * block_tokens))
+            groups.append(SharedPrefix(chosen, num_tokens))
     return groups

@@ -10,17 +10,24 @@ import torch
 __all__ = [
     "HEAD_DIMS",
     "KERNELS",
+    "PART_TOKENS",
+    "TILE_TOKENS",
     "Kernel",
     "Sizes",
     "Variant",
     "append_rows",
+    "append_scratch",
     "architecture",
     "sizes_for",
 ]
 
 HEAD_DIMS = (64, 128, 256)
 _TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-_WARPS, _DECODE_ROWS, _DECODE_TOKENS, _APPEND_TOKENS = 4, 16, 16, 32
+#: Positions of a tile of keys, and of a part: both kernels add them up at multiples of these.
+TILE_TOKENS, PART_TOKENS = 32, 512
+_WARPS, _DECODE_ROWS = 4, 16
+#: Tiles of the decode kernel, in use and in flight.
+_LEAST_STAGES, _MOST_STAGES = 4, 8
 #: Shared memory of each block that the device reserves.
 _RESERVED_BYTES = 1024
 
@@ -53,6 +60,7 @@ class Variant:
             ("VMS_HEAD_DIM", str(self.head_dim)),
             ("VMS_PAGED", str(self.paged).lower()),
             ("VMS_STAGES", str(sizes.stages)),
+            ("VMS_PART_TOKENS", str(PART_TOKENS)),
             ("VMS_DECODE_BLOCKS", str(sizes.decode_blocks)),
             ("VMS_APPEND_BLOCKS", str(sizes.append_blocks)),
         ]
@@ -78,8 +86,8 @@ KERNELS = (
 
 
 class Sizes(NamedTuple):
-    """``stages``: tiles that a warp of the decode keeps in flight. ``*_blocks``: blocks that are to
-    run at once on a multiprocessor. ``*_bytes``: shared memory of a block."""
+    """``stages``: tiles of the decode kernel. ``*_blocks``: blocks that are to run at once on a
+    multiprocessor. ``*_bytes``: shared memory of a block."""
 
     stages: int
     decode_blocks: int
@@ -94,17 +102,17 @@ class Sizes(NamedTuple):
 def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Sizes:
     """Sizes for shared memory of ``block_bytes`` in a block, ``multiprocessor_bytes`` in all.
 
-    The decode takes two blocks, with as many stages (2 to 4) as fit; one block if two do not fit.
+    The decode takes two blocks, with as many stages (4 to 8) as fit; one block if two do not fit.
     More blocks would not have their registers without spills (benchmarks/gpu/compile_matrix.py).
     Raises ``ValueError``, with the numbers, if not even one fits.
     """
-    stage = _WARPS * 2 * _DECODE_TOKENS * head_dim * 2
-    fixed = _DECODE_ROWS * head_dim * 2 + _WARPS * _DECODE_ROWS * 2 * 4
-    append = append_rows(head_dim) * head_dim * 2 + 2 * 2 * _APPEND_TOKENS * head_dim * 2
+    stage = 2 * TILE_TOKENS * head_dim * 2
+    fixed = _DECODE_ROWS * head_dim * 2 + _DECODE_ROWS * (TILE_TOKENS + 8) * 4
+    append = append_rows(head_dim) * head_dim * 2 + 2 * stage
     for blocks in (2, 1):
         room = min(block_bytes, multiprocessor_bytes // blocks - _RESERVED_BYTES)
-        stages = min(4, (room - fixed) // stage)
-        if stages < 2:
+        stages = min(_MOST_STAGES, (room - fixed) // stage)
+        if stages < _LEAST_STAGES:
             continue
         decode = fixed + stages * stage
         fitting = min(4, multiprocessor_bytes // (decode + _RESERVED_BYTES))
@@ -116,14 +124,19 @@ def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Siz
             append_bytes=append,
         )
     raise ValueError(
-        f"heads of {head_dim} need {fixed + 2 * stage} bytes of shared memory for a block; this "
-        f"device has {block_bytes}"
+        f"heads of {head_dim} need {fixed + _LEAST_STAGES * stage} bytes of shared memory for a "
+        f"block; this device has {block_bytes}"
     )
 
 
 def append_rows(head_dim: int) -> int:
     """Query rows of an item of the append kernel: limited by a warp's registers."""
     return 64 if head_dim == 256 else 128
+
+
+def append_scratch(head_dim: int) -> int:
+    """Floats in which a block of the append kernel keeps the sums over parts (append.cuh)."""
+    return append_rows(head_dim) * (head_dim + 8)
 
 
 def architecture(major: int, minor: int) -> str:
