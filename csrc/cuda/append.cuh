@@ -80,11 +80,11 @@ VMS_DEVICE void end_part_of_block(const ItemRows& rows, int first, int b, int be
 }
 
 template <class T, int kHeadDim, bool kPaged, int kBlocks>
-VMS_DEVICE void append_item(const ItemRows& rows, const AppendMemory<kHeadDim>& memory) {
+VMS_DEVICE void append_item(const ItemRows& rows, int work, const AppendMemory<kHeadDim>& memory) {
   // Queries of two blocks of long heads would need too many registers.
   constexpr bool kHeld = kHeadDim * kBlocks <= 128;
   const int lane = ptx::thread() & 31, first = (ptx::thread() >> 5) * 16;
-  const WorkItem& item = rows.item;
+  const WorkItem& item = rows.item;  // read again where it is seldom needed: registers are scarce
 
   auto start = [&](int begin, int stage) {
     if (begin < item.kv_end) {
@@ -94,46 +94,44 @@ VMS_DEVICE void append_item(const ItemRows& rows, const AppendMemory<kHeadDim>& 
     }
     ptx::copy_commit();
   };
-  start(item.kv_begin, 0);
+  start(item.kv_begin, item.kv_begin / kTileTokens & 1);
   load_queries<kHeadDim, 16 * kAppendWarps * kBlocks, 32 * kAppendWarps>(rows, memory.queries());
   ptx::sync_block();
-  Sight sight[kBlocks];
+  int lowest, highest;  // of all of the warp's rows
+  rows.span(first, first + (kBlocks - 1) * kBlockStride + 15, lowest, highest);
   QueryRows<kHeadDim, kHeld> queries[kBlocks];
   RowSums<kHeadDim> sums[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
     const int row = first + b * kBlockStride;
-    sight[b].take(rows, row);
     queries[b].take(memory.queries(), row, lane);
     sums[b].clear();
   }
-  int stage = 0;
-  for (int begin = item.kv_begin; begin < item.kv_end; begin += kTileTokens, stage ^= 1) {
+  for (int begin = item.kv_begin; begin < item.kv_end; begin += kTileTokens) {
+    const int stage = begin / kTileTokens & 1;
     ptx::copy_wait<0>();
     ptx::sync_block();  // the tile has arrived, and no warp still uses the one before
     start(begin + kTileTokens, stage ^ 1);
     // Skips warps without rows, and tiles that none of the warp's rows attends to.
-    bool seen = false;
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      seen |=
-          first + b * kBlockStride < rows.num_rows && begin <= sight[b].highest &&
-          (rows.args.window == 0 || begin + kTileTokens + rows.args.window > sight[b].lowest + 1);
-    }
-    if (seen) {
+    if (first < rows.num_rows && begin <= highest &&
+        (rows.args.window == 0 || begin + kTileTokens + rows.args.window > lowest + 1)) {
       float scores[kBlocks][kTileTokens / 8][4];
       score<T, kHeadDim, kTileTokens>(queries, memory.k_tile(stage), lane, scores);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
-        weights_of(rows, sight[b], begin, lane, scores[b], sums[b]);
+        weights_of(rows.args, item.kv_end, first + b * kBlockStride, lowest, highest, begin,
+                   scores[b], sums[b], [&](int row, int& low, int& high) {
+                     ItemRows(rows.args, work).visible(row, low, high);
+                   });
       }
       weigh<T, kHeadDim, kTileTokens>(scores, memory.v_tile(stage), lane, 0, sums);
     }
     if (!rows.ends_part(begin)) continue;
+    const ItemRows again(rows.args, work);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       const int row = first + b * kBlockStride;
-      if (row < rows.num_rows) end_part_of_block<T>(rows, row, b, begin, sums[b]);
+      if (row < again.num_rows) end_part_of_block<T>(again, row, b, begin, sums[b]);
     }
   }
 }
@@ -146,9 +144,9 @@ VMS_DEVICE void attend_append(const AttendArgs& args) {
        work += ptx::num_blocks()) {
     const ItemRows rows(args, work);
     if (kAppendBlocks<kHeadDim> > 1 && rows.num_rows > 16 * kAppendWarps) {
-      append_item<T, kHeadDim, kPaged, kAppendBlocks<kHeadDim>>(rows, memory);
+      append_item<T, kHeadDim, kPaged, kAppendBlocks<kHeadDim>>(rows, work, memory);
     } else {
-      append_item<T, kHeadDim, kPaged, 1>(rows, memory);
+      append_item<T, kHeadDim, kPaged, 1>(rows, work, memory);
     }
     ptx::sync_block();  // all warps are done before queries and tiles are overwritten
   }

@@ -73,8 +73,8 @@ VMS_DEVICE void decode_item(const ItemRows& rows, const DecodeMemory<kHeadDim, k
   }
 
   load_queries<kHeadDim, kDecodeRows, 32 * kDecodeWarps>(rows, memory.queries());
-  Sight sight;
-  sight.take(rows, 0);
+  int lowest, highest;
+  rows.span(0, kDecodeRows - 1, lowest, highest);
   ptx::sync_block();
   QueryRows<kHeadDim, true> queries;
   queries.take(memory.queries(), 0, lane);
@@ -102,7 +102,8 @@ VMS_DEVICE void decode_item(const ItemRows& rows, const DecodeMemory<kHeadDim, k
         scores[0][n][2 * half + 1] = pair.y;
       }
     }
-    weights_of(rows, sight, begin, lane, scores[0], sums[0]);
+    weights_of(rows.args, item.kv_end, 0, lowest, highest, begin, scores[0], sums[0],
+               [&](int row_of, int& low, int& high) { rows.visible(row_of, low, high); });
     weigh<T, kHeadDim, kTileTokens>(scores, memory.v_tile(stage), lane, column / 8, sums);
     next = stage;
     stage = stage + 1 == kStages ? 0 : stage + 1;

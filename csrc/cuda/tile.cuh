@@ -231,7 +231,7 @@ struct ItemRows {
 
   // Range [low, high) of keys that `row` attends to. Rows after the last one get all keys.
   VMS_DEVICE void visible(int row, int& low, int& high) const {
-    low = item.kv_begin;
+    low = 0;
     high = item.kv_end;
     if (row >= num_rows) return;
     const int index = row / args.group;
@@ -241,12 +241,12 @@ struct ItemRows {
     if (args.window > 0 && position + 1 - args.window > low) low = position + 1 - args.window;
   }
 
-  // Lowest and highest position of the 16 rows from `first` on.
-  VMS_DEVICE void span(int first, int& lowest, int& highest) const {
+  // Lowest and highest position of the rows from `first` up to `last`, if there is one.
+  VMS_DEVICE void span(int first, int last, int& lowest, int& highest) const {
     lowest = item.min_position;
     highest = item.max_position;
     if (item.token < 0) return;
-    const int last = first + 15 < num_rows ? first + 15 : num_rows - 1;
+    if (last >= num_rows) last = num_rows - 1;
     lowest = item.min_position + first / args.group;
     highest = item.min_position + last / args.group;
   }
@@ -269,21 +269,13 @@ VMS_DEVICE void load_queries(const ItemRows& rows, char* tile) {
   }
 }
 
-// Range of positions of a block of 16 rows, which begins at row `first` of the item.
-struct Sight {
-  int first, lowest, highest;
-
-  VMS_DEVICE void take(const ItemRows& rows, int first_row) {
-    first = first_row;
-    rows.span(first, lowest, highest);
-  }
-};
-
-// Caps and masks the scores of a tile, and makes them weights.
-template <int kColumns, int kCount>
-VMS_DEVICE void weights_of(const ItemRows& rows, const Sight& sight, int begin, int lane,
-                           float (&scores)[kCount][4], RowSums<kColumns>& sums) {
-  const AttendArgs& args = rows.args;
+// Caps and masks the scores of a tile for rows from `first` on, and makes them weights. `lowest`
+// and `highest`: of the rows' positions, or beyond. `visible`: as ItemRows has it.
+template <int kColumns, int kCount, class Visible>
+VMS_DEVICE void weights_of(const AttendArgs& args, int kv_end, int first, int lowest, int highest,
+                           int begin, float (&scores)[kCount][4], RowSums<kColumns>& sums,
+                           Visible visible) {
+  const int lane = ptx::thread() & 31;
   float scale = args.scale;
   if (args.softcap > 0.0F) {
     cap(scores, scale, args.softcap);
@@ -291,12 +283,11 @@ VMS_DEVICE void weights_of(const ItemRows& rows, const Sight& sight, int begin, 
   }
   // Masks only tiles at an edge; for those, the rows' ranges are computed again.
   const int end = begin + 8 * kCount;
-  if (end > rows.item.kv_end || end > sight.lowest + 1 ||
-      (args.window > 0 && begin + args.window <= sight.highest)) {
-    const int row = sight.first + (lane >> 2);
+  if (end > kv_end || end > lowest + 1 || (args.window > 0 && begin + args.window <= highest)) {
+    const int row = first + (lane >> 2);
     int low[2], high[2];
-    rows.visible(row, low[0], high[0]);
-    rows.visible(row + 8, low[1], high[1]);
+    visible(row, low[0], high[0]);
+    visible(row + 8, low[1], high[1]);
     mask(scores, begin + 2 * (lane & 3), low, high);
   }
   soften(scores, scale, sums);

@@ -23,32 +23,27 @@ SLOTS = VARIANTS[1]
 MISTAKES = {
     "no wait for the copies of the decode": (
         "decode.cuh",
-        "ptx::copy_wait<kStages - 1>();",
+        "ptx::copy_wait<kStages - 2>();",
         "",
     ),
     "a wait for too few of them": (
         "decode.cuh",
+        "ptx::copy_wait<kStages - 2>();",
         "ptx::copy_wait<kStages - 1>();",
-        "ptx::copy_wait<kStages>();",
     ),
-    "other lanes' copies are not waited for": (
+    "the warps of the decode do not meet": (
         "decode.cuh",
-        "    ptx::sync_warp();\n    attend_tile",
-        "    attend_tile",
+        "    ptx::sync_block();  // the tile has arrived, ",
+        "    // ",
     ),
-    "a tile of the decode is overwritten while others read it": (
+    "scores are read before they are there": (
         "decode.cuh",
-        "    ptx::sync_warp();  // every lane has read the stage before it is overwritten\n",
-        "",
-    ),
-    "sums are merged before they are there": (
-        "decode.cuh",
-        "    ptx::sync_block();\n    merge_sums",
-        "    merge_sums",
+        "    share_scores<T>(queries, stage, memory);\n    ptx::sync_block();\n",
+        "    share_scores<T>(queries, stage, memory);\n",
     ),
     "a block's next item overwrites the one before": (
         "decode.cuh",
-        "    ptx::sync_block();  // all sums are read before the rings are filled again\n",
+        "    ptx::sync_block();  // all warps are done before queries and tiles are overwritten\n",
         "",
     ),
     "the warps of the append do not meet": (
