@@ -103,8 +103,7 @@ VMS_DEVICE void append_item(const ItemRows& rows, int work, const AppendMemory<k
   RowSums<kHeadDim> sums[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
-    const int row = first + b * kBlockStride;
-    queries[b].take(memory.queries(), row, lane);
+    queries[b].take(memory.queries() + b * kBlockStride * kHeadDim * 2, first, lane);
     sums[b].clear();
   }
   for (int begin = item.kv_begin; begin < item.kv_end; begin += kTileTokens) {
@@ -120,9 +119,8 @@ VMS_DEVICE void append_item(const ItemRows& rows, int work, const AppendMemory<k
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         weights_of(rows.args, item.kv_end, first + b * kBlockStride, lowest, highest, begin,
-                   scores[b], sums[b], [&](int row, int& low, int& high) {
-                     ItemRows(rows.args, work).visible(row, low, high);
-                   });
+                   scores[b], sums[b],
+                   [&](int row, int& low, int& high) { rows.visible(row, low, high); });
       }
       weigh<T, kHeadDim, kTileTokens>(scores, memory.v_tile(stage), lane, 0, sums);
     }
