@@ -182,6 +182,8 @@ def test_a_choice_with_and_without_another(workload: Workload) -> None:
 def test_after_a_preemption(
     workload: Workload, preemption: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if "gpt-oss" in str(workload.model):
+        pytest.skip("nothing is preempted in a pool of this size")
     # What is measured on a busy machine must not choose between the two.
     for measured in ("copied", "prefilled"):
         monkeypatch.setattr(PreemptionPolicy, measured, lambda *_: None)

@@ -227,10 +227,10 @@ def save(config: PreTrainedConfig, directory: Path, **options: Any) -> Path:
 
 
 def reference_model(directory: Path, dtype: torch.dtype) -> Any:
-    """Of ``transformers``, with experts that take any sizes."""
-    return AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype, experts_implementation="eager"
-    ).eval()
+    """Of ``transformers``; in float32 with experts of any size, in bfloat16 with those that add as
+    ours do."""
+    experts = {"experts_implementation": "eager"} if dtype == torch.float32 else {}
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **experts).eval()
 
 
 def transformers_logits(

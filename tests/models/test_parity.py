@@ -52,8 +52,8 @@ def test_bfloat16(variant: str, checkpoint: Callable[[str], Path]) -> None:
     exact = transformers_logits(directory, prompts, torch.bfloat16, compute_float32=True)
     expected = transformers_logits(directory, prompts, torch.bfloat16)
     actual = run_schedule(load_model(directory, torch.bfloat16), prompts)
-    # With sinks the reference rounds scores and their softmax, and ours are float32.
-    bound = 2**-4 if variant == "gpt-oss" else 2**-5
+    # A rounded choice of experts moves more; with sinks the reference rounds scores too.
+    bound = 2**-4 if variant in ("mixtral", "gpt-oss") else 2**-5
     assert worst_difference(actual, expected) < bound
     assert mean_square(actual, exact) < 1.25 * mean_square(expected, exact)
     num_clear = 0
