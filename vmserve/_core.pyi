@@ -529,6 +529,8 @@ class CpuDecoder:
         kv_heads: int,
         head_dim: int,
         norm_eps: float,
+        embedding_scale: float = 1.0,
+        logits_softcap: float = 0.0,
         kv_dtype: str,
         quantization: str,
         num_threads: int,
@@ -550,6 +552,8 @@ class CpuDecoder:
         sinks: _TensorTuple | None = None,
         q_norm: _TensorTuple | None,
         k_norm: _TensorTuple | None,
+        attention_out_norm: _TensorTuple | None = None,
+        mlp_out_norm: _TensorTuple | None = None,
         head_dim: int,
         rotation: int,
         scale: float,
@@ -565,6 +569,7 @@ class CpuDecoder:
         gate_bias: _TensorTuple | None = None,
         up_bias: _TensorTuple | None = None,
         down_bias: _TensorTuple | None = None,
+        activation: str = "silu",
         clamp: tuple[float, float] | None = None,
     ) -> None: ...
     def add_router(

@@ -26,6 +26,12 @@ DType as_dtype(const std::string& name) {
   throw MisuseError("a decoder has no KV cache of " + name + ": use float32 or bfloat16");
 }
 
+cpu::Activation as_activation(const std::string& name) {
+  if (name == "silu") return cpu::Activation::kSilu;
+  if (name == "gelu") return cpu::Activation::kGelu;
+  throw MisuseError("a decoder has no activation " + name + ": use silu or gelu");
+}
+
 // A vector of floats, or null.
 const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, const char* name) {
   if (!tuple) return nullptr;
@@ -75,15 +81,16 @@ void bind_decoder(py::module_& m) {
   py::class_<CpuDecoder>(m, "CpuDecoder")
       .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t q_heads,
                        std::int64_t kv_heads, std::int64_t head_dim, float norm_eps,
-                       const std::string& kv_dtype, const std::string& quantization,
-                       int num_threads, const std::string& isa) {
-             const DecoderShape shape{vocab_size, hidden_size, q_heads,
-                                      kv_heads,   head_dim,    norm_eps};
+                       float embedding_scale, float logits_softcap, const std::string& kv_dtype,
+                       const std::string& quantization, int num_threads, const std::string& isa) {
+             const DecoderShape shape{vocab_size, hidden_size, q_heads,         kv_heads,
+                                      head_dim,   norm_eps,    embedding_scale, logits_softcap};
              return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype),
                                                  as_quantization(quantization), num_threads, isa);
            }),
            py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("q_heads"),
-           py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"), py::arg("kv_dtype"),
+           py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
+           py::arg("embedding_scale") = 1.0F, py::arg("logits_softcap") = 0.0F, py::arg("kv_dtype"),
            py::arg("quantization"), py::arg("num_threads"), py::arg("isa") = "")
       .def(
           "add_layer",
@@ -93,6 +100,7 @@ void bind_decoder(py::module_& m) {
              std::optional<TensorTuple> k_bias, std::optional<TensorTuple> v_bias,
              std::optional<TensorTuple> output_bias, std::optional<TensorTuple> sinks,
              std::optional<TensorTuple> q_norm, std::optional<TensorTuple> k_norm,
+             std::optional<TensorTuple> attention_out_norm, std::optional<TensorTuple> mlp_out_norm,
              std::int64_t head_dim, std::int64_t rotation, float scale, std::int64_t window,
              float softcap) {
             DecoderLayer layer;
@@ -110,6 +118,10 @@ void bind_decoder(py::module_& m) {
             layer.sinks = vector_of(std::move(sinks), outputs_of(layer.q) / head_dim, "sinks");
             layer.q_norm = vector_of(std::move(q_norm), head_dim, "q_norm");
             layer.k_norm = vector_of(std::move(k_norm), head_dim, "k_norm");
+            layer.attention_out_norm = vector_of(std::move(attention_out_norm),
+                                                 decoder.hidden_size(), "attention_out_norm");
+            layer.mlp_out_norm =
+                vector_of(std::move(mlp_out_norm), decoder.hidden_size(), "mlp_out_norm");
             layer.rotation = rotation;
             layer.scale = scale;
             layer.window = window;
@@ -120,14 +132,15 @@ void bind_decoder(py::module_& m) {
           py::kw_only(), py::arg("attention_norm"), py::arg("q"), py::arg("k"), py::arg("v"),
           py::arg("output"), py::arg("mlp_norm"), py::arg("q_bias"), py::arg("k_bias"),
           py::arg("v_bias"), py::arg("output_bias") = std::nullopt, py::arg("sinks") = std::nullopt,
-          py::arg("q_norm"), py::arg("k_norm"), py::arg("head_dim"), py::arg("rotation"),
+          py::arg("q_norm"), py::arg("k_norm"), py::arg("attention_out_norm") = std::nullopt,
+          py::arg("mlp_out_norm") = std::nullopt, py::arg("head_dim"), py::arg("rotation"),
           py::arg("scale"), py::arg("window"), py::arg("softcap"))
       .def(
           "add_mlp",
           [](CpuDecoder& decoder, const WeightArgument& gate, const WeightArgument& up,
              const WeightArgument& down, std::optional<TensorTuple> gate_bias,
              std::optional<TensorTuple> up_bias, std::optional<TensorTuple> down_bias,
-             std::optional<std::pair<float, float>> clamp) {
+             const std::string& activation, std::optional<std::pair<float, float>> clamp) {
             DecoderMlp mlp;
             mlp.gate = as_weights(gate);
             mlp.up = as_weights(up);
@@ -136,13 +149,15 @@ void bind_decoder(py::module_& m) {
             mlp.gate_bias = vector_of(std::move(gate_bias), size, "gate_bias");
             mlp.up_bias = vector_of(std::move(up_bias), size, "up_bias");
             mlp.down_bias = vector_of(std::move(down_bias), decoder.hidden_size(), "down_bias");
+            mlp.activation.activation = as_activation(activation);
             if (clamp) mlp.activation = {cpu::Activation::kClamped, clamp->first, clamp->second};
             const py::gil_scoped_release unlocked;
             decoder.add_mlp(mlp);
           },
           py::kw_only(), py::arg("gate"), py::arg("up"), py::arg("down"),
           py::arg("gate_bias") = std::nullopt, py::arg("up_bias") = std::nullopt,
-          py::arg("down_bias") = std::nullopt, py::arg("clamp") = std::nullopt)
+          py::arg("down_bias") = std::nullopt, py::arg("activation") = "silu",
+          py::arg("clamp") = std::nullopt)
       .def(
           "add_router",
           [](CpuDecoder& decoder, TensorTuple weights, std::int64_t count, std::int64_t chosen,

@@ -81,6 +81,7 @@ struct CpuDecoder::Experts {
 
 struct CpuDecoder::Layer {
   std::vector<float> attention_norm, mlp_norm, q_norm, k_norm, sinks;
+  std::vector<float> attention_out_norm, mlp_out_norm;
   std::vector<LinearLayer> qkv;  // one, or more where queries, keys and values are not stored alike
   LinearLayer output;
   std::vector<Mlp> mlps;  // one, or the experts
@@ -160,6 +161,12 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
     layer.q_norm.assign(from.q_norm, from.q_norm + dim);
     layer.k_norm.assign(from.k_norm, from.k_norm + dim);
   }
+  if (from.attention_out_norm != nullptr) {
+    layer.attention_out_norm.assign(from.attention_out_norm, from.attention_out_norm + hidden);
+  }
+  if (from.mlp_out_norm != nullptr) {
+    layer.mlp_out_norm.assign(from.mlp_out_norm, from.mlp_out_norm + hidden);
+  }
   layer.qkv = products_.pack_alike({&from.q, &from.k, &from.v});
   if (from.q_bias != nullptr || from.k_bias != nullptr || from.v_bias != nullptr) {
     std::vector<float> biases(static_cast<std::size_t>(q_size + 2 * kv_size));
@@ -235,6 +242,7 @@ void CpuDecoder::set_ends(const std::optional<FileRows>& embedding, const Tensor
   }
   final_norm_ = copy_vector(final_norm, "final_norm", shape_.hidden_size);
   head_ = std::make_unique<LinearLayer>(products_.pack({&head}, false));
+  head_->softcap = shape_.logits_softcap;
   embedding_ = embedding;
 }
 
@@ -304,8 +312,9 @@ void CpuDecoder::embed(const std::vector<std::int64_t>& token_ids, const float* 
   const std::int64_t hidden = shape_.hidden_size;
   const auto num_rows = static_cast<std::int64_t>(token_ids.size());
   grow(x_, num_rows * hidden);
+  const float scale = shape_.embedding_scale;
   if (!embedding_) {
-    std::copy_n(embedded, num_rows * hidden, x_.data());
+    for (std::int64_t i = 0; i < num_rows * hidden; ++i) x_[i] = embedded[i] * scale;
     return;
   }
   const bool bf16 = embedding_->dtype == DType::kBFloat16;
@@ -321,22 +330,24 @@ void CpuDecoder::embed(const std::vector<std::int64_t>& token_ids, const float* 
       const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
       std::memcpy(to + i, &wide, sizeof wide);
     }
+    for (std::int64_t i = 0; scale != 1.0F && i < hidden; ++i) to[i] *= scale;
     to += hidden;
   }
 }
 
-void CpuDecoder::normalise_head(float* head, const float* norm, float* room) const {
-  // One head is one row: packing a block of one row keeps the order of elements.
+// `out` has room for padded_depth(size).
+void CpuDecoder::normalise(const float* row, std::int64_t size, const float* norm,
+                           float* out) const {
+  // Packing a block of one row keeps the order of elements.
   cpu::PackRowsArgs args{};
-  args.rows = head;
-  args.row_stride = shape_.head_dim;
+  args.rows = row;
+  args.row_stride = size;
   args.num_rows = 1;
-  args.depth = shape_.head_dim;
+  args.depth = size;
   args.norm = norm;
   args.eps = shape_.norm_eps;
-  args.block = room;
+  args.block = out;
   products_.kernels().pack_rows[cpu::kRowsFloat32](args);
-  std::copy_n(room, shape_.head_dim, head);
 }
 
 void CpuDecoder::normalise_heads(const Layer& layer, std::int64_t num_rows) {
@@ -349,7 +360,8 @@ void CpuDecoder::normalise_heads(const Layer& layer, std::int64_t num_rows) {
     float* const at = qkv_.data() + row * row_size;
     for (std::int64_t head = 0; head < q_heads + kv_heads; ++head) {
       const auto& norm = head < q_heads ? layer.q_norm : layer.k_norm;
-      normalise_head(at + head * dim, norm.data(), room.data());
+      normalise(at + head * dim, dim, norm.data(), room.data());
+      std::copy_n(room.data(), dim, at + head * dim);
     }
     std::uint16_t* const to = narrow_qkv_.data() + row * row_size;
     for (std::int64_t i = 0; narrow && i < row_size; ++i) to[i] = narrow_bits(at[i]);
@@ -475,11 +487,26 @@ void CpuDecoder::keep(const std::vector<std::int64_t>& wanted) {
   std::memcpy(attended_.data(), kept, static_cast<std::size_t>(num_wanted * q_size * item));
 }
 
+// Adds the rows of product_, normalised, to the residual.
+void CpuDecoder::add_normalised(const std::vector<float>& norm, std::int64_t num_rows) {
+  const std::int64_t hidden = shape_.hidden_size;
+  products_.parallel(num_rows, num_rows * hidden, [&](std::int64_t row) {
+    std::vector<float> room(static_cast<std::size_t>(padded_depth(hidden)));
+    normalise(product_.data() + row * hidden, hidden, norm.data(), room.data());
+    float* const to = x_.data() + row * hidden;
+    for (std::int64_t i = 0; i < hidden; ++i) to[i] += room[i];
+  });
+}
+
 void CpuDecoder::finish_layer(const Layer& layer, const LinearLayer& next, std::int64_t num_rows) {
   products_.pack_rows(layer.output, attended_.data(), kv_dtype_ == DType::kBFloat16, num_rows,
                       nullptr, shape_.norm_eps);
+  const bool adds = layer.attention_out_norm.empty();
+  if (!adds) grow(product_, num_rows * shape_.hidden_size);
   products_.multiply(layer.output, layer.experts ? &layer.experts->router : &layer.mlps[0].gate_up,
-                     nullptr, num_rows, cpu::Epilogue::kAdd, x_.data(), shape_.hidden_size);
+                     nullptr, num_rows, adds ? cpu::Epilogue::kAdd : cpu::Epilogue::kStore,
+                     adds ? x_.data() : product_.data(), shape_.hidden_size);
+  if (!adds) add_normalised(layer.attention_out_norm, num_rows);
   if (layer.experts) {
     add_experts_of(layer, next, num_rows);
   } else {
@@ -493,7 +520,13 @@ void CpuDecoder::add_mlp_of(const Layer& layer, const LinearLayer& next, std::in
                       shape_.norm_eps);
   gate_up_shares_ = {{&mlp.gate_up, 0, 0, num_rows}};
   down_shares_ = {{&mlp.down, 0, 0, num_rows}};
-  multiply_mlps(&mlp.down, &next, num_rows, cpu::Epilogue::kAdd, x_.data());
+  if (layer.mlp_out_norm.empty()) {
+    multiply_mlps(&mlp.down, &next, num_rows, cpu::Epilogue::kAdd, x_.data());
+    return;
+  }
+  grow(product_, num_rows * shape_.hidden_size);
+  multiply_mlps(&mlp.down, &next, num_rows, cpu::Epilogue::kStore, product_.data());
+  add_normalised(layer.mlp_out_norm, num_rows);
 }
 
 void CpuDecoder::multiply_mlps(const LinearLayer* down, const LinearLayer* next,

@@ -27,6 +27,8 @@ struct DecoderShape {
   std::int64_t vocab_size = 0, hidden_size = 0;
   std::int64_t q_heads = 0, kv_heads = 0, head_dim = 0;
   float norm_eps = 0.0F;
+  float embedding_scale = 1.0F;  // factor of the embedding's rows
+  float logits_softcap = 0.0F;   // 0: none
 };
 
 // One layer's tensors, as in the checkpoint: weights [outputs, inputs] in float32 or bfloat16,
@@ -37,7 +39,9 @@ struct DecoderLayer {
   const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr, *output_bias = nullptr;
   const float* sinks = nullptr;                      // [q_heads]: see CpuLayerCall
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head_dim]; both or none
-  std::int64_t rotation = 0;                         // index in set_rotations
+  // Of what attention and MLP add to the residual, [hidden_size]; null: none.
+  const float *attention_out_norm = nullptr, *mlp_out_norm = nullptr;
+  std::int64_t rotation = 0;  // index in set_rotations
   float scale = 1.0F;
   std::int64_t window = 0;
   float softcap = 0.0F;
@@ -139,10 +143,11 @@ class CpuDecoder {
   std::int64_t rotation_bytes(std::int64_t num_rows) const;
   char* project(const Layer& layer, std::int64_t num_rows);
   void normalise_heads(const Layer& layer, std::int64_t num_rows);
-  void normalise_head(float* head, const float* norm, float* room) const;
+  void normalise(const float* row, std::int64_t size, const float* norm, float* out) const;
   void attend(const Layer& layer, std::int64_t index, char* qkv, std::vector<Part>& parts);
   void keep(const std::vector<std::int64_t>& wanted);
   void norm_rows(const float* rows, std::int64_t num_rows, float* out) const;
+  void add_normalised(const std::vector<float>& norm, std::int64_t num_rows);
   // next: whose product follows.
   void finish_layer(const Layer& layer, const LinearLayer& next, std::int64_t num_rows);
   void add_mlp_of(const Layer& layer, const LinearLayer& next, std::int64_t num_rows);
@@ -166,7 +171,7 @@ class CpuDecoder {
   std::unique_ptr<LinearLayer> head_;
   std::mutex mutex_;  // one call at a time
   // Buffers of a step; grow as needed.
-  std::vector<float> x_, kept_, gated_, qkv_, attended_;
+  std::vector<float> x_, kept_, gated_, qkv_, attended_, product_;
   std::vector<std::uint16_t> narrow_qkv_;
   std::vector<char> rotations_;  // of each table: cosines, then sines, of the step's rows
   // Of the experts that rows chose: [rows, chosen], largest first. A slot is a row of an expert;

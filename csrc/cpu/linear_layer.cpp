@@ -475,6 +475,7 @@ void LinearProducts::multiply(const LinearShare* shares, std::int64_t num_shares
   }
   cpu::LinearArgs args{};
   args.epilogue = epilogue;
+  args.softcap = first.softcap;
   args.pairs_out = pairs_out;
   args.out_stride = out_stride;
   const auto [panels, items_each] = split(first, most_rows, num_shares);

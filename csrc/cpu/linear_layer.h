@@ -57,6 +57,7 @@ struct LinearLayer {
   cpu::ScaleFormat scale_format{};
   const cpu::LinearForm* form = nullptr;
   cpu::Gate gate;
+  float softcap = 0.0F;  // of its outputs; 0: none
   std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0, panel_bytes = 0;
 
   std::size_t weight_bytes() const { return static_cast<std::size_t>(num_panels * panel_bytes); }

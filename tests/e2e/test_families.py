@@ -18,8 +18,8 @@ from vmserve.models.native import NativeDecoder
 MODELS = {**VARIANTS, **NATIVE, **FOREIGN}
 #: Served by the decoder, and (the last three) by transformers over our memory.
 NAMES = ["llama-gqa-llama3", "opt", "opt-350m", "gpt2", "gpt2-scales"]
-NAMES += ["phi3", "mixtral", "qwen3-moe", "gpt-oss"]
-NAMES += ["gpt-neox", "gemma2-no-cap", "olmoe"]
+NAMES += ["phi3", "mixtral", "qwen3-moe", "gpt-oss", "gemma2", "gemma3"]
+NAMES += ["gpt-neox", "olmo2", "olmoe"]
 NUM_TOKENS = 24
 
 
@@ -81,8 +81,8 @@ def test_the_same_tokens(name: str, tmp_path: Path, model_dir: Path) -> None:
 
 
 def test_a_softcap_is_served_or_refused_at_start(tmp_path: Path, model_dir: Path) -> None:
-    assert_same_tokens(FOREIGN["gemma2"], tmp_path / "model", model_dir)
-    save(FOREIGN["gemma2"], tmp_path / "capped")
+    assert_same_tokens(FOREIGN["vaultgemma"], tmp_path / "model", model_dir)
+    save(FOREIGN["vaultgemma"], tmp_path / "capped")
     with pytest.raises(UnsupportedError, match=r"scores at 50, which the sdpa backend cannot do"):
         engine(tmp_path / "capped", model_dir, attention_backend="sdpa")
 

@@ -9,6 +9,8 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
@@ -57,6 +59,17 @@ def gpt_oss(**changes: Any) -> PreTrainedConfig:
     small = {**_SMALL, "head_dim": 16, "sliding_window": 5, "pad_token_id": None}
     experts = {"num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_limit": 0.75}
     return GptOssConfig(**{**small, **experts, "rope_parameters": YARN_ROPE, **changes})
+
+
+def gemma2(**changes: Any) -> PreTrainedConfig:
+    gemma = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16, "pad_token_id": None}
+    return Gemma2Config(**{**_SMALL, **gemma, **changes})
+
+
+def gemma3(**changes: Any) -> PreTrainedConfig:
+    gemma = {"head_dim": 16, "sliding_window": 7, "query_pre_attn_scalar": 16, "pad_token_id": None,
+             "sliding_window_pattern": 2}  # fmt: skip
+    return Gemma3TextConfig(**{**_SMALL, **gemma, **changes})
 
 
 def opt(**changes: Any) -> PreTrainedConfig:
@@ -128,6 +141,15 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         sliding_window=5,
     ),
     "gpt-oss": gpt_oss(),
+    "gemma2-no-cap": gemma2(attn_logit_softcapping=None),
+    "gemma3-small": gemma3(),
+    "gemma3-linear": gemma3(
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+        attention_bias=True,
+        query_pre_attn_scalar=20,
+        final_logit_softcapping=20.0,
+        tie_word_embeddings=False,
+    ),
     "opt": opt(),
     "opt-350m": opt(word_embed_proj_dim=32, do_layer_norm_before=False),
     "opt-galactica": opt(
@@ -186,6 +208,17 @@ NATIVE: dict[str, PreTrainedConfig] = {
         norm_topk_prob=True,
         decoder_sparse_step=2,
     ),
+    "gemma2": gemma2(hidden_size=64),
+    "gemma3": gemma3(hidden_size=64, rope_scaling={"rope_type": "linear", "factor": 8.0}),
+    "gemma3-odd": gemma3(
+        hidden_size=54,
+        intermediate_size=83,
+        num_attention_heads=6,
+        head_dim=24,
+        query_pre_attn_scalar=24,
+        final_logit_softcapping=20.0,
+        tie_word_embeddings=False,
+    ),
 }
 
 
@@ -196,10 +229,10 @@ FOREIGN: dict[str, PreTrainedConfig] = {
     "phi": CONFIG_MAPPING["phi"](**_OTHER),
     "olmo2": CONFIG_MAPPING["olmo2"](**_OTHER),
     "granite": CONFIG_MAPPING["granite"](**_OTHER, attention_multiplier=0.3, logits_scaling=4.0),
-    "gemma2": CONFIG_MAPPING["gemma2"](
+    "vaultgemma": CONFIG_MAPPING["vaultgemma"](
         **_OTHER, head_dim=16, sliding_window=7, query_pre_attn_scalar=20
     ),
-    "gemma2-no-cap": CONFIG_MAPPING["gemma2"](
+    "vaultgemma-no-cap": CONFIG_MAPPING["vaultgemma"](
         **_OTHER,
         head_dim=12,
         sliding_window=7,
@@ -220,8 +253,10 @@ def save(config: PreTrainedConfig, directory: Path, **options: Any) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # Large enough that attention is far from uniform and a wrong angle shows.
-            is_norm = "norm" in name or ".ln_" in name
-            parameter.normal_(1.0 if is_norm and name.endswith("weight") else 0.0, 0.25)
+            is_norm = ("norm" in name or ".ln_" in name) and name.endswith("weight")
+            # Gemma adds 1 to those of norms.
+            is_one = is_norm and "gemma" not in config.model_type
+            parameter.normal_(1.0 if is_one else 0.0, 0.25)
     model.save_pretrained(directory, **options)
     return directory
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.checkpoints import VARIANTS, save
+from tests.models.checkpoints import NATIVE, VARIANTS, save
 
 
 @pytest.fixture(autouse=True)
@@ -20,12 +20,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """``checkpoint(name)``: the directory of one of ``VARIANTS``, written at first use."""
+    """``checkpoint(name)``: the directory of one of both dictionaries, written at first use."""
     written: dict[str, Path] = {}
 
     def get(name: str) -> Path:
         if name not in written:
-            written[name] = save(VARIANTS[name], tmp_path_factory.mktemp(name))
+            written[name] = save({**NATIVE, **VARIANTS}[name], tmp_path_factory.mktemp(name))
         return written[name]
 
     return get

@@ -39,6 +39,14 @@ _NAMES = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+}
+_GEMMA_NAMES = {
+    **_NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _EXPERTS = {
     "gate_proj": "ffn_gate_exps",
@@ -48,16 +56,26 @@ _EXPERTS = {
     "w3": "ffn_up_exps",
     "w2": "ffn_down_exps",
 }
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "llama",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "Phi3ForCausalLM": "phi3",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+}
 
 
-def _stored_name(name: str) -> str:
+def _stored_name(names: dict[str, str], name: str) -> str:
     module, _, kind = name.rpartition(".")
     if module.startswith("model.layers."):
         layer, _, module = module.removeprefix("model.layers.").partition(".")
         if ".experts." in module:
             return f"blk.{layer}.{_EXPERTS[module.rpartition('.')[2]]}.{kind}"
-        return f"blk.{layer}.{_NAMES[module]}.{kind}"
-    return f"{_NAMES[module]}.{kind}"
+        return f"blk.{layer}.{names[module]}.{kind}"
+    return f"{names[module]}.{kind}"
 
 
 def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
@@ -79,10 +97,10 @@ def convert(
     config = ModelConfig.from_directory(directory)
     network = config.network
     assert isinstance(network, DecoderConfig)
-    architecture = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2",
-                    "Qwen3ForCausalLM": "qwen3", "MixtralForCausalLM": "llama",
-                    "Qwen3MoeForCausalLM": "qwen3moe"}[config.architecture]  # fmt: skip
-    tensors = {}
+    architecture = _ARCHITECTURES[config.architecture]
+    is_gemma = architecture.startswith("gemma")
+    names = _GEMMA_NAMES if is_gemma else _NAMES
+    tensors: dict[str, tuple[str, Any]] = {}
     experts: dict[str, list[np.ndarray[Any, Any]]] = {}
     for name, tensor in _in_order(load_file(directory / "model.safetensors")):
         if network.tied_embeddings and name == "lm_head.weight":
@@ -92,12 +110,15 @@ def convert(
             array = _interleaved(array, network.q_heads)
         if architecture == "llama" and ".k_proj" in name:
             array = _interleaved(array, network.kv_heads)
+        stored_name = _stored_name(names, name)
         if ".experts." in name:
-            experts.setdefault(_stored_name(name), []).append(array)
+            experts.setdefault(stored_name, []).append(array)
             continue
-        kind = matrices if array.ndim == 2 and "ffn_gate_inp" not in _stored_name(name) else "F32"
+        if is_gemma and "norm" in name:
+            array = array + np.float32(1)
+        kind = matrices if array.ndim == 2 and "ffn_gate_inp" not in stored_name else "F32"
         stored = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind])
-        tensors[_stored_name(name)] = kind, np.ascontiguousarray(stored)
+        tensors[stored_name] = kind, np.ascontiguousarray(stored)
     for name, arrays in experts.items():
         stored = gguf.quants.quantize(np.stack(arrays), gguf.GGMLQuantizationType[matrices])
         tensors[name] = matrices, stored
@@ -123,16 +144,34 @@ def convert(
             writer.add_rope_scaling_factor(rope.parameters["factor"])
             original = rope.parameters["original_max_position_embeddings"]
             writer.add_rope_scaling_orig_ctx_len(original)
-        if network.layers[0].window is not None:
-            writer.add_sliding_window(network.layers[0].window)
+        windows = {layer.window for layer in network.layers} - {None}
+        if windows:
+            writer.add_sliding_window(max(windows))
         if network.experts is not None:
             writer.add_expert_count(network.experts.count)
             writer.add_expert_used_count(network.experts.chosen)
             writer.add_expert_feed_forward_length(network.experts.size)
+        if rope.rope_type == "longrope":
+            writer.add_rope_scaling_attn_factors(rope.parameters["attention_factor"])
+            original = rope.parameters["original_max_position_embeddings"]
+            writer.add_rope_scaling_orig_ctx_len(original)
+        if architecture == "phi3":
+            writer.add_rope_dimension_count(rope.rotary_dim)
+        if is_gemma:
+            if architecture == "gemma3":
+                writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
+            if network.logits_softcap is not None:
+                writer.add_final_logit_softcapping(network.logits_softcap)
+            if network.layers[0].softcap is not None:
+                writer.add_attn_logit_softcapping(network.layers[0].softcap)
         writer.add_bos_token_id(0)
         writer.add_eos_token_id(1)
         add(writer)
 
+    if network.positions.rope_type == "longrope":  # type: ignore[union-attr]
+        for kind in ("long", "short"):
+            factors = network.positions.parameters[f"{kind}_factor"]  # type: ignore[union-attr]
+            tensors[f"rope_factors_{kind}.weight"] = "F32", np.array(factors, np.float32)
     if network.positions.rope_type == "llama3":  # type: ignore[union-attr]
         tensors["rope_freqs.weight"] = "F32", _llama3_factors(network.positions)  # type: ignore[arg-type]
     write(path, architecture, tensors, metadata)

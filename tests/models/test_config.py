@@ -158,7 +158,9 @@ def test_learned_positions_end_the_context(variant: str, checkpoint: Callable[[s
         resolve(EngineConfig(max_model_len=CONTEXT + 1), config)
 
 
-@pytest.mark.parametrize("variant", ["opt", "gpt2", "llama-mqa-biases"])
+@pytest.mark.parametrize(
+    "variant", ["opt", "gpt2", "llama-mqa-biases", "phi3-partial", "gemma3-small"]
+)
 def test_plan_reads_it(variant: str, checkpoint: Callable[[str], Path]) -> None:
     result = CliRunner().invoke(
         app, ["plan", "--model", str(checkpoint(variant)), "--format", "json"]
@@ -215,6 +217,24 @@ def test_own_code_of_a_known_architecture_is_ignored(tmp_path: Path) -> None:
                 "layer_types": ["full_attention", "chunked_attention"],
             },
             r"layer type chunked_attention is not supported; supported: full_attention, sliding",
+        ),
+        (
+            {
+                "architectures": ["Gemma3ForCausalLM"],
+                "model_type": "gemma3_text",
+                "num_key_value_heads": 2,
+                "attn_logit_softcapping": 50.0,
+            },
+            r"Gemma 3 with attn_logit_softcapping is not supported",
+        ),
+        (
+            {
+                "architectures": ["Gemma2ForCausalLM"],
+                "model_type": "gemma2",
+                "num_key_value_heads": 2,
+                "use_bidirectional_attention": True,
+            },
+            r"use_bidirectional_attention is not supported: causal models only",
         ),
     ],
 )
@@ -326,6 +346,8 @@ def test_architectures_of_the_decoder() -> None:
         "MixtralForCausalLM",
         "Qwen3MoeForCausalLM",
         "GptOssForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
         "OPTForCausalLM",
         "GPT2LMHeadModel",
     )

@@ -58,7 +58,8 @@ def test_defaults(model_type: str) -> None:
     theirs = CONFIG_MAPPING[model_type]()
     for name, (_, default) in family.schema.fields.items():
         if default is not None:
-            assert default == getattr(theirs, name) or name == "sliding_window", name
+            expected = getattr(theirs, name, getattr(theirs, f"_{name}", None))
+            assert default == expected or name == "sliding_window", name
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -126,6 +127,30 @@ LONG = {"short_factor": [1.0] * 36, "long_factor": [2] * 36}
 def test_rope_of_phi3(rope: dict[str, Any], read: bool) -> None:
     raw = {"model_type": "phi3", "pad_token_id": 0, **rope}
     family = BY_TYPE["phi3"]
+    assert (assert_same(family, raw) if read else family.read(raw) is not None) == read
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("rope", "read"),
+    [
+        ({"rope_theta": 1e6, "rope_local_base_freq": 10000, "rope_scaling": None}, True),
+        ({"rope_scaling": LINEAR, "sliding_window_pattern": 2}, True),
+        ({"rope_scaling": LINEAR, "rope_local_base_freq": 5e3}, True),
+        ({"rope_parameters": None}, True),
+        ({"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {}}}, True),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, False),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, False),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, False),
+        ({"rope_theta": None}, False),
+        ({"sliding_window_pattern": 0}, False),
+    ],
+)
+def test_rope_of_gemma3(rope: dict[str, Any], read: bool) -> None:
+    raw = {"model_type": "gemma3_text", **rope}
+    family = BY_TYPE["gemma3_text"]
     assert (assert_same(family, raw) if read else family.read(raw) is not None) == read
 
 
@@ -215,6 +240,8 @@ _VALUES = {
     "int": st.sampled_from([1, 2, 4, 6, 8, 12, 64, 60_000, 0, -1]),
     "int?": st.sampled_from([None, 1, 2, 3, 4, 7, 64]),
     "float": st.sampled_from([1e-5, 1e-6, 0.5]),
+    "float?": st.sampled_from([None, 30.0]),
+    "bool?": st.sampled_from([None, False, True]),
     "number?": st.sampled_from([None, 1, 0.5, 0.3, 0.0, 2]),
     "bool": st.booleans(),
     "str": st.sampled_from(["silu", "relu", "gelu", "gelu_new"]),

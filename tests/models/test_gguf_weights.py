@@ -101,6 +101,14 @@ def test_products_are_those_of_the_dequantized_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
+def test_some_rows(name: str) -> None:
+    """Of a matrix that holds several of the model's."""
+    grouped = repack(_BY_NAME[name], _blocks(name, 7))
+    part = slice(5, 20)
+    np.testing.assert_array_equal(grouped.rows(part).expand(), grouped.expand()[part])
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
 def test_factors_are_exact(name: str) -> None:
     grouped = repack(_BY_NAME[name], _blocks(name, 4))
     for factors in (grouped.scale, grouped.minimum):

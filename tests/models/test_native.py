@@ -328,9 +328,10 @@ def test_a_product_is_within_its_bound_of_float64(
     assert bool((actual[1] == 0).all())
 
 
+@pytest.mark.parametrize("variant", ["llama", "gemma3-odd"])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-def test_what_is_no_number_stays_none(quantization: str, tmp_path: Path) -> None:
-    save(LlamaConfig(**_SMALL), tmp_path)
+def test_what_is_no_number_stays_none(quantization: str, variant: str, tmp_path: Path) -> None:
+    save(VARIANTS[variant], tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     with torch.no_grad():
         model.model.embed_tokens.weight[9, 5] = float("nan")

@@ -120,7 +120,7 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
             np.testing.assert_array_equal(found.expand(), theirs[name].numpy(), err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["phi3"])
+@pytest.mark.parametrize("name", ["phi3", "gemma3"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_families_compute_with_the_rounded_weights(tmp_path: Path, name: str, bits: int) -> None:
     """Matrices of 80 inputs stay plain."""

@@ -97,7 +97,7 @@ class RmsNorm:
     """RMSNorm (Zhang and Sennrich 2019) over the last dimension.
 
     In half precision the reference rounds twice: after the normalisation in float32, and
-    after the weight. ``kernel`` does the same in one launch.
+    after the weight; but once if weights are float32. ``kernel`` does the former in one launch.
     """
 
     weight: torch.Tensor
@@ -107,8 +107,9 @@ class RmsNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.kernel is not None and self.kernel.takes(x):
             return self.kernel(x, None, self.weight, self.eps)
-        if x.dtype == torch.float32:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        if self.weight.dtype == torch.float32:
+            wide = x.to(torch.float32)
+            return F.rms_norm(wide, self.weight.shape, self.weight, self.eps).to(x.dtype)
         normalised = F.rms_norm(x.to(torch.float32), self.weight.shape, None, self.eps)
         return normalised.to(x.dtype).mul_(self.weight)
 
@@ -169,8 +170,8 @@ class Projections:
     q_heads: int
     kv_heads: int
     head_dim: int
-    q_norm: RmsNorm | None = None
-    k_norm: RmsNorm | None = None
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
     query_scale: float | None = None
 
     def __call__(self, x: torch.Tensor) -> Heads:

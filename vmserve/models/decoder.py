@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +13,6 @@ from vmserve.attention.rotary import Rotary
 from vmserve.models.blocks import add_and_norm
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.hidden import HiddenRows
-from vmserve.models.rope import RopeConfig
 from vmserve.models.rotary_embedding import RotaryEmbedding
 from vmserve.models.weights import DecoderWeights, LayerWeights
 
@@ -30,9 +30,12 @@ class Decoder:
         self._config = config
         self._weights = weights
         self._attended_size = config.q_heads * config.head_dim
-        self._rotary: RotaryEmbedding | None = None
-        if isinstance(config.positions, RopeConfig):
-            self._rotary = RotaryEmbedding(config.positions, max_len, weights.embedding.device)
+        self._embedding_scale: float | None = None
+        if config.embedding_scale is not None:
+            scale = torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype)
+            self._embedding_scale = scale.item()
+        device = weights.embedding.device
+        self._rotary = [RotaryEmbedding(rope, max_len, device) for rope in config.ropes]
 
     def forward(
         self,
@@ -49,7 +52,7 @@ class Decoder:
         final hidden states of the last of these rows, which then have no logits.
         """
         x = self._embed(token_ids, positions)
-        rotary = None if self._rotary is None else self._rotary.at(positions, x.dtype)
+        rotary = [each.at(positions, x.dtype) for each in self._rotary]
         layers = self._norm_first if self._config.norm_first else self._norm_last
         x = layers(x, rotary, attention, logits_rows)
         if self._weights.project_out is not None:
@@ -58,11 +61,16 @@ class Decoder:
             num_logits = x.shape[0] - hidden.num_rows
             hidden.put(x[num_logits:].clone())
             x = x[:num_logits]
-        return F.linear(x, self._weights.head).to(torch.float32)
+        logits = F.linear(x, self._weights.head)
+        if (cap := self._config.logits_softcap) is not None:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits.to(torch.float32)
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         weights = self._weights
         x = F.embedding(token_ids, weights.embedding)
+        if self._embedding_scale is not None:
+            x = x.mul_(self._embedding_scale)
         if weights.project_in is not None:
             x = weights.project_in(x)
         if weights.positions is not None:
@@ -72,7 +80,7 @@ class Decoder:
     def _norm_first(
         self,
         x: torch.Tensor,
-        rotary: Rotary | None,
+        rotary: Sequence[Rotary],
         attention: AttentionCall,
         logits_rows: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -85,14 +93,20 @@ class Decoder:
         ):
             attended = self._attend(layer, spec, normed, rotary, attention)
             attended, x = self._read(spec, attended, x, logits_rows)
-            x, normed = add_and_norm(layer.mlp_norm, layer.output(attended), x)
-            x, normed = add_and_norm(norm, layer.mlp(normed), x)
+            added = layer.output(attended)
+            if layer.attention_out_norm is not None:
+                added = layer.attention_out_norm(added)
+            x, normed = add_and_norm(layer.mlp_norm, added, x)
+            added = layer.mlp(normed)
+            if layer.mlp_out_norm is not None:
+                added = layer.mlp_out_norm(added)
+            x, normed = add_and_norm(norm, added, x)
         return normed
 
     def _norm_last(
         self,
         x: torch.Tensor,
-        rotary: Rotary | None,
+        rotary: Sequence[Rotary],
         attention: AttentionCall,
         logits_rows: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -109,13 +123,14 @@ class Decoder:
         layer: LayerWeights,
         spec: LayerAttention,
         x: torch.Tensor,
-        rotary: Rotary | None,
+        rotary: Sequence[Rotary],
         attention: AttentionCall,
     ) -> torch.Tensor:
         q, k, v = layer.project(x)
         if layer.sinks is not None:
             spec = replace(spec, sinks=layer.sinks)
-        return attention(spec, q, k, v, rotary).view(x.shape[0], self._attended_size)
+        rotation = rotary[self._config.rope_of(spec.layer)] if rotary else None
+        return attention(spec, q, k, v, rotation).view(x.shape[0], self._attended_size)
 
     def _read(
         self,

@@ -45,6 +45,8 @@ class TensorNames:
     qkv: tuple[str, ...]
     qk_norms: tuple[str, ...] = ()
     output: str
+    #: Of what attention adds to the residual.
+    attention_out_norm: str = ""
     mlp_norm: str
     #: Up and down; or gate, up and down; or, with ``gate_up``, gate above up in one, and down.
     mlp: tuple[str, ...]
@@ -55,6 +57,8 @@ class TensorNames:
     #: all experts, each a tensor of [experts, in, out].
     router: str = ""
     experts: tuple[str, ...] = ()
+    #: Of what the MLP adds to the residual.
+    mlp_out_norm: str = ""
     #: Matrices of the layers are stored as ``[in, out]``.
     transposed: bool = False
     #: A pattern for tensors that some writers add, and that are no weights.
@@ -63,11 +67,15 @@ class TensorNames:
 
 @dataclass(frozen=True)
 class NormConfig:
-    """``rms``: RMSNorm, else LayerNorm with a bias; ``affine``: with weights at all."""
+    """``rms``: RMSNorm, else LayerNorm with a bias; ``affine``: with weights at all.
+
+    ``offset``: added to stored weights in float32; products with them are then rounded once.
+    """
 
     rms: bool
     eps: float
     affine: bool = True
+    offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,6 +137,9 @@ class DecoderConfig:
     max_position_embeddings: int
     layers: tuple[LayerAttention, ...]
     positions: RopeConfig | LearnedPositionsConfig
+    #: Rotary positions of ``local_layers``, where theirs differ.
+    local_positions: RopeConfig | None = None
+    local_layers: tuple[int, ...] = ()
     norm: NormConfig
     #: Norms stand before attention and MLP (pre-norm), or after the residual (post-norm).
     norm_first: bool = True
@@ -141,6 +152,10 @@ class DecoderConfig:
     #: Queries are scaled before they are rounded; ``layers`` then have a scale of 1.
     query_scale: float | None = None
     tied_embeddings: bool
+    #: Factor of the embedding's rows, rounded to the type that is computed in.
+    embedding_scale: float | None = None
+    #: Logits become ``softcap * tanh(logit / softcap)``.
+    logits_softcap: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "embedding_size", "mlp_size", "q_heads",
@@ -155,8 +170,8 @@ class DecoderConfig:
                 f"config.json: {self.q_heads} query heads cannot share "
                 f"{self.kv_heads} key-value heads evenly"
             )
-        if isinstance(self.positions, RopeConfig):
-            rotary_dim = self.positions.rotary_dim
+        for rope in self.ropes:
+            rotary_dim = rope.rotary_dim
             if rotary_dim % 2 or not 0 < rotary_dim <= self.head_dim:
                 raise ConfigurationError(
                     f"config.json: {rotary_dim} components of a head_dim of {self.head_dim} are "
@@ -176,6 +191,15 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def ropes(self) -> tuple[RopeConfig, ...]:
+        """The rotary positions of all layers; :meth:`rope_of` is an index."""
+        both = (self.positions, self.local_positions)
+        return tuple(each for each in both if isinstance(each, RopeConfig))
+
+    def rope_of(self, layer: int) -> int:
+        return int(layer in self.local_layers)
 
     @property
     def gated(self) -> bool:

@@ -20,6 +20,7 @@ from vmserve.models.fields import (
     Fields,
     Schema,
     read_fields,
+    read_gemma3_rope,
     read_gpt_oss_rope,
     read_phi3_rope,
     read_rope,
@@ -63,6 +64,13 @@ _GPT_OSS_NAMES = replace(
     router="mlp.router",
     experts=("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
 )
+_GEMMA2_NAMES = replace(
+    _LLAMA_NAMES,
+    attention_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)
+_GEMMA3_NAMES = replace(_GEMMA2_NAMES, qk_norms=_QWEN3_NAMES.qk_norms)
 _OPT_NAMES = TensorNames(
     base="model.",
     embedding="decoder.embed_tokens",
@@ -112,10 +120,12 @@ def _llama(
     biases: tuple[bool, bool, bool],
     windows: _Windows | None = None,
     names: TensorNames = _LLAMA_NAMES,
+    activation: str | None = None,
     partial: bool = False,
+    rope: Mapping[str, Any] | None = None,
 ) -> DecoderConfig:
     """``biases``: of the (query/key/value, output, MLP) projections; ``partial``: a part of each
-    head may be rotated."""
+    head may be rotated; ``rope``: parameters, if not ``hf.rope_parameters``."""
     explicit: int | None = getattr(hf, "head_dim", None)
     head_dim = explicit or int(hf.hidden_size // hf.num_attention_heads)
     if windows is None:
@@ -134,9 +144,9 @@ def _llama(
             LayerAttention(layer, head_dim**-0.5 if head_dim > 0 else 0.0, window)
             for layer, window in enumerate(windows)
         ),
-        positions=_rope(hf, head_dim, partial),
+        positions=_rope(hf, hf.rope_parameters if rope is None else rope, head_dim, partial),
         norm=NormConfig(rms=True, eps=hf.rms_norm_eps),
-        activation=hf.hidden_act,
+        activation=activation or hf.hidden_act,
         qkv_bias=biases[0],
         output_bias=biases[1],
         mlp_bias=biases[2],
@@ -144,8 +154,10 @@ def _llama(
     )
 
 
-def _rope(hf: Any, head_dim: int, partial: bool) -> RopeConfig:
-    parameters = dict(hf.rope_parameters)
+def _rope(
+    hf: Any, parameters: Mapping[str, Any], head_dim: int, partial: bool = False
+) -> RopeConfig:
+    parameters = dict(parameters)
     share = parameters.pop("partial_rotary_factor", None)
     share = 1.0 if share is None else share
     if share != 1.0 and not partial:
@@ -244,6 +256,46 @@ def _gpt_oss(hf: Any) -> DecoderConfig:
     )
     layers = tuple(replace(layer, has_sinks=True) for layer in dense.layers)
     return replace(dense, experts=experts, layers=layers)
+
+
+def _gemma2(
+    hf: Any, names: TensorNames = _GEMMA2_NAMES, rope: Mapping[str, Any] | None = None
+) -> DecoderConfig:
+    """Gemma 2 (Riviere et al. 2024): norms before and after attention and MLP, capped scores and
+    logits."""
+    if hf.use_bidirectional_attention:
+        raise UnsupportedError("use_bidirectional_attention is not supported: causal models only")
+    scalar, bias = hf.query_pre_attn_scalar, hf.attention_bias
+    windows = _window_by_layer_type(hf)
+    network = _llama(hf, (bias, bias, False), windows, names, hf.hidden_activation, rope=rope)
+    return replace(
+        network,
+        layers=tuple(
+            replace(
+                layer,
+                scale=scalar**-0.5 if scalar > 0 else 0.0,
+                softcap=hf.attn_logit_softcapping,
+            )
+            for layer in network.layers
+        ),
+        norm=replace(network.norm, offset=1.0),
+        embedding_scale=network.hidden_size**0.5,
+        logits_softcap=hf.final_logit_softcapping,
+    )
+
+
+def _gemma3(hf: Any) -> DecoderConfig:
+    """Gemma 3 (Kamath et al. 2025), text: layers with a window rotate by a period of their own."""
+    if hf.attn_logit_softcapping is not None:
+        raise UnsupportedError("Gemma 3 with attn_logit_softcapping is not supported")
+    network = _gemma2(hf, _GEMMA3_NAMES, hf.rope_parameters["full_attention"])
+    return replace(
+        network,
+        local_positions=_rope(hf, hf.rope_parameters["sliding_attention"], network.head_dim),
+        local_layers=tuple(
+            layer for layer, kind in enumerate(hf.layer_types) if kind == "sliding_attention"
+        ),
+    )
 
 
 def _opt(hf: Any) -> DecoderConfig:
@@ -401,6 +453,35 @@ def _finish_gpt_oss(found: Fields) -> bool:
     return len(found.layer_types) == found.num_hidden_layers and _finish_mistral(found)
 
 
+def _finish_gemma2(found: Fields) -> bool:
+    if found.layer_types is None:
+        found.layer_types = _pattern(found, 2)
+    return _finish_layers(found)
+
+
+def _finish_gemma3(found: Fields) -> bool:
+    period = found._sliding_window_pattern = found.sliding_window_pattern
+    del found.sliding_window_pattern
+    if period < 1:
+        return False
+    if found.layer_types is None:
+        found.layer_types = _pattern(found, period)
+    return _finish_layers(found)
+
+
+def _pattern(found: Fields, period: int) -> list[str]:
+    """Every ``period``-th layer sees all positions."""
+    return [
+        "sliding_attention" if (layer + 1) % period else "full_attention"
+        for layer in range(found.num_hidden_layers)
+    ]
+
+
+def _finish_layers(found: Fields) -> bool:
+    complete = len(found.layer_types) == found.num_hidden_layers
+    return complete and not found.use_bidirectional_attention and _finish_llama(found)
+
+
 def _finish_opt(found: Fields) -> bool:
     if found.word_embed_proj_dim is None:
         found.word_embed_proj_dim = found.hidden_size
@@ -519,6 +600,48 @@ _GPT_OSS = Schema(
     finish=_finish_gpt_oss,
     aliases=frozenset(("num_experts",)),
 )
+_GEMMA: _Kinds = {
+    **{name: kind for name, kind in _COMMON.items() if name != "hidden_act"},
+    "hidden_activation": ("str", "gelu_pytorch_tanh"),
+    "hidden_size": ("int", 2304),
+    "intermediate_size": ("int", 9216),
+    "num_hidden_layers": ("int", 26),
+    "num_attention_heads": ("int", 8),
+    "num_key_value_heads": ("int", 4),
+    "head_dim": ("int", 256),
+    "tie_word_embeddings": ("bool", True),
+    "bos_token_id": ("int?", 2),
+    "eos_token_id": ("ids", 1),
+    "attention_bias": ("bool", False),
+    "query_pre_attn_scalar": ("int", 256),
+    "sliding_window": ("int?", 4096),
+    "layer_types": ("layer_types", None),
+}
+_GEMMA2 = Schema(
+    {
+        **_GEMMA,
+        "vocab_size": ("int", 256000),
+        "max_position_embeddings": ("int", 8192),
+        "final_logit_softcapping": ("float?", 30.0),
+        "attn_logit_softcapping": ("float?", 50.0),
+        "use_bidirectional_attention": ("bool?", None),
+    },
+    rope=read_rope,
+    finish=_finish_gemma2,
+)
+_GEMMA3 = Schema(
+    {
+        **_GEMMA,
+        "vocab_size": ("int", 262208),
+        "max_position_embeddings": ("int", 131072),
+        "final_logit_softcapping": ("float?", None),
+        "attn_logit_softcapping": ("float?", None),
+        "use_bidirectional_attention": ("bool?", False),
+        "sliding_window_pattern": ("int", 6),
+    },
+    rope=read_gemma3_rope,
+    finish=_finish_gemma3,
+)
 _OPT = Schema(
     {
         "vocab_size": ("int", 50272),
@@ -589,6 +712,8 @@ FAMILIES: Mapping[str, Family] = {
     "MixtralForCausalLM": Family("mixtral", _MIXTRAL, _mixtral),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _QWEN3_MOE, _qwen3_moe),
     "GptOssForCausalLM": Family("gpt_oss", _GPT_OSS, _gpt_oss),
+    "Gemma2ForCausalLM": Family("gemma2", _GEMMA2, _gemma2),
+    "Gemma3ForCausalLM": Family("gemma3_text", _GEMMA3, _gemma3),
     "OPTForCausalLM": Family("opt", _OPT, _opt),
     "GPT2LMHeadModel": Family("gpt2", _GPT2, _gpt2),
 }

@@ -15,7 +15,15 @@ from typing import Any
 
 from vmserve.dtypes import DType
 
-__all__ = ["Fields", "Schema", "read_fields", "read_gpt_oss_rope", "read_phi3_rope", "read_rope"]
+__all__ = [
+    "Fields",
+    "Schema",
+    "read_fields",
+    "read_gemma3_rope",
+    "read_gpt_oss_rope",
+    "read_phi3_rope",
+    "read_rope",
+]
 
 #: Attributes by the names of ``transformers``.
 Fields = SimpleNamespace
@@ -50,6 +58,8 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "int": _is_int,
     "int?": lambda value: value is None or _is_int(value),
     "float": lambda value: type(value) is float,
+    "float?": lambda value: value is None or type(value) is float,
+    "bool?": lambda value: value is None or type(value) is bool,
     "number?": lambda value: value is None or _is_number(value),
     "bool": lambda value: type(value) is bool,
     "str": lambda value: type(value) is str,
@@ -176,14 +186,46 @@ def read_phi3_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] | No
     return parameters if 0 < original <= found.max_position_embeddings else None
 
 
+def read_gemma3_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] | None:
+    """Gemma 3's, by layer type; or of both types by their older names."""
+    given, scaling = raw.get("rope_parameters"), raw.get("rope_scaling")
+    if not isinstance(given, dict | None) or not isinstance(scaling, dict | None):
+        return None
+    by_type = given
+    if by_type is None:
+        default = {"rope_type": "default"}
+        by_type = {"full_attention": default, "sliding_attention": default}
+    if by_type.keys() != {"full_attention", "sliding_attention"}:
+        return None
+    if not all(isinstance(parameters, dict) for parameters in by_type.values()):
+        return None
+    thetas = {
+        "full_attention": raw.get("rope_theta", 1_000_000.0),
+        "sliding_attention": raw.get("rope_local_base_freq", _DEFAULT_THETA),
+    }
+    found_by_type = {}
+    for layer_type, parameters in by_type.items():
+        of_type = dict(parameters)
+        if layer_type == "full_attention" and scaling is not None:
+            of_type |= scaling
+        of_type.setdefault("rope_theta", thetas[layer_type])
+        of_type.setdefault("rope_type", of_type.get("type", "default"))
+        checked = _checked(of_type, found.max_position_embeddings)
+        if checked is None:
+            return None
+        found_by_type[layer_type] = checked
+    return found_by_type
+
+
 def read_rope(
     raw: Mapping[str, Any], found: Fields, theta: float = _DEFAULT_THETA
 ) -> dict[str, Any] | None:
     """``theta``: the base where config.json has none."""
     parameters = _given(raw, theta)
-    if parameters is None:
-        return None
-    max_len = found.max_position_embeddings
+    return None if parameters is None else _checked(parameters, found.max_position_embeddings)
+
+
+def _checked(parameters: dict[str, Any], max_len: int) -> dict[str, Any] | None:
     rope_type = parameters["rope_type"]
     if not isinstance(rope_type, str) or rope_type not in _NEEDED:
         return None

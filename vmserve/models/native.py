@@ -20,7 +20,7 @@ from vmserve.attention.base import AttentionCall, LayerAttention
 from vmserve.attention.cpu import CPU_DTYPES, ISA_VARIABLE, CpuCall, head_refusal
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.host_arrays import TensorTuple, array_tuple, as_float32
+from vmserve.host_arrays import TensorTuple, array_tuple, as_float32, rounded
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import asked_dtype
@@ -42,7 +42,10 @@ logger = logging.getLogger(__name__)
 
 #: Of which cosines and sines are made at once.
 MIN_POSITIONS = 1024
-_ACTIVATIONS = ("silu", "swish")
+#: As the core calls them.
+_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu",
+}  # fmt: skip
 
 
 class TimedPart(Protocol):
@@ -244,8 +247,6 @@ def load_native(
     config = model.network
     assert isinstance(config, DecoderConfig), "refusal() said so"
     stored = _find(path, model.native_only, config)
-    rope = config.positions
-    assert isinstance(rope, RopeConfig), "refusal() said so"
     core = _core.CpuDecoder(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -253,13 +254,15 @@ def load_native(
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         norm_eps=config.norm.eps,
+        embedding_scale=_embedding_scale(config, dtype),
+        logits_softcap=config.logits_softcap or 0.0,
         kv_dtype=dtype,
         quantization=quantization,
         num_threads=num_threads(),
         isa=os.environ.get(ISA_VARIABLE, ""),
     )
     names = config.names
-    source = _Source(stored, progress)
+    source = _Source(stored, progress, config.norm.offset)
     for spec in config.layers:
         with source:
             _add_layer(core, config, spec, source)
@@ -268,7 +271,7 @@ def load_native(
             continue
         for modules in mlp_names(config, spec.layer):
             with source:
-                _add_mlp(core, modules, config.mlp_size_of(spec.layer), source)
+                _add_mlp(core, config, modules, config.mlp_size_of(spec.layer), source)
     embedding_name = f"{names.base}{names.embedding}.weight"
     head_name = embedding_name if config.tied_embeddings else f"{names.head}.weight"
     embedding = source.stored[embedding_name]
@@ -277,7 +280,7 @@ def load_native(
         [head] = source.matrices(head_name)
         core.set_ends(
             None if table is None else (table[0].descriptor, table[0].start, table[1]),
-            source.vector(f"{names.base}{names.final_norm}.weight"),
+            source.norm(f"{names.base}{names.final_norm}"),
             head,
         )
     for weight in stored.values():  # with a page, the system maps others around it
@@ -287,7 +290,15 @@ def load_native(
             "this CPU has no AVX512_VNNI: quantization int8-dynamic is as int8, activations of "
             "16 bits"
         )
-    return NativeDecoder(core, [HostRotations(rope, max_len)], dtype, embedding, table)
+    rotary = [HostRotations(rope, max_len) for rope in config.ropes]
+    return NativeDecoder(core, rotary, dtype, embedding, table)
+
+
+def _embedding_scale(config: DecoderConfig, dtype: DType) -> float:
+    if config.embedding_scale is None:
+        return 1.0
+    scale = rounded(np.array([config.embedding_scale], np.float32), dtype)
+    return float(as_float32(scale, dtype)[0])
 
 
 def _find(
@@ -312,10 +323,14 @@ def _add_layer(
     biases = [source.vector(f"{module}.bias") for module in qkv if config.qkv_bias]
     q_bias, k_bias, v_bias = biases or (None, None, None)
     [output] = source.matrices(f"{prefix}{names.output}.weight")
-    norms = [source.vector(f"{prefix}{module}.weight") for module in names.qk_norms]
+    norms = [source.norm(f"{prefix}{name}") for name in names.qk_norms]
     q_norm, k_norm = norms or (None, None)
+    out_norms = [
+        source.norm(f"{prefix}{name}") if name else None
+        for name in (names.attention_out_norm, names.mlp_out_norm)
+    ]
     core.add_layer(
-        attention_norm=source.vector(f"{prefix}{names.attention_norm}.weight"),
+        attention_norm=source.norm(f"{prefix}{names.attention_norm}"),
         q=q,
         k=k,
         v=v,
@@ -327,9 +342,11 @@ def _add_layer(
         q_norm=q_norm,
         k_norm=k_norm,
         output=output,
-        mlp_norm=source.vector(f"{prefix}{names.mlp_norm}.weight"),
+        mlp_norm=source.norm(f"{prefix}{names.mlp_norm}"),
+        attention_out_norm=out_norms[0],
+        mlp_out_norm=out_norms[1],
         head_dim=config.head_dim,
-        rotation=0,
+        rotation=config.rope_of(spec.layer),
         scale=spec.scale,
         window=spec.window or 0,
         softcap=spec.softcap or 0.0,
@@ -344,11 +361,18 @@ def _add_layer(
         )
 
 
-def _add_mlp(core: _core.CpuDecoder, modules: tuple[str, ...], size: int, source: _Source) -> None:
+def _add_mlp(
+    core: _core.CpuDecoder,
+    config: DecoderConfig,
+    modules: tuple[str, ...],
+    size: int,
+    source: _Source,
+) -> None:
     *gate_up, down = (f"{module}.weight" for module in modules)
     gate_weight, up_weight = source.matrices(*gate_up, sizes=(size, size))
     [down_weight] = source.matrices(down)
-    core.add_mlp(gate=gate_weight, up=up_weight, down=down_weight)
+    activation = _ACTIVATIONS[config.activation]
+    core.add_mlp(gate=gate_weight, up=up_weight, down=down_weight, activation=activation)
 
 
 def _add_stacked(
@@ -397,8 +421,11 @@ class _Source:
     They are kept until it ends; then the pages that they were read from leave the memory.
     """
 
-    def __init__(self, stored: Mapping[str, StoredWeight], progress: Progress | None) -> None:
+    def __init__(
+        self, stored: Mapping[str, StoredWeight], progress: Progress | None, norm_offset: float
+    ) -> None:
         self.stored = stored
+        self._norm_offset = norm_offset
         self._progress = progress
         self._total = sum(weight.num_bytes for weight in stored.values())
         self._done: set[str] = set()
@@ -461,6 +488,10 @@ class _Source:
 
     def vector(self, name: str) -> TensorTuple:
         return self._tuple(as_float32(*as_plain(self._read(name))), DType.FLOAT32)
+
+    def norm(self, module: str) -> TensorTuple:
+        weight = as_float32(*as_plain(self._read(f"{module}.weight")))
+        return self._tuple(weight + np.float32(self._norm_offset), DType.FLOAT32)
 
     def _read(self, name: str) -> Plain | Grouped:
         self._used.append(name)

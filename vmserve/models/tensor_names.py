@@ -110,7 +110,8 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, _Sha
         yield f"{prefix}{names.sinks}", (config.q_heads,)
     for name in names.qk_norms:
         yield f"{prefix}{name}.weight", (config.head_dim,)
-    yield from _norm_shapes(config, prefix + names.mlp_norm, hidden)
+    for name in filter(None, (names.attention_out_norm, names.mlp_norm, names.mlp_out_norm)):
+        yield from _norm_shapes(config, prefix + name, hidden)
 
 
 def _stacked_shapes(

@@ -44,6 +44,8 @@ class LayerWeights:
     output: Linear
     mlp_norm: Norm
     mlp: Mlp
+    attention_out_norm: Norm | None
+    mlp_out_norm: Norm | None
     #: ``[q_heads]`` in float32, of attention.
     sinks: torch.Tensor | None = None
 
@@ -115,6 +117,16 @@ def _layer(
         mlp_norm=_norm(config, tensors, prefix + names.mlp_norm, norm_kernel),
         mlp=_mlp(config, tensors, layer, joined),
         sinks=tensors[prefix + names.sinks].float() if names.sinks else None,
+        attention_out_norm=(
+            _norm(config, tensors, prefix + names.attention_out_norm, norm_kernel)
+            if names.attention_out_norm
+            else None
+        ),
+        mlp_out_norm=(
+            _norm(config, tensors, prefix + names.mlp_out_norm, norm_kernel)
+            if names.mlp_out_norm
+            else None
+        ),
     )
 
 
@@ -147,7 +159,10 @@ def _norm(
     config: DecoderConfig, tensors: _Tensors, name: str, kernel: RmsNormKernel | None
 ) -> Norm:
     if config.norm.rms:
-        return RmsNorm(tensors[f"{name}.weight"], config.norm.eps, kernel)
+        weight = tensors[f"{name}.weight"]
+        if config.norm.offset:
+            return RmsNorm(weight.to(torch.float32) + config.norm.offset, config.norm.eps)
+        return RmsNorm(weight, config.norm.eps, kernel)
     return LayerNorm(tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias"), config.norm.eps)
 
 
@@ -157,7 +172,7 @@ def _projections(
     names = config.names
     modules = [prefix + name for name in names.qkv]
     products = _products(config, tensors, modules, config.qkv_sizes, joined)
-    norms = [RmsNorm(tensors[f"{prefix}{name}.weight"], config.norm.eps) for name in names.qk_norms]
+    norms = [_norm(config, tensors, prefix + name, None) for name in names.qk_norms]
     q_norm, k_norm = norms or (None, None)
     return Projections(
         products, config.q_heads, config.kv_heads, config.head_dim, q_norm, k_norm,

@@ -179,9 +179,10 @@ struct GroupedTensor {
   std::int64_t outputs, inputs, groups, steps;
 };
 
-// Of a gated MLP. kSilu: silu(gate) * up. kClamped: (up + 1) * gate * sigmoid(alpha * gate), with
-// gate at most `limit`, and up between -limit and limit.
-enum class Activation : std::int32_t { kSilu, kClamped };
+// Of a gated MLP. kSilu: silu(gate) * up. kGelu: gelu(gate) * up, by a tanh (Hendrycks and Gimpel
+// 2016). kClamped: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit`, and up
+// between -limit and limit.
+enum class Activation : std::int32_t { kSilu, kGelu, kClamped };
 
 struct Gate {
   Activation activation = Activation::kSilu;
@@ -217,6 +218,7 @@ struct LinearArgs {
   std::int32_t num_outputs;  // the last panel may be partly filled
   Epilogue epilogue;
   Gate gate;
+  float softcap;            // not 0: outputs become softcap * tanh(output / softcap)
   bool pairs_out;           // kGate: packs bfloat16 instead of float32
   void* out;                // row r, output n: out + r * out_stride + n; kGate: packed rows
   std::int64_t out_stride;  // elements; kGate: the padded depth of the packed rows

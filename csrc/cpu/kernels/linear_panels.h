@@ -115,6 +115,19 @@ inline Vec::R clamped(const Gate& how, Vec::R gate, Vec::R up) {
   return Vec::mul(Vec::add(up, Vec::set(1.0F)), passed);
 }
 
+// x / 2 * (1 + tanh(y)) = x / (1 + e^(-2 y)), with y = sqrt(2 / pi) * (x + 0.044715 x^3).
+inline Vec::R gelu(Vec::R x) {
+  const Vec::R cubic = Vec::fma(Vec::mul(x, x), Vec::set(0.044715F), Vec::set(1.0F));
+  const Vec::R inner = Vec::mul(Vec::mul(x, cubic), Vec::set(-2.0F * 0.7978845608F * kLog2E));
+  const Vec::R power = Vec::min(inner, Vec::set(126.0F));
+  return Vec::div(x, Vec::add(Vec::set(1.0F), exp2(power)));
+}
+
+inline Vec::R soft_capped(Vec::R x, float cap) {
+  const Vec::R found = Vec::mul(Vec::set(cap), tanh(Vec::div(x, Vec::set(cap))));
+  return Vec::add(found, Vec::sub(x, x));  // NaN stays NaN
+}
+
 // Offset of a block of packed rows, in elements.
 inline std::int64_t block_at(std::int32_t first_row, std::int64_t depth) {
   return static_cast<std::int64_t>(first_row) * depth;
@@ -158,6 +171,8 @@ void gate(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
   if (a.gate.activation == Activation::kSilu) {
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) gated[r] = Vec::mul(silu(sums[0][r]), sums[1][r]);
+  } else if (a.gate.activation == Activation::kGelu) {
+    for (int r = 0; r < kRows; ++r) gated[r] = Vec::mul(gelu(sums[0][r]), sums[1][r]);
   } else {
     for (int r = 0; r < kRows; ++r) gated[r] = clamped(a.gate, sums[0][r], sums[1][r]);
   }
@@ -195,6 +210,9 @@ void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
   }
   const int low = least(count, Vec::kWidth), high = most(0, count - Vec::kWidth);
   for (int r = 0; r < kRows; ++r) {
+    if (a.softcap != 0.0F) {
+      for (int v = 0; v < 2; ++v) sums[v][r] = soft_capped(sums[v][r], a.softcap);
+    }
     const std::int64_t at = (first_row + r) * a.out_stride + first;
     if (a.epilogue == Epilogue::kNarrow) {
       Bf16* const to = static_cast<Bf16*>(a.out) + at;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,24 +27,26 @@ __all__ = ["GgufDescription", "GgufWeight", "describe", "find_weights", "unpermu
 
 @dataclass(frozen=True)
 class _Architecture:
-    """``permuted``: rows of q and k alternate between the halves of a head, as rotations of
-    neighbouring pairs need; ours rotate the halves."""
+    """``layer``: modules of a layer by the names of tensors.
+
+    ``permuted``: rows of q and k alternate between the halves of a head, as rotations of
+    neighbouring pairs need; ours rotate the halves. ``windowed``: layers may have windows;
+    ``partial``: a part of each head may be rotated; ``long``: there may be factors of longrope;
+    ``adds_offset``: what the model adds to weights of norms is in the file.
+    """
 
     family: str
+    layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     permuted: bool = False
+    windowed: bool = False
+    partial: bool = False
+    long: bool = False
+    adds_offset: bool = False
 
 
-_ARCHITECTURES: Mapping[str, _Architecture] = {
-    "llama": _Architecture("LlamaForCausalLM", permuted=True),
-    "qwen2": _Architecture("Qwen2ForCausalLM"),
-    "qwen3": _Architecture("Qwen3ForCausalLM"),
-    "qwen3moe": _Architecture("Qwen3MoeForCausalLM"),
-}
-#: Those whose files may have experts: the family that has them.
-_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 #: Of a tensor outside the layers: its module, below ``base`` but for the head.
 _ENDS = {"token_embd": "embed_tokens", "output_norm": "norm"}
-_LAYER = {
+_LAYER: Mapping[str, str] = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -60,6 +62,33 @@ _LAYER = {
 #: Of layers with experts: the router, and the experts' matrices one after the other.
 _ROUTER = "ffn_gate_inp"
 _EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+_PHI3_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_qkv": "self_attn.qkv_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GEMMA_LAYER = {
+    **_LAYER,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_ARCHITECTURES: Mapping[str, _Architecture] = {
+    "llama": _Architecture("LlamaForCausalLM", permuted=True),
+    "qwen2": _Architecture("Qwen2ForCausalLM"),
+    "qwen3": _Architecture("Qwen3ForCausalLM"),
+    "qwen3moe": _Architecture("Qwen3MoeForCausalLM"),
+    "phi3": _Architecture("Phi3ForCausalLM", _PHI3_LAYER, windowed=True, partial=True, long=True),
+    "gemma2": _Architecture("Gemma2ForCausalLM", _GEMMA_LAYER, windowed=True, adds_offset=True),
+    "gemma3": _Architecture("Gemma3ForCausalLM", _GEMMA_LAYER, windowed=True, adds_offset=True),
+}
+#: Those whose files may have experts: the family that has them.
+_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
+#: Layers of the largest Gemma 2 and 3, whose queries are scaled by another size: no file says it.
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 _ROPE_FACTORS = "rope_freqs.weight"
 _LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 #: Tensors that are no weights: the first is part of the configuration.
@@ -185,6 +214,8 @@ def describe(model: GgufModel) -> GgufDescription:
             "each other or are not supported"
         )
     network = family.describe(read)
+    if architecture.adds_offset:
+        network = replace(network, norm=replace(network.norm, offset=0.0))
     factors = _rope_factors(model, network)
     if factors is not None:
         network = replace(network, positions=factors)
@@ -213,7 +244,9 @@ def find_weights(model: GgufModel, config: DecoderConfig) -> dict[str, GgufWeigh
     """
     architecture = _ARCHITECTURES[model.metadata.string("general.architecture")]
     shapes = tensor_shapes(config)
-    places = {name: place for name, place in _places(config).items() if name in shapes}
+    places = {
+        name: place for name, place in _places(config, architecture.layer).items() if name in shapes
+    }
     wanted = {stored for stored, _ in places.values()}
     ignored = _NO_WEIGHTS | {
         f"blk.{layer}.attn_rot_embd.weight" for layer in range(config.num_layers)
@@ -255,14 +288,14 @@ def _q_or_k(stored: str) -> str:
     return stored.split(".")[-2].removeprefix("attn_")
 
 
-def _places(config: DecoderConfig) -> dict[str, tuple[str, int | None]]:
+def _places(config: DecoderConfig, modules: Mapping[str, str]) -> dict[str, tuple[str, int | None]]:
     """Our names; the file's, and which of a tensor's parts."""
     places: dict[str, tuple[str, int | None]] = {
         f"model.{ours}.weight": (f"{theirs}.weight", None) for theirs, ours in _ENDS.items()
     }
     places["lm_head.weight"] = "output.weight", None
     for layer in range(config.num_layers):
-        for theirs, ours in _LAYER.items():
+        for theirs, ours in modules.items():
             for kind in ("weight", "bias"):
                 name = f"model.layers.{layer}.{ours}.{kind}"
                 places[name] = f"blk.{layer}.{theirs}.{kind}", None
@@ -289,9 +322,10 @@ class _Fields:
         self._model = model
         self._file = model.metadata
         self._name = name
-        self._windowed = self._size("attention.sliding_window", 0, least=0) > 0
+        self._architecture = architecture
+        self._window = self._size("attention.sliding_window", 0, least=0) or None
         self.family = architecture.family
-        if self._windowed:
+        if self._window is not None and not architecture.windowed:
             if name != "llama":
                 raise self._unsupported("attention.sliding_window")
             self.family = "MistralForCausalLM"
@@ -365,22 +399,76 @@ class _Fields:
             "max_position_embeddings": self._size("context_length"),
             "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": "output.weight" not in self._model.tensors,
-            "rope_parameters": self._rope(),
+            "rope_parameters": {} if self._architecture.long else self._rope(),
             "bos_token_id": self._file.integer(bos) if bos in self._file else None,
             "eos_token_id": None,
         }
         if self.family == "LlamaForCausalLM":
             config["attention_bias"] = "blk.0.attn_q.bias" in self._model.tensors
             config["mlp_bias"] = "blk.0.ffn_up.bias" in self._model.tensors
-        if self._windowed:
-            config["sliding_window"] = self._size("attention.sliding_window")
+        if self._window is not None:
+            config["sliding_window"] = self._window
         if self._num_experts:
             config["num_local_experts"] = self._num_experts
             config["num_experts_per_tok"] = self._size("expert_used_count")
         if self.family == "Qwen3MoeForCausalLM":
             config["moe_intermediate_size"] = self._size("expert_feed_forward_length")
             config["norm_topk_prob"] = True
+        if self.family == "Phi3ForCausalLM":
+            config |= self._phi3(head_dim)
+        if self._name in _LARGEST_GEMMA:
+            config |= self._gemma(hidden, heads, layers, head_dim)
         _refuse_outside(self._file, config["vocab_size"], [config["bos_token_id"]])
+        return config
+
+    def _phi3(self, head_dim: int) -> dict[str, Any]:
+        parameters: dict[str, Any] = {
+            "rope_type": "default",
+            "rope_theta": self._number("rope.freq_base", 10_000.0, 2),
+            "partial_rotary_factor": self._size("rope.dimension_count", head_dim) / head_dim,
+        }
+        kind = self._file.string(f"{self._name}.rope.scaling.type", "none")
+        if kind not in ("none", "longrope"):
+            raise self._unsupported("rope.scaling.type")
+        if _LONG_FACTORS[0] not in self._model.tensors:
+            return {"rope_parameters": parameters}
+        parameters |= {
+            "rope_type": "longrope",
+            "long_factor": self._factors(_LONG_FACTORS[0]),
+            "short_factor": self._factors(_LONG_FACTORS[1]),
+            "attention_factor": self._number("rope.scaling.attn_factor", 1.0),
+        }
+        original = self._size("rope.scaling.original_context_length")
+        return {"rope_parameters": parameters, "original_max_position_embeddings": original}
+
+    def _factors(self, name: str) -> list[float]:
+        if name not in self._model.tensors:
+            raise ConfigurationError(
+                f"{self._file.path.name} lacks tensor {name}: fetch the model again"
+            )
+        file, tensor = self._model.tensors[name]
+        factors = dequantize(tensor.type, file.raw(tensor)).reshape(-1)
+        if not (np.isfinite(factors) & (factors > 0)).all():
+            raise ConfigurationError(
+                f"{file.path.name}: tensor {name} has factors that are not above 0"
+            )
+        return [float(factor) for factor in factors]
+
+    def _gemma(self, hidden: int, heads: int, layers: int, head_dim: int) -> dict[str, Any]:
+        largest = layers == _LARGEST_GEMMA[self._name]
+        config: dict[str, Any] = {"query_pre_attn_scalar": hidden // heads if largest else head_dim}
+        for key, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
+            if self._name == "gemma2" or f"{self._name}.{key}" in self._file:
+                config[key] = self._number(key, default)
+        if self._name == "gemma3" and self._window is None:
+            config["layer_types"] = ["full_attention"] * layers
+        if self._name == "gemma3":
+            config["sliding_window_pattern"] = self._size("attention.sliding_window_pattern", 6)
+            local = self._number("rope.freq_base_swa", 10_000.0, 2)
+            config["rope_parameters"] = {
+                "full_attention": self._rope(),
+                "sliding_attention": {"rope_type": "default", "rope_theta": local},
+            }
         return config
 
     def _vocab_size(self, hidden: int) -> int:
@@ -403,7 +491,10 @@ class _Fields:
                 "do not share evenly is not supported"
             )
         head_dim = self._size("attention.key_length", hidden // heads)
-        for key in ("attention.value_length", "rope.dimension_count"):
+        whole = ["attention.value_length"]
+        if not self._architecture.partial:
+            whole.append("rope.dimension_count")
+        for key in whole:
             if self._size(key, head_dim) != head_dim:
                 raise UnsupportedError(
                     f"{self._file.path.name}: {self._name}.{key} is {self._size(key):,} for heads "
@@ -448,13 +539,13 @@ def _rope_factors(model: GgufModel, network: DecoderConfig) -> RopeConfig | None
 
     That is longrope with one set of factors, and without its change of attention's scale.
     """
+    rope = network.positions
+    assert isinstance(rope, RopeConfig), "all families here rotate"
     for name in _LONG_FACTORS:
-        if name in model.tensors:
+        if name in model.tensors and rope.rope_type != "longrope":
             raise UnsupportedError(f"{model.path.name}: tensor {name} is not supported")
     if _ROPE_FACTORS not in model.tensors:
         return None
-    rope = network.positions
-    assert isinstance(rope, RopeConfig), "all families here rotate"
     file, tensor = model.tensors[_ROPE_FACTORS]
     if tensor.shape != (network.head_dim // 2,):
         raise ConfigurationError(
