@@ -48,6 +48,8 @@ class CountingMemory:
         self.limit_pages = limit_pages
         self.cached = cached
         self.lost_pages = 0
+        #: Taken until settle().
+        self.held_pages = 0
         #: The pages of each sequence: numbers that forks have in common.
         self.page_lists: dict[int, list[int]] = {}
         self.num_made = 0
@@ -158,7 +160,11 @@ class CountingMemory:
 
     def available_pages(self) -> int:
         used = {page for pages in self.page_lists.values() for page in pages}
-        return self.limit_pages - self.lost_pages - len(used)
+        return self.limit_pages - self.lost_pages - self.held_pages - len(used)
+
+    def settle(self) -> bool:
+        held, self.held_pages = self.held_pages, 0
+        return held > 0
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.layout.page_tokens)

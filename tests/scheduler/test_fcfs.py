@@ -580,6 +580,14 @@ def test_a_request_for_which_there_is_no_memory_at_all_is_an_error() -> None:
     assert error.value.request_id == "a"
 
 
+def test_pages_that_the_mapper_holds_are_waited_for_before_a_request_fails() -> None:
+    memory = CountingMemory(8)
+    scheduler = make_scheduler(memory)
+    memory.held_pages = 5
+    scheduler.add(make_request("a", 20))
+    assert shape(run(scheduler, memory)) == [("a", 0, 16)]
+
+
 def waiting_beam(scheduler: FCFSScheduler, memory: CountingMemory, wide: Request) -> None:
     """``wide``'s first beam has computed all, and waits for its second, which follows."""
     [leader] = wide.sequences

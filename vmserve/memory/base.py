@@ -261,6 +261,10 @@ class KVMemory(Protocol):
         """Pages that growths can get now: free, evictable, or not committed yet."""
         ...
 
+    def settle(self) -> bool:
+        """Wait for work in the background; whether more pages are available then."""
+        ...
+
     def trim(self, keep_pages: int = 0, *, drop_idle: bool = False) -> int:
         """Give free pages above ``keep_pages`` back to the system; returns how many."""
         ...

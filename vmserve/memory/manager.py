@@ -372,6 +372,13 @@ class MemoryManager:
                 plan = self._core.plan(())
         return plan.available_pages
 
+    def settle(self) -> bool:
+        """Wait for the mapper; whether more pages are available then: it holds those that it maps
+        or takes back."""
+        before = self.available_pages()
+        self._core.settle_mapper()
+        return self.available_pages() > before
+
     def trim(self, keep_pages: int = 0, *, drop_idle: bool = False) -> int:
         """Give free pages above ``keep_pages`` back to the system; returns how many.
 

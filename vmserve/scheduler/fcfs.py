@@ -294,11 +294,13 @@ class FCFSScheduler:
     def _break_deadlock(self) -> bool:
         """Nothing can compute: give up one thing that stands in the way; False if all is done.
 
-        Each call leaves less kept or less running. So this ends, with a step or with an error for
-        the request that does not fit even alone.
+        Each call leaves less kept or less running, or more pages at hand. So this ends, with a step
+        or with an error for the request that does not fit even alone.
         """
         if self._admission_paused:
             self._admission_paused = False
+            return True
+        if self._memory.settle():  # newcomers are admitted by what is available
             return True
         if self._donors:
             self._drop_donors()

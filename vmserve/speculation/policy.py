@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Many
 
@@ -125,7 +126,7 @@ def _growth(num_rows: int) -> float:
     return 0.03 if num_rows <= 8 else 1 / num_rows
 
 
-class LengthPolicy:
+class LengthPolicy(ABC):
     """What both policies have: no drafts for requests that want none, and for beams."""
 
     #: Most tokens of a draft.
@@ -139,15 +140,16 @@ class LengthPolicy:
         ]
 
     def learn(self, num_rows: int, seconds: float) -> None:
-        pass
+        """See :class:`SpeculationPolicy`; only prices learn."""
+        return
 
+    @abstractmethod
     def lengths(self, found: Many[tuple[Acceptance, int, int]]) -> list[int]:
         """How many tokens of each draft to compute.
 
         ``found``: of each sequence its acceptance, the length of its match, and how many tokens are
         proposed, which may be 0.
         """
-        raise NotImplementedError
 
 
 class EvidencePolicy(LengthPolicy):
