@@ -19,7 +19,7 @@ BY_HAND = {
     "response_format",
     "modalities",
     "stop",
-} | {"input"}
+} | {"input", "prediction"}
 
 
 def unbounded(schema: dict[str, Any]) -> list[str]:
