@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -148,7 +149,10 @@ def main() -> None:
     text = table(results)
     print(text)
     if args.out != "-":
-        described = {"arguments": vars(args), "machine": machine_info(), "results": results}
+        paths = ("model", "gguf", "llama_server", "out")  # where they are says nothing elsewhere
+        names = {name: Path(path).name for name in paths if (path := getattr(args, name))}
+        arguments = {**vars(args), **names}
+        described = {"arguments": arguments, "machine": machine_info(), "results": results}
         keep(results_directory(__file__, root=args.out), described, text + "\n")
 
 
