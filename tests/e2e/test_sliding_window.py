@@ -26,6 +26,21 @@ MIXED = Qwen3Config(
 )
 
 
+def watch_pages(llm: LLM) -> list[int]:
+    """Check the memory after each step; the list gets how many pages are used then."""
+    used_pages: list[int] = []
+    step = llm.engine.step
+
+    def watched_step() -> object:
+        result = step()
+        used_pages.append(int(llm.stats()["used_pages"]))
+        llm.engine.memory.check()
+        return result
+
+    llm.engine.step = watched_step  # type: ignore[method-assign, assignment]
+    return used_pages
+
+
 def test_a_windowed_model_holds_only_its_window(tmp_path: Path, model_dir: Path) -> None:
     directory = save(VARIANTS["mistral-window"], tmp_path / "windowed")
     prompt = [2 + (7 * i) % 90 for i in range(100)]
@@ -44,23 +59,13 @@ def test_a_windowed_model_holds_only_its_window(tmp_path: Path, model_dir: Path)
         kv_cache_memory="1MiB",
         max_num_batched_tokens=64,
     ) as llm:
-        most_pages = 0
-        step = llm.engine.step
-
-        def watched_step() -> object:
-            nonlocal most_pages
-            result = step()
-            most_pages = max(most_pages, int(llm.stats()["used_pages"]))
-            llm.engine.memory.check()
-            return result
-
-        llm.engine.step = watched_step  # type: ignore[method-assign, assignment]
+        used_pages = watch_pages(llm)
         [result] = llm.generate([prompt], params)
         page_tokens = int(llm.stats()["page_tokens"])
     assert result.outputs[0].token_ids == tokens[100:]
     # A chunk of 64 and a window of 7 touch this many pages; all 160 tokens would take twice that.
-    assert most_pages <= -(-(64 + 7) // page_tokens) + 1
-    assert most_pages < -(-160 // page_tokens)
+    assert max(used_pages) <= -(-(64 + 7) // page_tokens) + 1
+    assert max(used_pages) < -(-160 // page_tokens)
 
 
 def test_what_a_kernel_reads_before_the_window_stays(
@@ -165,7 +170,6 @@ def test_layers_with_windows_give_their_past_up_beside_those_without(
     beams = BeamSearchParams(beam_width=3, max_tokens=20, **common)
 
     def answers(kv_cache_memory: str) -> tuple[list[Any], dict[str, Any], int]:
-        most_pages = 0
         with LLM(
             model=str(directory),
             tokenizer=str(model_dir),
@@ -177,20 +181,15 @@ def test_layers_with_windows_give_their_past_up_beside_those_without(
             max_num_batched_tokens=64,
             swap_space="1MiB",
         ) as llm:
-            step = llm.engine.step
-
-            def watched_step() -> object:
-                nonlocal most_pages
-                result = step()
-                most_pages = max(most_pages, int(llm.stats()["used_pages"]))
-                llm.engine.memory.check()
-                return result
-
-            llm.engine.step = watched_step  # type: ignore[method-assign, assignment]
+            used_pages = watch_pages(llm)
             found: list[Any] = [llm.generate(prompts, greedy) for _ in range(2)]
             assert [[o.outputs[0].token_ids for o in each] for each in found] == [expected] * 2
             found = [*llm.generate(prompts, drawn), *llm.beam_search(prompts[:2], beams)]
-            return [[o.token_ids for o in each.outputs] for each in found], llm.stats(), most_pages
+            return (
+                [[o.token_ids for o in each.outputs] for each in found],
+                llm.stats(),
+                max(used_pages),
+            )
 
     kinds, roomy, few_pages = answers("4MiB")
     assert roomy["prefix_cache_hits_total"] > 0

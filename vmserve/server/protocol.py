@@ -57,6 +57,14 @@ _PROMPT: dict[str, Any] = {
         },
     ],
 }
+_TEXT_PARTS: dict[str, Any] = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["type", "text"],
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    },
+}
 _MESSAGES: dict[str, Any] = {
     "type": "array",
     "minItems": 1,
@@ -68,14 +76,7 @@ _MESSAGES: dict[str, Any] = {
             "content": {
                 "anyOf": [
                     {"type": "string"},
-                    {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["type", "text"],
-                            "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-                        },
-                    },
+                    _TEXT_PARTS,
                     {"type": "null"},
                 ]
             },
@@ -83,8 +84,6 @@ _MESSAGES: dict[str, Any] = {
         },
     },
 }
-
-
 _PREDICTION: dict[str, Any] = {
     "description": "What the answer may say. It changes how fast the answer comes, and no token.",
     "anyOf": [
@@ -93,22 +92,7 @@ _PREDICTION: dict[str, Any] = {
             "required": ["type", "content"],
             "properties": {
                 "type": {"const": "content"},
-                "content": {
-                    "anyOf": [
-                        {"type": "string"},
-                        {
-                            "type": "array",
-                            "items": {
-                                "type": "object",
-                                "required": ["type", "text"],
-                                "properties": {
-                                    "type": {"const": "text"},
-                                    "text": {"type": "string"},
-                                },
-                            },
-                        },
-                    ]
-                },
+                "content": {"anyOf": [{"type": "string"}, _TEXT_PARTS]},
             },
         },
         {"type": "null"},
