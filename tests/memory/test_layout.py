@@ -101,6 +101,22 @@ def test_host_pages_grow_until_the_longest_sequence_has_its_mappings() -> None:
     assert fixed == small  # smaller pages on request
 
 
+def test_values_that_are_a_slice_of_keys_take_no_memory() -> None:
+    deepseek = (27, 1, 576, "bfloat16")
+    layout = plan_layout(*deepseek, HOST_GRANULARITY, keys_only=True)
+    assert (layout.token_bytes, layout.token_stride, layout.num_groups) == (1152, 1152, 27)
+    assert [layout.key_location(layer) for layer in (0, 26)] == [(0, 0), (26, 0)]
+    assert layout.value_location(26) == layout.key_location(26)
+    together = plan_layout(*deepseek, HOST_GRANULARITY, layers_per_group=3, keys_only=True)
+    assert together.key_location(5) == together.value_location(5) == (1, 2 * 1152)
+    # 2 MiB hold 1,820 tokens of K of one layer, and half as many of K and V.
+    deeper = (60, *deepseek[1:], CUDA_GRANULARITY)
+    assert layers_for_granularity(*deeper) == 4
+    assert layers_for_granularity(*deeper, keys_only=True) == 10
+    with pytest.raises(ConfigurationError, match="split_kv"):
+        plan_layout(*deepseek, HOST_GRANULARITY, split_kv=True, keys_only=True)
+
+
 def test_where_k_and_v_lie() -> None:
     together = plan_layout(4, 2, 8, "float16", 4096, layers_per_group=2)
     row = 2 * 8 * 2

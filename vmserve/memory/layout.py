@@ -6,7 +6,9 @@ a group lie side by side for each token,
 
 * ``[token, layer_in_group, 2, kv_heads, head_dim]``, or
 * with ``split_kv`` K and V in groups of their own, ``[token, layer_in_group, kv_heads, head_dim]``
-  (one layer per group is the layout of vAttention, arXiv 2405.04437).
+  (one layer per group is the layout of vAttention, arXiv 2405.04437), or
+* with ``keys_only`` K alone, ``[token, layer_in_group, kv_heads, head_dim]``: V is a slice of K's
+  row (the latent of multi-head latent attention, arXiv 2405.04434 §2.1).
 
 Each group has its own reservations. Page ``p`` is one physical page per group, all mapped together.
 So fewer groups mean fewer map calls, and more unused tokens in a short sequence's page.
@@ -73,6 +75,8 @@ class KVLayout:
     block_tokens: int
     granularity: int
     tensor_parallel: int = 1
+    #: V takes no memory: it is a slice of K's row.
+    keys_only: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -85,8 +89,12 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in one group, without padding."""
-        parts = 1 if self.split_kv else 2
-        return self.layers_per_group * parts * self.kv_heads * self.head_dim * self.itemsize
+        vector_bytes = self.kv_heads * self.head_dim * self.itemsize
+        return self.layers_per_group * self._parts * vector_bytes
+
+    @property
+    def _parts(self) -> int:
+        return _parts(split_kv=self.split_kv, keys_only=self.keys_only)
 
     @property
     def token_stride(self) -> int:
@@ -137,15 +145,15 @@ class KVLayout:
         return self._location(layer, is_value=False)
 
     def value_location(self, layer: int) -> tuple[int, int]:
-        """``(group, offset)`` of the layer's V; the offset is in bytes inside a token."""
-        return self._location(layer, is_value=True)
+        """``(group, offset)`` of the layer's V, that of K with ``keys_only``; as above."""
+        return self._location(layer, is_value=not self.keys_only)
 
     def _location(self, layer: int, *, is_value: bool) -> tuple[int, int]:
         group, index = divmod(layer, self.layers_per_group)
         vector_bytes = self.kv_heads * self.head_dim * self.itemsize
         if self.split_kv:
             return 2 * group + is_value, index * vector_bytes
-        return group, (2 * index + is_value) * vector_bytes
+        return group, (self._parts * index + is_value) * vector_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """The fields and derived figures as plain JSON values."""
@@ -193,6 +201,7 @@ def plan_layout(
     page_tokens: int | None = None,
     block_tokens: int = 16,
     tensor_parallel: int = 1,
+    keys_only: bool = False,
     max_len: int | None = None,
     max_map_count: int | None = None,
 ) -> KVLayout:
@@ -211,8 +220,10 @@ def plan_layout(
     kind = DType.of(dtype)
     _check_shape(num_layers, kv_heads, head_dim, layers_per_group, tensor_parallel)
     _check_positive(granularity=granularity, block_tokens=block_tokens)
+    if split_kv and keys_only:
+        raise ConfigurationError("keys without values cannot be split from them: drop split_kv")
     rank_heads = kv_heads // tensor_parallel
-    parts = 1 if split_kv else 2
+    parts = _parts(split_kv=split_kv, keys_only=keys_only)
     token_bytes = layers_per_group * parts * rank_heads * head_dim * kind.itemsize
     if page_bytes is not None:
         _check_page_bytes(page_bytes, granularity)
@@ -240,6 +251,7 @@ def plan_layout(
             block_tokens=block_tokens,
             granularity=granularity,
             tensor_parallel=tensor_parallel,
+            keys_only=keys_only,
         )
 
     planned = layout(tokens, size)
@@ -298,7 +310,13 @@ def candidates(
 
 
 def layers_for_granularity(
-    num_layers: int, kv_heads: int, head_dim: int, dtype: str | torch.dtype, granularity: int
+    num_layers: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: str | torch.dtype,
+    granularity: int,
+    *,
+    keys_only: bool = False,
 ) -> int:
     """The fewest layers per group with at most 256 tokens in the smallest page, or all layers.
 
@@ -306,11 +324,17 @@ def layers_for_granularity(
     in half precision.
     """
     _check_shape(num_layers, kv_heads, head_dim, 1, 1)
-    layer_bytes = 2 * kv_heads * head_dim * DType.of(dtype).itemsize
+    parts = _parts(split_kv=False, keys_only=keys_only)
+    layer_bytes = parts * kv_heads * head_dim * DType.of(dtype).itemsize
     divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
     return next(
         (n for n in divisors if granularity <= _MAX_PAGE_TOKENS * n * layer_bytes), num_layers
     )
+
+
+def _parts(*, split_kv: bool, keys_only: bool) -> int:
+    """Vectors of a layer that lie side by side in a group: K and V, or one of them."""
+    return 1 if split_kv or keys_only else 2
 
 
 def _alignment(token_bytes: int) -> int:
