@@ -143,6 +143,21 @@ def test_drafts_are_shown_where_there_are_some(browser: Browser, start: Start) -
         healthy(page)
 
 
+def test_kinds_of_layers_are_shown_where_there_are_several(browser: Browser, start: Start) -> None:
+    engine = ScriptedEngine()
+    server, told = start(engine), engine.stats
+    with browser.page(server.url) as page:
+        page.until(LOADED)
+        assert page.run("document.getElementById('kinds').hidden")
+        figures = {"page_bytes": 1 << 20, "used_pages": 3, "cached_pages": 2, "free_pages": 0}
+        kinds = {f"kv_kind:window 32:{name}": number for name, number in figures.items()}
+        engine.stats = lambda: {**told(), **kinds}  # type: ignore[method-assign]
+        page.until("!document.getElementById('kinds').hidden")
+        text = "window 32: pages of 1.0 MiB; 3 used (3.0 MiB), 2 cached (2.0 MiB), 0 free (0 B)"
+        assert page.text("#kinds") == text
+        healthy(page)
+
+
 def test_what_went_wrong_is_in_front(browser: Browser, start: Start) -> None:
     engine = ScriptedEngine()
     server = start(engine)

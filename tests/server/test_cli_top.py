@@ -180,6 +180,14 @@ def test_drafts_are_shown_where_there_are_some() -> None:
     assert "drafts accepted 75%   tokens a step 2.50" in drawn(screen, 300)[1]
 
 
+def test_kinds_of_layers_are_shown_where_there_are_several() -> None:
+    screen = Screen()
+    kind = {"name": "window 32", "page_bytes": 1 << 20}
+    kind |= {"used_pages": 3, "cached_pages": 2, "free_pages": 0}
+    screen.take(document("1", kinds=[kind]), now=0.0)
+    assert "KV window 32 3 MiB used, 2 MiB cached, 0 B free" in " ".join(drawn(screen, 300))
+
+
 def test_a_narrow_terminal_cuts_reasons_and_ids_but_no_number() -> None:
     screen = Screen()
     data: dict[str, Any] = document("1")

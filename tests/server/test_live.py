@@ -133,6 +133,18 @@ def test_the_data(start: Start) -> None:
     assert (data["requests"], data["num_requests"], data["num_others"]) == ([], 0, 0)
 
 
+def test_kinds_of_layers_where_there_are_several(start: Start) -> None:
+    engine = ScriptedEngine()
+    server = start(engine)
+    assert "kinds" not in live(server)
+    plain = engine.stats()
+    figures = {"page_bytes": 4096, "used_pages": 3, "cached_pages": 2, "free_pages": 1}
+    kinds = {f"kv_kind:window 32:{name}": number for name, number in figures.items()}
+    engine.stats = lambda: {**plain, **kinds}  # type: ignore[method-assign]
+    until(lambda: "kinds" in live(server))
+    assert live(server)["kinds"] == [{"name": "window 32", **figures}]
+
+
 class _Held:
     """Servers whose requests stay until the test has looked at them."""
 

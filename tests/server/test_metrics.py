@@ -124,3 +124,20 @@ def test_histogram_buckets_are_cumulative() -> None:
     assert histogram.buckets() == [("1.0", 2), ("2.0", 5), ("5.0", 5), ("+Inf", 7)]
     assert histogram.count == 7
     assert histogram.total == 206.0
+
+
+def test_memory_by_kind_of_layers_where_there_are_several(start: Start) -> None:
+    engine = ScriptedEngine()
+    assert "vmserve:kv_kind_pages" not in scrape(start(engine))
+    figures = {"page_bytes": 4096, "used_pages": 3, "cached_pages": 2, "free_pages": 1}
+    plain = engine.stats()
+    names = ("all", "window 32")
+    kinds = {f"kv_kind:{kind}:{name}": n for kind in names for name, n in figures.items()}
+    engine.stats = lambda: {**plain, **kinds}  # type: ignore[method-assign]
+    values = scrape(start(engine))
+    for kind in names:
+        for use, pages in (("used", 3), ("cached", 2), ("free", 1)):
+            labels = (("kind", kind), ("use", use))
+            assert values["vmserve:kv_kind_pages"][labels] == pages
+            assert values["vmserve:kv_kind_bytes"][labels] == pages * 4096
+    assert not any("kv_kind:" in name for name in values)

@@ -175,6 +175,7 @@ class Screen:
             ("prefix hits", f"{hits / asked:.0%}" if asked else "–"),
             *_drafts(stats),
             ("map calls ahead/waited for", f"{ahead}/{awaited}"),
+            *_kinds(data),
         ):
             yield Text.assemble((name, "bright_black"), " ", (value, "bold"))
         for name, count, colour in (
@@ -195,6 +196,16 @@ def _drafts(stats: Data) -> Iterator[tuple[str, str]]:
         generated = stats.get("generation_tokens_total", 0)
         yield "drafts accepted", f"{accepted / drafted:.0%}"
         yield "tokens a step", f"{generated / max(1, generated - accepted):.2f}"
+
+
+def _kinds(data: Data) -> Iterator[tuple[str, str]]:
+    """Of a model with several kinds of layers, what each has of the KV cache."""
+    for kind in data.get("kinds", ()):
+        sizes = (
+            f"{format_size(kind[f'{use}_pages'] * kind['page_bytes'])} {use}"
+            for use in ("used", "cached", "free")
+        )
+        yield f"KV {_plain(kind['name'])}", ", ".join(sizes)
 
 
 def _in_lines(figures: Iterator[Text], width: int) -> list[Text]:

@@ -35,6 +35,7 @@ from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.sequence import Request
 from vmserve.sizes import format_size, parse_size
 from vmserve.telemetry.counters import EngineCounters
+from vmserve.telemetry.kinds import kind_figures
 from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
@@ -556,6 +557,7 @@ class LLMEngine:
             "pinned_prefixes": len(self._pins),
             **self.counters.as_dict(),
             **memory.as_dict(),
+            **kind_figures(self.memory),
         }
 
     def snapshot(self) -> EngineSnapshot:

@@ -16,6 +16,7 @@ from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.wire import JSON_TYPE, dump_json
+from vmserve.telemetry.kinds import kinds_in
 from vmserve.telemetry.snapshot import (
     PAGE_MAPPED,
     PAGE_SHARED,
@@ -85,6 +86,7 @@ class LiveView:
         caller: Caller = request.state.caller
         tenant = caller.name
         shown = [each for each in snapshot.requests if not tenant or each.tenant == tenant]
+        kinds = [asdict(kind) for kind in kinds_in(snapshot.stats)]
         reply = {
             "version": __version__,
             "model": context.model_name,
@@ -98,6 +100,7 @@ class LiveView:
             "latency": context.telemetry.recent.summary(),
             "stats": snapshot.stats,
             "pool": _pool(snapshot.pool),
+            **({"kinds": kinds} if kinds else {}),
             "requests": [_row(each) for each in shown],
             "num_requests": snapshot.num_requests,
             "num_others": len(snapshot.requests) - len(shown),

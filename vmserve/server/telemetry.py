@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from vmserve.sampling import GenerationParams
 from vmserve.server.recent import RecentLatencies
 from vmserve.telemetry.counters import STEP_TOKENS
+from vmserve.telemetry.kinds import KIND_FIGURE, kinds_in
 from vmserve.types import RequestMetrics, RequestOutput
 
 __all__ = ["Histogram", "Telemetry"]
@@ -243,7 +244,7 @@ def _engine_families(
     tokens.add_metric(values, [*below, ("+Inf", steps)], figures.get(_STEP_TOKENS_SUM, 0))
     yield tokens
     for name, value in figures.items():
-        if name in _OWN_COUNTERS or name.startswith(_STEP_TOKENS):
+        if name in _OWN_COUNTERS or name.startswith((_STEP_TOKENS, KIND_FIGURE)):
             continue
         counted = name.removesuffix("_total")
         kind = CounterMetricFamily if name != counted else GaugeMetricFamily
@@ -259,6 +260,26 @@ def _engine_families(
     waiting.add_metric([*values, "capacity"], figures["num_requests_waiting"])
     waiting.add_metric([*values, "deferred"], 0)
     yield waiting
+    yield from _kind_families(stats, names, values)
+
+
+def _kind_families(
+    stats: Mapping[str, float | int], names: list[str], values: list[str]
+) -> Iterator[Metric]:
+    """Pages and bytes by kind of layers and use, of a model with several kinds."""
+    kinds = kinds_in(stats)
+    if not kinds:
+        return
+    labels = [*names, "kind", "use"]
+    what = "of the KV cache by kind of layers: used by live requests, cached, or free."
+    pages = GaugeMetricFamily("kv_kind_pages", f"Pages {what}", labels=labels)
+    sizes = GaugeMetricFamily("kv_kind_bytes", f"Bytes {what}", labels=labels)
+    for kind in kinds:
+        for use, count in kind.pages().items():
+            pages.add_metric([*values, kind.name, use], count)
+            sizes.add_metric([*values, kind.name, use], count * kind.page_bytes)
+    yield pages
+    yield sizes
 
 
 def _server_families(

@@ -28,6 +28,7 @@ const WORDS = {
   slot: "a range of addresses as long as the context, in which a request's pages lie in order",
   "virtual, paged": "the two views of the pool: attention reads a request through its slot, or through a block table",
   "map calls": "system calls that put pages into slots: made ahead while steps compute, or waited for by a step",
+  kind: "layers that keep the same positions of a request, all or those of a sliding window; each has pages of its own",
   preempted: "a request gave its pages up for others, and is computed again or swapped back",
 };
 
@@ -107,6 +108,7 @@ function take(data) {
   showCounters(data);
   drawMap();
   showLegend(data.pool);
+  showKinds(data.kinds ?? []);
   showSlots(data.pool.slots);
   showRequests(data);
   seeRequests(data.requests);
@@ -309,6 +311,26 @@ function showLegend(pool) {
     item.querySelector("b").textContent = count(number);
     item.hidden = !number && RARE.includes(use);
   }
+}
+
+/** Of a model whose layers differ: each kind of layers has pages of its own. */
+function showKinds(kinds) {
+  const list = at("kinds");
+  list.hidden = !kinds.length;
+  resize(list, kinds.length, () => {
+    const item = document.createElement("li");
+    item.append(document.createElement("b"), document.createElement("span"));
+    return item;
+  });
+  kinds.forEach((kind, i) => {
+    const [name, text] = list.children[i].children;
+    const sizes = ["used", "cached", "free"].map((use) => {
+      const pages = kind[`${use}_pages`];
+      return `${count(pages)} ${use} (${bytes(pages * kind.page_bytes)})`;
+    });
+    name.textContent = `${kind.name}: `;
+    text.textContent = `pages of ${bytes(kind.page_bytes)}; ${sizes.join(", ")}`;
+  });
 }
 
 function legendItem(use) {
