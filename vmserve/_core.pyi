@@ -580,6 +580,14 @@ class CpuDecoder:
         chosen: int,
         normalised: bool,
         bias: _TensorTuple | None = None,
+        sigmoid: bool = False,
+        correction: _TensorTuple | None = None,
+        groups: int = 1,
+        chosen_groups: int = 1,
+        group_best: int = 1,
+        scale: float = 1.0,
+        shared: bool = False,
+        shared_gate: _TensorTuple | None = None,
     ) -> None: ...
     def set_ends(
         self,

@@ -161,18 +161,32 @@ void bind_decoder(py::module_& m) {
       .def(
           "add_router",
           [](CpuDecoder& decoder, TensorTuple weights, std::int64_t count, std::int64_t chosen,
-             bool normalised, std::optional<TensorTuple> bias) {
+             bool normalised, std::optional<TensorTuple> bias, bool sigmoid,
+             std::optional<TensorTuple> correction, std::int64_t groups,
+             std::int64_t chosen_groups, std::int64_t group_best, float scale, bool shared,
+             std::optional<TensorTuple> shared_gate) {
             DecoderRouter router;
             router.weights = as_tensor(std::move(weights));
             router.bias = vector_of(std::move(bias), count, "router_bias");
             router.count = count;
             router.chosen = chosen;
             router.normalised = normalised;
+            router.sigmoid = sigmoid;
+            router.correction = vector_of(std::move(correction), count, "correction");
+            router.groups = groups;
+            router.chosen_groups = chosen_groups;
+            router.group_best = group_best;
+            router.scale = scale;
+            router.shared = shared;
+            if (shared_gate) router.shared_gate = as_tensor(std::move(*shared_gate));
             const py::gil_scoped_release unlocked;
             decoder.add_router(router);
           },
           py::kw_only(), py::arg("weights"), py::arg("count"), py::arg("chosen"),
-          py::arg("normalised"), py::arg("bias") = std::nullopt)
+          py::arg("normalised"), py::arg("bias") = std::nullopt, py::arg("sigmoid") = false,
+          py::arg("correction") = std::nullopt, py::arg("groups") = 1, py::arg("chosen_groups") = 1,
+          py::arg("group_best") = 1, py::arg("scale") = 1.0F, py::arg("shared") = false,
+          py::arg("shared_gate") = std::nullopt)
       .def(
           "set_ends",
           [](CpuDecoder& decoder,

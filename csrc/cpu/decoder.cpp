@@ -7,6 +7,8 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -55,6 +57,10 @@ void read_exactly(int descriptor, char* to, std::int64_t bytes, std::int64_t at)
   }
 }
 
+float sigmoid(float x) {
+  return 1.0F / (1.0F + std::exp(-x));
+}
+
 class Stopwatch {
  public:
   double seconds() const {
@@ -74,9 +80,17 @@ struct CpuDecoder::Mlp {
 };
 
 struct CpuDecoder::Experts {
-  LinearLayer router;
+  LinearLayer router;  // the last output: of the shared expert's gate
   std::int64_t count, chosen;
-  bool normalised;
+  bool normalised, sigmoid;
+  std::vector<float> correction;
+  std::int64_t groups, chosen_groups, group_best;
+  float scale;
+  bool shared, shared_gate;
+
+  // Whether scores that choose are other numbers than the products.
+  bool scores() const { return sigmoid || !correction.empty() || groups > 1; }
+  std::size_t num_mlps() const { return static_cast<std::size_t>(count + (shared ? 1 : 0)); }
 };
 
 struct CpuDecoder::Layer {
@@ -84,7 +98,7 @@ struct CpuDecoder::Layer {
   std::vector<float> attention_out_norm, mlp_out_norm;
   std::vector<LinearLayer> qkv;  // one, or more where queries, keys and values are not stored alike
   LinearLayer output;
-  std::vector<Mlp> mlps;  // one, or the experts
+  std::vector<Mlp> mlps;  // one, or the experts, the shared one last
   std::optional<Experts> experts;
   std::size_t rotation = 0;
   float scale = 1.0F;
@@ -203,13 +217,14 @@ void CpuDecoder::add_mlp(const DecoderMlp& from) {
   const std::lock_guard lock(mutex_);
   require(!layers_.empty(), "there is no layer yet");
   Layer& layer = layers_.back();
-  const std::size_t most = layer.experts ? static_cast<std::size_t>(layer.experts->count) : 1;
+  const std::size_t most = layer.experts ? layer.experts->num_mlps() : 1;
   require(layer.mlps.size() < most, "the layer has all its MLPs");
+  const bool shared = layer.experts && layer.experts->shared && layer.mlps.size() + 1 == most;
   Mlp mlp{products_.pack({&from.gate, &from.up}, true), products_.pack({&from.down}, false)};
   products_.set_bias(mlp.gate_up, {from.gate_bias, from.up_bias}, {size, size}, true);
   products_.set_bias(mlp.down, {from.down_bias}, {hidden}, false);
   mlp.gate_up.gate = from.activation;
-  if (!layer.mlps.empty()) {
+  if (!layer.mlps.empty() && !shared) {
     const Mlp& first = layer.mlps.front();
     require(mlp.gate_up.outputs == first.gate_up.outputs &&
                 mlp.gate_up.form->rows == first.gate_up.form->rows &&
@@ -225,9 +240,33 @@ void CpuDecoder::add_router(const DecoderRouter& from) {
   check_matrix(from.weights, "router", from.count, shape_.hidden_size);
   const std::lock_guard lock(mutex_);
   require(!layers_.empty() && layers_.back().mlps.empty(), "a router comes after its layer");
+  require(from.groups > 0 && from.count % from.groups == 0 && from.group_best > 0 &&
+              from.chosen_groups > 0 && from.chosen_groups <= from.groups &&
+              from.group_best <= from.count / from.groups &&
+              from.chosen <= from.count / from.groups * from.chosen_groups,
+          "the groups of experts that a router chooses from do not fit");
+  std::vector<const WeightRef*> matrices = {&from.weights};
+  if (from.shared_gate) {
+    require(from.shared, "a gate without a shared expert");
+    check_matrix(*from.shared_gate, "shared_gate", 1, shape_.hidden_size);
+    matrices.push_back(&*from.shared_gate);
+  }
   // Its products choose: they are not rounded as others may be.
-  Experts experts{products_.pack({&from.weights}, false, true), from.count, from.chosen,
-                  from.normalised};
+  Experts experts{products_.pack(matrices, false, true),
+                  from.count,
+                  from.chosen,
+                  from.normalised,
+                  from.sigmoid,
+                  {},
+                  from.groups,
+                  from.chosen_groups,
+                  from.group_best,
+                  from.scale,
+                  from.shared,
+                  from.shared_gate.has_value()};
+  if (from.correction != nullptr) {
+    experts.correction.assign(from.correction, from.correction + from.count);
+  }
   products_.set_bias(experts.router, {from.bias}, {from.count}, false);
   layers_.back().experts = std::move(experts);
 }
@@ -237,7 +276,7 @@ void CpuDecoder::set_ends(const std::optional<FileRows>& embedding, const Tensor
   check_matrix(head, "head", shape_.vocab_size, shape_.hidden_size);
   const std::lock_guard lock(mutex_);
   for (const Layer& layer : layers_) {
-    const std::size_t wanted = layer.experts ? static_cast<std::size_t>(layer.experts->count) : 1;
+    const std::size_t wanted = layer.experts ? layer.experts->num_mlps() : 1;
     require(layer.mlps.size() == wanted, "a layer lacks MLPs");
   }
   final_norm_ = copy_vector(final_norm, "final_norm", shape_.hidden_size);
@@ -516,17 +555,23 @@ void CpuDecoder::finish_layer(const Layer& layer, const LinearLayer& next, std::
 
 void CpuDecoder::add_mlp_of(const Layer& layer, const LinearLayer& next, std::int64_t num_rows) {
   const Mlp& mlp = layer.mlps[0];
-  products_.pack_rows(mlp.gate_up, x_.data(), false, num_rows, layer.mlp_norm.data(),
-                      shape_.norm_eps);
-  gate_up_shares_ = {{&mlp.gate_up, 0, 0, num_rows}};
-  down_shares_ = {{&mlp.down, 0, 0, num_rows}};
+  const float* const norm = layer.mlp_norm.data();
   if (layer.mlp_out_norm.empty()) {
-    multiply_mlps(&mlp.down, &next, num_rows, cpu::Epilogue::kAdd, x_.data());
+    multiply_mlp(mlp, norm, &next, num_rows, cpu::Epilogue::kAdd, x_.data());
     return;
   }
   grow(product_, num_rows * shape_.hidden_size);
-  multiply_mlps(&mlp.down, &next, num_rows, cpu::Epilogue::kStore, product_.data());
+  multiply_mlp(mlp, norm, &next, num_rows, cpu::Epilogue::kStore, product_.data());
   add_normalised(layer.mlp_out_norm, num_rows);
+}
+
+// Of the rows of x_, normalised.
+void CpuDecoder::multiply_mlp(const Mlp& mlp, const float* norm, const LinearLayer* next,
+                              std::int64_t num_rows, cpu::Epilogue epilogue, float* out) {
+  products_.pack_rows(mlp.gate_up, x_.data(), false, num_rows, norm, shape_.norm_eps);
+  gate_up_shares_ = {{&mlp.gate_up, 0, 0, num_rows}};
+  down_shares_ = {{&mlp.down, 0, 0, num_rows}};
+  multiply_mlps(&mlp.down, next, num_rows, epilogue, out);
 }
 
 void CpuDecoder::multiply_mlps(const LinearLayer* down, const LinearLayer* next,
@@ -557,10 +602,16 @@ void CpuDecoder::add_experts_of(const Layer& layer, const LinearLayer& next,
   const std::int64_t hidden = shape_.hidden_size, chosen = experts.chosen;
   const float* const norm = layer.mlp_norm.data();
   products_.pack_rows(experts.router, x_.data(), false, num_rows, norm, shape_.norm_eps);
-  grow(router_logits_, num_rows * experts.count);
+  const std::int64_t logits = experts.router.outputs;
+  grow(router_logits_, num_rows * logits);
   products_.multiply(experts.router, nullptr, nullptr, num_rows, cpu::Epilogue::kStore,
-                     router_logits_.data(), experts.count);
+                     router_logits_.data(), logits);
   choose_experts(experts, num_rows);
+  if (experts.shared) {
+    grow(product_, num_rows * hidden);
+    multiply_mlp(layer.mlps.back(), norm, nullptr, num_rows, cpu::Epilogue::kStore,
+                 product_.data());
+  }
   sort_by_expert(layer, num_rows);
   // Rows are rounded once. Those of an expert with several are then brought side by side.
   single_rows_.clear();
@@ -579,9 +630,39 @@ void CpuDecoder::add_experts_of(const Layer& layer, const LinearLayer& next,
       const float* const from = expert_out_.data() + slots_[row * chosen + rank] * hidden;
       for (std::int64_t i = 0; i < hidden; ++i) sum[i] += weights[rank] * from[i];
     }
+    if (experts.shared) {
+      const float* const from = product_.data() + row * hidden;
+      float weight = 1.0F;
+      if (experts.shared_gate) weight = sigmoid(router_logits_[(row + 1) * logits - 1]);
+      for (std::int64_t i = 0; i < hidden; ++i) sum[i] += weight * from[i];
+    }
     float* const to = x_.data() + row * hidden;
     for (std::int64_t i = 0; i < hidden; ++i) to[i] += sum[i];
   });
+}
+
+// Writes the scores that choose; -inf for experts of groups that are not chosen.
+void CpuDecoder::score_experts(const Experts& experts, const float* logits, float* scores) const {
+  for (std::int64_t id = 0; id < experts.count; ++id) {
+    scores[id] = experts.sigmoid ? sigmoid(logits[id]) : logits[id];
+    if (!experts.correction.empty()) scores[id] += experts.correction[id];
+  }
+  if (experts.groups == 1) return;
+  const std::int64_t size = experts.count / experts.groups;
+  std::vector<std::pair<float, std::int64_t>> best;  // the sum with its sign changed, the group
+  std::vector<float> sorted(static_cast<std::size_t>(size));
+  for (std::int64_t group = 0; group < experts.groups; ++group) {
+    std::copy_n(scores + group * size, size, sorted.data());
+    std::partial_sort(sorted.begin(), sorted.begin() + experts.group_best, sorted.end(),
+                      std::greater<>());
+    float sum = 0.0F;
+    for (std::int64_t i = 0; i < experts.group_best; ++i) sum += sorted[i];
+    best.emplace_back(-sum, group);
+  }
+  std::sort(best.begin(), best.end());
+  for (std::size_t i = static_cast<std::size_t>(experts.chosen_groups); i < best.size(); ++i) {
+    std::fill_n(scores + best[i].second * size, size, -std::numeric_limits<float>::infinity());
+  }
 }
 
 // Fills expert_ids_ and expert_weights_.
@@ -589,29 +670,43 @@ void CpuDecoder::choose_experts(const Experts& experts, std::int64_t num_rows) {
   const std::int64_t count = experts.count, chosen = experts.chosen;
   grow(expert_ids_, num_rows * chosen);
   grow(expert_weights_, num_rows * chosen);
+  if (experts.scores()) grow(expert_scores_, num_rows * count);
   products_.parallel(num_rows, num_rows * count * chosen, [&](std::int64_t row) {
-    const float* const logits = router_logits_.data() + row * count;
+    const float* const logits = router_logits_.data() + row * experts.router.outputs;
+    const float* scores = logits;
+    if (experts.scores()) {
+      float* const own = expert_scores_.data() + row * count;
+      score_experts(experts, logits, own);
+      scores = own;
+    }
     std::int32_t* const ids = expert_ids_.data() + row * chosen;
     float* const weights = expert_weights_.data() + row * chosen;
     for (std::int64_t rank = 0; rank < chosen; ++rank) {
       std::int32_t best = -1;
       for (std::int32_t id = 0; id < count; ++id) {
-        if (best >= 0 && !(logits[id] > logits[best])) continue;
+        if (best >= 0 && !(scores[id] > scores[best])) continue;
         if (std::find(ids, ids + rank, id) == ids + rank) best = id;
       }
       ids[rank] = best;
     }
     float sum = 0.0F;
-    const float largest = logits[ids[0]];
+    const float largest = *std::max_element(logits, logits + count);
+    const auto score = [&](std::int64_t id) {
+      return experts.sigmoid ? sigmoid(logits[id]) : std::exp(logits[id] - largest);
+    };
     for (std::int64_t rank = 0; rank < chosen; ++rank) {
-      weights[rank] = std::exp(logits[ids[rank]] - largest);
+      weights[rank] = score(ids[rank]);
       sum += weights[rank];
     }
-    if (!experts.normalised) {
+    if (experts.sigmoid) {
+      sum = experts.normalised ? sum + 1e-20F : 1.0F;
+    } else if (!experts.normalised) {
       sum = 0.0F;
-      for (std::int64_t id = 0; id < count; ++id) sum += std::exp(logits[id] - largest);
+      for (std::int64_t id = 0; id < count; ++id) sum += score(id);
     }
-    for (std::int64_t rank = 0; rank < chosen; ++rank) weights[rank] /= sum;
+    for (std::int64_t rank = 0; rank < chosen; ++rank) {
+      weights[rank] = weights[rank] / sum * experts.scale;
+    }
   });
 }
 
@@ -623,7 +718,7 @@ void CpuDecoder::sort_by_expert(const Layer& layer, std::int64_t num_rows) {
   for (std::int64_t i = 0; i < num_slots; ++i) ++ends[static_cast<std::size_t>(expert_ids_[i]) + 1];
   gate_up_shares_.clear();
   down_shares_.clear();
-  for (std::size_t id = 0; id < layer.mlps.size(); ++id) {
+  for (std::size_t id = 0; id + 1 < ends.size(); ++id) {
     const std::int64_t rows = ends[id + 1];
     ends[id + 1] += ends[id];
     if (rows == 0) continue;

@@ -61,13 +61,23 @@ struct DecoderMlp {
 };
 
 // A router over MLPs (experts), which computes `chosen` of `count` for a row: those of its largest
-// products, of equal ones the first. Results are weighed by the softmax of these products: among
-// the chosen if `normalised`, else among all.
+// scores, of equal ones the first. A score is the softmax of its products, or their sigmoid, and
+// weighs the expert's result, times `scale`; if `normalised`, those of the chosen add up to 1
+// before.
 struct DecoderRouter {
   WeightRef weights;  // [count, hidden]
   const float* bias = nullptr;
   std::int64_t count = 0, chosen = 0;
-  bool normalised = false;
+  bool normalised = false, sigmoid = false;
+  const float* correction = nullptr;  // [count], or null: added to scores that choose, not weigh
+  // Only experts of the best groups are chosen: those whose `group_best` largest scores have the
+  // largest sum.
+  std::int64_t groups = 1, chosen_groups = 1, group_best = 1;
+  float scale = 1.0F;
+  // Whether one more MLP computes every row, with the weight 1, or the sigmoid of the row's product
+  // with `shared_gate` [1, hidden].
+  bool shared = false;
+  std::optional<WeightRef> shared_gate;
 };
 
 // A matrix of float32 or bfloat16 in a file, without gaps, from byte `start` on. The caller keeps
@@ -86,7 +96,7 @@ class CpuDecoder {
   ~CpuDecoder();
 
   // Call add_layer for each layer in order, then set_ends. After add_layer comes add_mlp, or
-  // add_router with an add_mlp for each expert. The rows of `embedding` [vocab,
+  // add_router with an add_mlp for each expert and, last, the shared one. The rows of `embedding` [vocab,
   // hidden] are read when they are needed, everything else is copied. None: forward is given the
   // rows. `head` [vocab, hidden].
   void add_layer(const DecoderLayer& layer);
@@ -151,8 +161,11 @@ class CpuDecoder {
   // next: whose product follows.
   void finish_layer(const Layer& layer, const LinearLayer& next, std::int64_t num_rows);
   void add_mlp_of(const Layer& layer, const LinearLayer& next, std::int64_t num_rows);
+  void multiply_mlp(const Mlp& mlp, const float* norm, const LinearLayer* next,
+                    std::int64_t num_rows, cpu::Epilogue epilogue, float* out);
   void add_experts_of(const Layer& layer, const LinearLayer& next, std::int64_t num_rows);
   void choose_experts(const Experts& experts, std::int64_t num_rows);
+  void score_experts(const Experts& experts, const float* logits, float* scores) const;
   void sort_by_expert(const Layer& layer, std::int64_t num_rows);
   // Multiplies the packed rows by gate_up_shares_, then down_shares_, which are not empty. `down`
   // and `next`: layers whose weights are prefetched, or null.
@@ -176,7 +189,7 @@ class CpuDecoder {
   std::vector<char> rotations_;  // of each table: cosines, then sines, of the step's rows
   // Of the experts that rows chose: [rows, chosen], largest first. A slot is a row of an expert;
   // slots are in the order of experts, then of rows.
-  std::vector<float> router_logits_, expert_weights_, expert_out_;
+  std::vector<float> router_logits_, expert_scores_, expert_weights_, expert_out_;
   std::vector<std::int32_t> expert_ids_;
   std::vector<std::int64_t> slots_, slot_rows_;  // slots_: [rows, chosen]
   std::vector<LinearShare> single_rows_, gate_up_shares_, down_shares_;
