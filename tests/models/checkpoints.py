@@ -20,6 +20,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -53,6 +54,12 @@ def phi3(**changes: Any) -> PreTrainedConfig:
 
 def qwen3_moe(**changes: Any) -> PreTrainedConfig:
     return Qwen3MoeConfig(**{**_SMALL, "head_dim": 24, "moe_intermediate_size": 48, **changes})
+
+
+def qwen2_moe(**changes: Any) -> PreTrainedConfig:
+    experts = {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 64,
+               "num_experts": 6, "num_experts_per_tok": 3}  # fmt: skip
+    return Qwen2MoeConfig(**{**_SMALL, **experts, **changes})
 
 
 def gpt_oss(**changes: Any) -> PreTrainedConfig:
@@ -140,6 +147,14 @@ VARIANTS: dict[str, PreTrainedConfig] = {
         use_sliding_window=True,
         sliding_window=5,
     ),
+    "qwen2-moe": qwen2_moe(mlp_only_layers=[1]),
+    "qwen2-moe-windows": qwen2_moe(
+        num_experts=3,  # every one is chosen: rounding changes none of the choices
+        use_sliding_window=True,
+        sliding_window=5,
+        qkv_bias=False,
+        norm_topk_prob=True,
+    ),
     "gpt-oss": gpt_oss(),
     "gemma2-no-cap": gemma2(attn_logit_softcapping=None),
     "gemma3-small": gemma3(),
@@ -199,6 +214,7 @@ NATIVE: dict[str, PreTrainedConfig] = {
     "qwen3-moe": qwen3_moe(
         hidden_size=64, num_experts=9, num_experts_per_tok=4, mlp_only_layers=[1]
     ),
+    "qwen2-moe": qwen2_moe(hidden_size=64, shared_expert_intermediate_size=52),
     "gpt-oss": gpt_oss(hidden_size=56, intermediate_size=83),
     "qwen3-moe-normalised": qwen3_moe(
         hidden_size=56,

@@ -344,6 +344,7 @@ def test_architectures_of_the_decoder() -> None:
         "Qwen3ForCausalLM",
         "Phi3ForCausalLM",
         "MixtralForCausalLM",
+        "Qwen2MoeForCausalLM",
         "Qwen3MoeForCausalLM",
         "GptOssForCausalLM",
         "Gemma2ForCausalLM",

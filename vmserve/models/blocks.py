@@ -290,7 +290,23 @@ class StackedExperts:
         return out.view(*ids.shape, -1).mul_(weights[:, :, None]).sum(1)
 
 
-Mlp = GatedMlp | PlainMlp | Experts | StackedExperts
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """Experts, and one more that computes every row; ``gate``: the sigmoid of its product weighs
+    that."""
+
+    experts: Experts | StackedExperts
+    shared: GatedMlp
+    gate: Linear | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        shared = self.shared(x)
+        if self.gate is not None:
+            shared = torch.sigmoid(self.gate(x)) * shared
+        return self.experts(x).add_(shared)
+
+
+Mlp = GatedMlp | PlainMlp | Experts | StackedExperts | SharedExpert
 
 
 def gelu_new(x: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,12 @@ class TensorNames:
     #: Of layers with experts; the second with "{}" for an expert's number, or gate_up and down of
     #: all experts, each a tensor of [experts, in, out].
     router: str = ""
+    #: The whole name.
+    router_correction: str = ""
     experts: tuple[str, ...] = ()
+    #: Gate, up and down of the shared expert, and the module whose product weighs it.
+    shared_expert: tuple[str, ...] = ()
+    shared_gate: str = ""
     #: Of what the MLP adds to the residual.
     mlp_out_norm: str = ""
     #: Matrices of the layers are stored as ``[in, out]``.
@@ -89,7 +94,8 @@ class LearnedPositionsConfig:
 class ExpertsConfig:
     """Gated MLPs of which a router chooses some for each token.
 
-    It takes those of its largest products and weighs their results by the softmax of these.
+    It takes those of the largest scores and weighs their results by these: by the softmax of its
+    products, or their sigmoid.
     """
 
     count: int
@@ -104,6 +110,20 @@ class ExpertsConfig:
     bias: bool = False
     #: alpha and limit of a clamped gate; None: the decoder's activation.
     clamp: tuple[float, float] | None = None
+    sigmoid: bool = False
+    #: Whether numbers are added to scores where experts are chosen, not where they are weighed.
+    correction: bool = False
+    #: Experts of the best groups alone are chosen: those whose ``group_best`` largest scores have
+    #: the largest sum.
+    groups: int = 1
+    chosen_groups: int = 1
+    group_best: int = 1
+    #: Factor of the weights.
+    scale: float = 1.0
+    #: What lies between up and down of one more expert, which computes every token; 0: none.
+    shared_size: int = 0
+    #: Whether the sigmoid of a product weighs its result.
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("count", "chosen", "size"):
@@ -115,6 +135,25 @@ class ExpertsConfig:
             raise ConfigurationError(
                 f"config.json: num_experts_per_tok is {self.chosen:,}, but there are "
                 f"{self.count:,} experts"
+            )
+        if self.shared_size < 0:
+            raise ConfigurationError(
+                f"config.json: the shared expert has a size of {self.shared_size}"
+            )
+        if self.groups < 1 or self.count % self.groups:
+            raise ConfigurationError(
+                f"config.json: {self.count:,} experts are no {self.groups:,} equal groups"
+            )
+        size = self.count // self.groups
+        if not 1 <= self.chosen_groups <= self.groups or self.chosen > self.chosen_groups * size:
+            raise ConfigurationError(
+                f"config.json: topk_group is {self.chosen_groups:,}, but {self.chosen:,} experts "
+                f"are chosen in {self.groups:,} groups of {size:,}"
+            )
+        if self.group_best > size:
+            raise ConfigurationError(
+                f"config.json: groups of {size:,} experts are compared by their "
+                f"{self.group_best:,} best"
             )
 
 
@@ -218,6 +257,7 @@ class DecoderConfig:
         mlp = 3 * self.mlp_size
         if self.experts is not None:
             mlp = max(mlp, self.experts.chosen * (3 * self.experts.size + 2 * self.hidden_size))
+            mlp += 3 * self.experts.shared_size
         return _HIDDEN_COPIES * self.hidden_size + heads + mlp
 
     def has_experts(self, layer: int) -> bool:

@@ -58,6 +58,12 @@ _QWEN3_MOE_NAMES = replace(
     router="mlp.gate",
     experts=tuple(f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")),
 )
+_QWEN2_MOE_NAMES = replace(
+    _QWEN3_MOE_NAMES,
+    qk_norms=(),
+    shared_expert=tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+    shared_gate="mlp.shared_expert_gate",
+)
 _GPT_OSS_NAMES = replace(
     _LLAMA_NAMES,
     sinks="self_attn.sinks",
@@ -222,13 +228,16 @@ def _qwen3_moe(hf: Any) -> DecoderConfig:
     layers = max(0, hf.num_hidden_layers)
     windows = (hf.sliding_window,) * layers
     biases = (hf.attention_bias, hf.attention_bias, False)
-    dense = _llama(hf, biases, windows, _QWEN3_MOE_NAMES)
+    return _with_experts(hf, _llama(hf, biases, windows, _QWEN3_MOE_NAMES), count)
+
+
+def _with_experts(hf: Any, dense: DecoderConfig, count: int, shared_size: int = 0) -> DecoderConfig:
     step = hf.decoder_sparse_step
     if step < 1:
         raise ConfigurationError(
             f"config.json: decoder_sparse_step is {step}; it must be 1 or more"
         )
-    sparse = frozenset(range(step - 1, layers, step)) - set(hf.mlp_only_layers)
+    sparse = frozenset(range(step - 1, dense.num_layers, step)) - set(hf.mlp_only_layers)
     if count < 1 or not sparse:
         return dense
     experts = ExpertsConfig(
@@ -237,8 +246,17 @@ def _qwen3_moe(hf: Any) -> DecoderConfig:
         size=hf.moe_intermediate_size,
         normalised=hf.norm_topk_prob,
         layers=sparse,
+        shared_size=shared_size,
+        shared_gate=shared_size > 0,
     )
     return replace(dense, experts=experts)
+
+
+def _qwen2_moe(hf: Any) -> DecoderConfig:
+    """Qwen2-MoE (Yang et al. 2024): a shared expert, weighed by the sigmoid of a product."""
+    windows = _window_by_layer_type(hf)
+    dense = _llama(hf, (hf.qkv_bias, False, False), windows, _QWEN2_MOE_NAMES)
+    return _with_experts(hf, dense, hf.num_experts, hf.shared_expert_intermediate_size)
 
 
 def _gpt_oss(hf: Any) -> DecoderConfig:
@@ -428,6 +446,26 @@ def _finish_qwen(found: Fields) -> bool:
     return len(found.layer_types) == found.num_hidden_layers and _finish_mistral(found)
 
 
+def _finish_qwen2_moe(found: Fields) -> bool:
+    if found.mlp_only_layers is None:
+        found.mlp_only_layers = []
+    if not found.use_sliding_window:
+        found.sliding_window = 0
+    if found.layer_types is None:
+        windows = found.max_window_layers if found.use_sliding_window else 0
+        found.layer_types = [
+            "full_attention" if layer % 2 or layer >= windows else "sliding_attention"
+            for layer in range(found.num_hidden_layers)
+        ]
+    complete = len(found.layer_types) == found.num_hidden_layers
+    heads = found.num_attention_heads
+    if not complete or heads < 1 or found.hidden_size % (2 * heads):
+        return False
+    if found.num_key_value_heads is None:
+        found.num_key_value_heads = heads
+    return True
+
+
 _QWEN3_MOE_EXPERTS = 128
 
 
@@ -574,6 +612,27 @@ _QWEN3_MOE = Schema(
     rope=read_rope,
     finish=_finish_qwen3_moe,
 )
+_QWEN2_MOE = Schema(
+    {
+        **{name: kind for name, kind in _QWEN.items() if name != "head_dim"},
+        "hidden_size": ("int", 2048),
+        "intermediate_size": ("int", 5632),
+        "num_hidden_layers": ("int", 24),
+        "num_attention_heads": ("int", 16),
+        "num_key_value_heads": ("int?", 16),
+        "decoder_sparse_step": ("int", 1),
+        "moe_intermediate_size": ("int", 1408),
+        "shared_expert_intermediate_size": ("int", 5632),
+        "num_experts_per_tok": ("int", 4),
+        "num_experts": ("int", 60),
+        "norm_topk_prob": ("bool", False),
+        "mlp_only_layers": ("ints?", None),
+        "qkv_bias": ("bool", True),
+    },
+    rope=read_rope,
+    finish=_finish_qwen2_moe,
+    aliases=frozenset(("head_dim", "num_local_experts")),
+)
 _GPT_OSS = Schema(
     {
         **_COMMON,
@@ -710,6 +769,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen3ForCausalLM": Family("qwen3", _QWEN3, _qwen3),
     "Phi3ForCausalLM": Family("phi3", _PHI3, _phi3),
     "MixtralForCausalLM": Family("mixtral", _MIXTRAL, _mixtral),
+    "Qwen2MoeForCausalLM": Family("qwen2_moe", _QWEN2_MOE, _qwen2_moe),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _QWEN3_MOE, _qwen3_moe),
     "GptOssForCausalLM": Family("gpt_oss", _GPT_OSS, _gpt_oss),
     "Gemma2ForCausalLM": Family("gemma2", _GEMMA2, _gemma2),

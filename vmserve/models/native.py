@@ -22,7 +22,7 @@ from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.host_arrays import TensorTuple, array_tuple, as_float32, rounded
 from vmserve.models.config import ModelConfig
-from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.decoder_config import DecoderConfig, ExpertsConfig, TensorNames
 from vmserve.models.dtype import asked_dtype
 from vmserve.models.gguf.config import find_weights
 from vmserve.models.gguf.reader import GgufModel
@@ -33,7 +33,7 @@ from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.weight import find_quantized
 from vmserve.models.rope import HostRotations, RopeConfig
 from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, Table, as_plain
-from vmserve.models.tensor_names import mlp_names
+from vmserve.models.tensor_names import mlp_names, shared_names
 from vmserve.threads import num_threads
 
 __all__ = ["NativeDecoder", "TimedPart", "choose_native", "load_native", "refusal"]
@@ -272,6 +272,9 @@ def load_native(
         for modules in mlp_names(config, spec.layer):
             with source:
                 _add_mlp(core, config, modules, config.mlp_size_of(spec.layer), source)
+        if config.experts is not None and (shared := shared_names(config, spec.layer)):
+            with source:
+                _add_mlp(core, config, shared, config.experts.shared_size, source)
     embedding_name = f"{names.base}{names.embedding}.weight"
     head_name = embedding_name if config.tied_embeddings else f"{names.head}.weight"
     embedding = source.stored[embedding_name]
@@ -352,13 +355,33 @@ def _add_layer(
         softcap=spec.softcap or 0.0,
     )
     if config.experts is not None and config.has_experts(spec.layer):
-        core.add_router(
-            weights=source.exact(f"{prefix}{names.router}.weight"),
-            count=config.experts.count,
-            chosen=config.experts.chosen,
-            normalised=config.experts.normalised,
-            bias=source.vector(f"{prefix}{names.router}.bias") if config.experts.bias else None,
-        )
+        _add_router(core, config.experts, names, prefix, source)
+
+
+def _add_router(
+    core: _core.CpuDecoder, experts: ExpertsConfig, names: TensorNames, prefix: str, source: _Source
+) -> None:
+    weights = [f"{prefix}{names.router}.weight"]
+    if experts.shared_gate:
+        weights.append(f"{prefix}{names.shared_gate}.weight")
+    router, *gate = source.exact(*weights)
+    core.add_router(
+        weights=router,
+        count=experts.count,
+        chosen=experts.chosen,
+        normalised=experts.normalised,
+        bias=source.vector(f"{prefix}{names.router}.bias") if experts.bias else None,
+        sigmoid=experts.sigmoid,
+        correction=(
+            source.vector(f"{prefix}{names.router_correction}") if experts.correction else None
+        ),
+        groups=experts.groups,
+        chosen_groups=experts.chosen_groups,
+        group_best=experts.group_best,
+        scale=experts.scale,
+        shared=experts.shared_size > 0,
+        shared_gate=gate[0] if gate else None,
+    )
 
 
 def _add_mlp(
@@ -457,12 +480,19 @@ class _Source:
             found = _divided(found[0], sizes)
         return self.packable(found)
 
+    def exact(self, *names: str) -> list[TensorTuple]:
+        """Matrices of plain numbers of one type."""
+        return self._plain([self._read(name) for name in names])
+
     def packable(
         self, found: Sequence[Plain | Grouped]
     ) -> list[TensorTuple | _core.GroupedWeights]:
         grouped = [each for each in found if isinstance(each, Grouped)]
         if len(grouped) == len(found):
             return [each.packable() for each in grouped]
+        return [*self._plain(found)]
+
+    def _plain(self, found: Sequence[Plain | Grouped]) -> list[TensorTuple]:
         plain = [as_plain(each) for each in found]
         if len({dtype for _, dtype in plain}) > 1 or plain[0][1] not in CPU_DTYPES:
             plain = [(as_float32(*each), DType.FLOAT32) for each in plain]
@@ -478,13 +508,6 @@ class _Source:
 
     def kept(self, vector: NDArray[np.float32]) -> TensorTuple:
         return self._tuple(np.ascontiguousarray(vector), DType.FLOAT32)
-
-    def exact(self, name: str) -> TensorTuple:
-        """A matrix of plain numbers."""
-        plain = as_plain(self._read(name))
-        if plain[1] not in CPU_DTYPES:
-            plain = as_float32(*plain), DType.FLOAT32
-        return self._tuple(*plain)
 
     def vector(self, name: str) -> TensorTuple:
         return self._tuple(as_float32(*as_plain(self._read(name))), DType.FLOAT32)

@@ -17,6 +17,7 @@ __all__ = [
     "is_ignorable",
     "is_router",
     "mlp_names",
+    "shared_names",
     "tensor_shapes",
     "weight_name",
 ]
@@ -61,7 +62,8 @@ def weight_name(names: TensorNames, module: str) -> str:
 
 
 def is_router(names: TensorNames, module: str) -> bool:
-    return bool(names.router) and module.endswith(f".{names.router}")
+    """Whether its products choose or weigh experts."""
+    return any(name and module.endswith(f".{name}") for name in (names.router, names.shared_gate))
 
 
 def mlp_names(config: DecoderConfig, layer: int) -> list[tuple[str, ...]]:
@@ -74,6 +76,14 @@ def mlp_names(config: DecoderConfig, layer: int) -> list[tuple[str, ...]]:
         tuple(prefix + name.format(expert) for name in names.experts)
         for expert in range(config.experts.count)
     ]
+
+
+def shared_names(config: DecoderConfig, layer: int) -> tuple[str, ...]:
+    """The modules of a layer's shared expert; none if it has none."""
+    if config.experts is None or not config.has_experts(layer) or not config.experts.shared_size:
+        return ()
+    prefix = config.names.base + config.names.layer.format(layer)
+    return tuple(prefix + name for name in config.names.shared_expert)
 
 
 def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, _Shape]]:
@@ -94,6 +104,14 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, _Sha
     if experts is not None and config.has_experts(layer):
         fused = False
         linears.append((prefix + names.router, experts.count, hidden, experts.bias))
+        if experts.correction:
+            yield prefix + names.router_correction, (experts.count,)
+        if experts.shared_gate:
+            linears.append((prefix + names.shared_gate, 1, hidden, False))
+        if shared := shared_names(config, layer):
+            *ups, down = shared
+            linears += [(name, experts.shared_size, hidden, False) for name in ups]
+            linears.append((down, hidden, experts.shared_size, False))
         if config.stacked_experts:
             modules = []
             yield from _stacked_shapes(config, experts, prefix)

@@ -25,10 +25,11 @@ from vmserve.models.blocks import (
     RmsNorm,
     RmsNormKernel,
     Router,
+    SharedExpert,
     StackedExperts,
 )
-from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig
-from vmserve.models.tensor_names import mlp_names, weight_name
+from vmserve.models.decoder_config import DecoderConfig, ExpertsConfig, LearnedPositionsConfig
+from vmserve.models.tensor_names import mlp_names, shared_names, weight_name
 
 __all__ = ["DecoderWeights", "LayerWeights", "assemble"]
 
@@ -182,15 +183,34 @@ def _projections(
 
 def _mlp(config: DecoderConfig, tensors: _Tensors, layer: int, joined: bool) -> Mlp:
     activation = ACTIVATIONS[config.activation]
-    mlps = mlp_names(config, layer)
     if config.experts is None or not config.has_experts(layer):
-        *first, last = mlps[0]
+        *first, last = mlp_names(config, layer)[0]
         down = _linear(config, tensors, last)
         if not config.gated:
             return PlainMlp(_linear(config, tensors, first[0]), down, activation)
         sizes = (config.mlp_size, config.mlp_size)
         return GatedMlp(_products(config, tensors, first, sizes, joined), down, activation)
-    names, experts = config.names, config.experts
+    experts = _experts(config, config.experts, tensors, layer, joined)
+    shared = shared_names(config, layer)
+    if not shared:
+        return experts
+    *first, last = shared
+    sizes = (config.experts.shared_size, config.experts.shared_size)
+    gate = None
+    if config.experts.shared_gate:
+        prefix = config.names.base + config.names.layer.format(layer)
+        gate = _linear(config, tensors, prefix + config.names.shared_gate)
+    mlp = GatedMlp(
+        _products(config, tensors, first, sizes, joined), _linear(config, tensors, last), activation
+    )
+    return SharedExpert(experts, mlp, gate)
+
+
+def _experts(
+    config: DecoderConfig, experts: ExpertsConfig, tensors: _Tensors, layer: int, joined: bool
+) -> Experts | StackedExperts:
+    activation = ACTIVATIONS[config.activation]
+    names, mlps = config.names, mlp_names(config, layer)
     prefix = names.base + names.layer.format(layer)
     weight = tensors[f"{prefix}{names.router}.weight"]
     bias = tensors.get(f"{prefix}{names.router}.bias")
