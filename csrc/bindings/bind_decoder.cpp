@@ -162,8 +162,8 @@ void bind_decoder(py::module_& m) {
           "add_router",
           [](CpuDecoder& decoder, TensorTuple weights, std::int64_t count, std::int64_t chosen,
              bool normalised, std::optional<TensorTuple> bias, bool sigmoid,
-             std::optional<TensorTuple> correction, std::int64_t groups,
-             std::int64_t chosen_groups, std::int64_t group_best, float scale, bool shared,
+             std::optional<TensorTuple> correction, std::int64_t groups, std::int64_t chosen_groups,
+             std::int64_t group_best, float scale, bool shared,
              std::optional<TensorTuple> shared_gate) {
             DecoderRouter router;
             router.weights = as_tensor(std::move(weights));

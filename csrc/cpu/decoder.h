@@ -96,9 +96,9 @@ class CpuDecoder {
   ~CpuDecoder();
 
   // Call add_layer for each layer in order, then set_ends. After add_layer comes add_mlp, or
-  // add_router with an add_mlp for each expert and, last, the shared one. The rows of `embedding` [vocab,
-  // hidden] are read when they are needed, everything else is copied. None: forward is given the
-  // rows. `head` [vocab, hidden].
+  // add_router with an add_mlp for each expert and, last, the shared one. The rows of `embedding`
+  // [vocab, hidden] are read when they are needed, everything else is copied. None: forward is
+  // given the rows. `head` [vocab, hidden].
   void add_layer(const DecoderLayer& layer);
   void add_mlp(const DecoderMlp& mlp);
   void add_router(const DecoderRouter& router);
