@@ -46,6 +46,10 @@ def test_the_presets_are_the_published_shapes() -> None:
         "yi-6b": (32, 4, 128),
         "yi-34b": (60, 8, 128),
         "qwen2.5-7b": (28, 4, 128),
+        "gemma-3-27b": (62, 16, 128),
+        "gpt-oss-20b": (24, 8, 64),
+        "qwen3-next-80b-a3b": (12, 2, 256),
+        "deepseek-v3": (61, 1, 576),
     }
 
 

@@ -64,15 +64,26 @@ def plan_command(
     dtype: Annotated[
         str | None, typer.Option(help="Type of the cache. Default: the model's own.")
     ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths of requests, e.g. 200,8000: what each holds by kind of layers, and how "
+            "much of it is wasted."
+        ),
+    ] = None,
     paper: Annotated[
         bool, typer.Option("--paper", help="The block-size table of the vAttention paper instead.")
     ] = False,
     output_format: Annotated[PlanFormat, typer.Option("--format")] = PlanFormat.table,
 ) -> None:
-    """Print how a model's KV cache can be laid out in pages, and what each way costs."""
+    """Print how a model's KV cache can be laid out in pages, and what each way costs.
+
+    Where layers are of several kinds (sliding windows, states): also what each kind takes.
+    """
     if paper:
         _print_paper_table(output_format)
         return
+    lengths = _lengths(tokens)
     reports = []
     for name in model or ["embedded", *PRESETS]:
         shape, default_granularity = _shape(name, dtype)
@@ -87,6 +98,7 @@ def plan_command(
                 block_tokens=block_size,
                 max_map_count=(max_map_count() if size < CUDA_GRANULARITY else None),
                 page_bytes=_optional_size(kv_page_size, "kv_page_size"),
+                lengths=lengths,
             )
         )
     if output_format is PlanFormat.json:
@@ -124,8 +136,20 @@ def _shape(name: str, dtype: str | None) -> tuple[ModelShape, int]:
         head_dim=config.head_dim,
         dtype=str(config.dtype).removeprefix("torch."),
         max_len=config.max_position_embeddings,
+        windows=config.windows,
     )
     return _with_dtype(shape, dtype), HOST_GRANULARITY
+
+
+def _lengths(tokens: str | None) -> list[int]:
+    """Raises :class:`ConfigurationError` for what are no lengths."""
+    try:
+        lengths = [int(length) for length in tokens.split(",")] if tokens is not None else []
+    except ValueError:
+        lengths = [0]
+    if any(length < 1 for length in lengths):
+        raise ConfigurationError(f"tokens: {tokens!r} are no lengths; write e.g. 200,8000")
+    return lengths
 
 
 def _with_dtype(shape: ModelShape, dtype: str | None) -> ModelShape:

@@ -271,19 +271,20 @@ def candidates(
     page_bytes: int | None = None,
     block_tokens: int = 16,
     tensor_parallel: int = 1,
+    keys_only: bool = False,
     max_len: int | None = None,
     max_map_count: int | None = None,
 ) -> list[KVLayout]:
     """One layout per way to group the layers: for each divisor of their number.
 
-    First with K and V together (fewest groups last), then apart. Groupings whose tokens do not fit
-    a page of ``page_bytes`` are left out. If none fits, raises the first one's
-    :class:`ConfigurationError`.
+    First with K and V together (fewest groups last), then apart, without ``keys_only``. Groupings
+    whose tokens do not fit a page of ``page_bytes`` are left out. If none fits, raises the first
+    one's :class:`ConfigurationError`.
     """
     _check_positive(num_layers=num_layers)
     layouts: list[KVLayout] = []
     refusals: list[ConfigurationError] = []
-    for split_kv in (False, True):
+    for split_kv in (False,) if keys_only else (False, True):
         for layers_per_group in (n for n in range(1, num_layers + 1) if num_layers % n == 0):
             try:
                 layout = plan_layout(
@@ -297,6 +298,7 @@ def candidates(
                     page_bytes=page_bytes,
                     block_tokens=block_tokens,
                     tensor_parallel=tensor_parallel,
+                    keys_only=keys_only,
                     max_len=max_len,
                     max_map_count=max_map_count,
                 )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.table import Table
 
+from vmserve.dtypes import DType
+from vmserve.memory.kind_pages import KindShape, equal_pages, kind_pages
+from vmserve.memory.kinds_report import KindsReport
 from vmserve.memory.layout import (
     CUDA_GRANULARITY,
     HOST_GRANULARITY,
     KVLayout,
     candidates,
+    layer_kinds,
     plan_layout,
 )
 from vmserve.sizes import format_size
@@ -34,9 +39,18 @@ __all__ = [
 ]
 
 
+#: Tokens of requests whose waste is reported where layers are of several kinds.
+_USUAL_LENGTHS = (12, 200, 1000, 8000)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What the KV cache needs to know of a model. ``max_len``: its context, in tokens."""
+    """What the KV cache needs to know of a model. ``max_len``: its context, in tokens.
+
+    ``windows``: of the first layers, in turn (none: all see everything); ``keys_only``: V takes no
+    memory. Besides ``num_layers`` with K and V, ``num_states`` layers have a state of
+    ``state_bytes``.
+    """
 
     name: str
     num_layers: int
@@ -44,7 +58,30 @@ class ModelShape:
     head_dim: int
     dtype: str = "bfloat16"
     max_len: int | None = None
+    windows: tuple[int | None, ...] = (None,)
+    keys_only: bool = False
+    num_states: int = 0
+    state_bytes: int = 0
 
+    def kinds(self, tensor_parallel: int = 1) -> list[KindShape]:
+        """The kinds of layers, those of one rank."""
+        vectors = 1 if self.keys_only else 2
+        heads = self.kv_heads // tensor_parallel
+        token_bytes = vectors * heads * self.head_dim * DType.of(self.dtype).itemsize
+        windows = itertools.islice(itertools.cycle(self.windows), self.num_layers)
+        kinds = [
+            KindShape(num_layers=len(kind.layers), token_bytes=token_bytes, window=kind.window)
+            for kind in layer_kinds(tuple(windows))
+        ]
+        if self.num_states:
+            state_bytes = self.state_bytes // tensor_parallel
+            kinds.append(KindShape(num_layers=self.num_states, state_bytes=state_bytes))
+        return kinds
+
+
+#: Of a layer of Qwen3-Next, in float32: 32 heads of 128 by 128; in bfloat16: the last 3 inputs of
+#: a convolution over 16 + 16 heads of 128 and 32 of 128.
+_DELTA_STATE = 32 * 128 * 128 * 4 + 3 * 64 * 128 * 2
 
 #: Shapes as their authors published them (config.json of each model).
 PRESETS = {
@@ -54,6 +91,39 @@ PRESETS = {
         ModelShape(name="yi-6b", num_layers=32, kv_heads=4, head_dim=128, max_len=4096),
         ModelShape(name="yi-34b", num_layers=60, kv_heads=8, head_dim=128, max_len=4096),
         ModelShape(name="qwen2.5-7b", num_layers=28, kv_heads=4, head_dim=128, max_len=131072),
+        ModelShape(
+            name="gemma-3-27b",
+            num_layers=62,
+            kv_heads=16,
+            head_dim=128,
+            max_len=131072,
+            windows=(*(1024,) * 5, None),
+        ),
+        ModelShape(
+            name="gpt-oss-20b",
+            num_layers=24,
+            kv_heads=8,
+            head_dim=64,
+            max_len=131072,
+            windows=(128, None),
+        ),
+        ModelShape(
+            name="qwen3-next-80b-a3b",
+            num_layers=12,
+            kv_heads=2,
+            head_dim=256,
+            max_len=262144,
+            num_states=36,
+            state_bytes=_DELTA_STATE,
+        ),
+        ModelShape(
+            name="deepseek-v3",
+            num_layers=61,
+            kv_heads=1,
+            head_dim=576,
+            max_len=163840,
+            keys_only=True,
+        ),
     )
 }
 
@@ -111,6 +181,8 @@ class PlanReport:
     max_len: int | None
     candidates: tuple[Candidate, ...]
     max_map_count: int | None = None
+    #: None if all layers are of one kind and nobody asked.
+    kinds: KindsReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -120,6 +192,7 @@ class PlanReport:
             "limit_bytes": self.limit_bytes,
             "max_len": self.max_len,
             "candidates": [candidate.to_dict() for candidate in self.candidates],
+            **({} if self.kinds is None else self.kinds.to_dict()),
         }
 
     def __rich__(self) -> RenderableType:
@@ -140,7 +213,7 @@ class PlanReport:
             table.add_column("max requests", justify="right")
         for candidate in self.candidates:
             table.add_row(*self._cells(candidate), style="bold" if candidate.is_default else None)
-        return table
+        return table if self.kinds is None else Group(table, self.kinds)
 
     def _caption(self) -> str:
         lines = [
@@ -185,15 +258,18 @@ def plan_report(
     block_tokens: int = 16,
     max_map_count: int | None = None,
     page_bytes: int | None = None,
+    lengths: Sequence[int] = (),
 ) -> PlanReport:
     """The layout candidates of a model: one per way to group its layers.
 
     ``limit_bytes`` limits the pool of one rank; with it the report says how many tokens and
     requests of ``max_len`` (default: the model's own) fit. ``max_map_count`` bounds the mappings of
     one such request on the host. ``page_bytes`` fixes the size of a group's page and leaves out
-    groupings that do not fit into it.
+    groupings that do not fit into it. ``lengths``: of requests whose waste is reported, by default
+    some if layers are of several kinds.
 
-    Raises :class:`ConfigurationError` if no grouping fits, and for wrong numbers.
+    Raises :class:`ConfigurationError` if no grouping fits, for wrong numbers, and if kinds of
+    layers cannot hold one request of ``max_len``, with what each needs.
     """
     longest = max_len if max_len is not None else shape.max_len
     layouts = candidates(
@@ -205,9 +281,11 @@ def plan_report(
         page_bytes=page_bytes,
         tensor_parallel=tensor_parallel,
         block_tokens=block_tokens,
+        keys_only=shape.keys_only,
         max_len=longest,
         max_map_count=max_map_count,
     )
+    default = next((each for each in layouts if _is_default(each)), None)
     return PlanReport(
         shape=shape,
         granularity=granularity,
@@ -218,13 +296,52 @@ def plan_report(
         candidates=tuple(
             Candidate(
                 layout=layout,
-                is_default=layout.layers_per_group == 1 and not layout.split_kv,
+                is_default=layout is default,
                 limit_bytes=limit_bytes,
                 max_len=longest,
             )
             for layout in layouts
         ),
+        kinds=_kinds_report(shape, default, limit_bytes, longest, lengths),
     )
+
+
+def _is_default(layout: KVLayout) -> bool:
+    return layout.layers_per_group == 1 and not layout.split_kv
+
+
+def _kinds_report(
+    shape: ModelShape,
+    default: KVLayout | None,
+    limit_bytes: int | None,
+    max_len: int | None,
+    lengths: Sequence[int],
+) -> KindsReport | None:
+    """Of a model with several kinds of layers, or if there are ``lengths``."""
+    if default is None:
+        return None
+    shapes = shape.kinds(default.tensor_parallel)
+    if len(shapes) == 1 and not lengths:
+        return None
+    is_host = default.granularity < CUDA_GRANULARITY
+    usual = [length for length in _USUAL_LENGTHS if max_len is None or length <= max_len]
+    report = KindsReport(
+        name=shape.name,
+        kinds=kind_pages(
+            shapes,
+            default.granularity,
+            page_tokens=default.page_tokens if is_host else None,
+            page_bytes=default.page_bytes if is_host else None,
+            block_tokens=default.block_tokens,
+        ),
+        equal=equal_pages(shapes),
+        block_tokens=default.block_tokens,
+        lengths=tuple(lengths or usual),
+        limit_bytes=limit_bytes,
+        max_len=max_len,
+    )
+    report.require_room()
+    return report
 
 
 @dataclass(frozen=True)

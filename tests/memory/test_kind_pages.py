@@ -1,0 +1,140 @@
+"""What kinds of layers take of a pool: the arithmetic, and the core's own count."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks.kinds.counted import counted_bytes
+from vmserve import _core
+from vmserve.cli.main import app
+from vmserve.errors import ConfigurationError
+from vmserve.memory.kind_pages import (
+    KindShape,
+    equal_pages,
+    held_bytes,
+    kind_pages,
+    needed_bytes,
+)
+from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY
+from vmserve.memory.plan_report import PRESETS, plan_report
+
+GEMMA = PRESETS["gemma-3-27b"].kinds()
+GPT_OSS = PRESETS["gpt-oss-20b"].kinds()
+QWEN = PRESETS["qwen3-next-80b-a3b"].kinds()
+DEEPSEEK = PRESETS["deepseek-v3"].kinds()
+
+
+@pytest.mark.parametrize("granularity", [HOST_GRANULARITY, CUDA_GRANULARITY])
+@pytest.mark.parametrize("shapes", [GEMMA, GPT_OSS, DEEPSEEK])
+def test_the_core_counts_what_the_arithmetic_says(
+    shapes: list[KindShape], granularity: int
+) -> None:
+    kinds = kind_pages(shapes, granularity)
+    blocks = [kind.in_blocks(16) for kind in kinds]
+    for length in (1, 2, 12, 127, 128, 129, 200, 1000, 1024, 1025, 1040, 8000):
+        assert counted_bytes(kinds, length, _core.View.VIRTUAL) == held_bytes(kinds, length)
+        assert counted_bytes(kinds, length, _core.View.PAGED) == held_bytes(blocks, length)
+
+
+def test_blocks_waste_less_than_one_block_of_each_end() -> None:
+    kinds = [kind.in_blocks(16) for kind in kind_pages(GEMMA, HOST_GRANULARITY)]
+    whole, windowed = (kind.page_bytes // 16 for kind in kinds)
+    for length in range(1, 3000):
+        wasted = held_bytes(kinds, length) - needed_bytes(kinds, length)
+        assert 0 <= wasted <= 15 * whole + 30 * windowed
+
+
+def test_equal_pages_of_windows_are_padded_to_whole_groups() -> None:
+    """Gemma 3 27B: one group of 10 layers that see all and six for the 52 others."""
+    block = 10 * 16 * 8192
+    assert [(kind.page_bytes, kind.page_tokens) for kind in equal_pages(GEMMA)] == [
+        (block, 16),
+        (6 * block, 16),
+    ]
+    # 12 and 12 layers: nothing is padded.
+    kinds = kind_pages(GPT_OSS, HOST_GRANULARITY, page_tokens=16)
+    assert [kind.page_bytes for kind in equal_pages(GPT_OSS)] == [k.page_bytes for k in kinds]
+    # 12 and 13: groups of 13, not of 12.
+    odd = [KindShape(num_layers=n, token_bytes=2048, window=w) for n, w in ((13, None), (12, 128))]
+    assert {kind.page_bytes for kind in equal_pages(odd)} == {13 * 16 * 2048}
+
+
+@pytest.mark.parametrize(
+    ("state", "token", "block"),
+    [
+        # Block sizes that vLLM logs: Qwen3.6-27B, Qwen3.5-0.8B, and Qwen3-Next with bfloat16 state.
+        (48 * 128 * 128 * 4 + 10240 * 3 * 2, 4 * 256 * 2 * 2, 784),
+        (16 * 128 * 128 * 4 + 6144 * 3 * 2, 2 * 256 * 2 * 2, 544),
+        (32 * 128 * 128 * 2 + 8192 * 3 * 2, 2 * 256 * 2 * 2, 544),
+    ],
+)
+def test_equal_pages_grow_until_a_state_fits(state: int, token: int, block: int) -> None:
+    shapes = [
+        KindShape(num_layers=16, token_bytes=token),
+        KindShape(num_layers=48, state_bytes=state),
+    ]
+    attention, states = equal_pages(shapes)
+    assert (attention.page_tokens, attention.page_bytes) == (block, 16 * block * token)
+    assert (states.pages(1), states.held_bytes(10**6)) == (1, 48 * block * token)
+
+
+def test_narrower_layers_get_longer_blocks_or_padding() -> None:
+    wide, half, odd = (
+        KindShape(num_layers=4, token_bytes=size, window=window)
+        for size, window in ((4096, None), (2048, 64), (1536, 128))
+    )
+    pages = equal_pages([wide, half, odd])
+    assert [kind.page_tokens for kind in pages] == [16, 32, 16]
+    assert {kind.page_bytes for kind in pages} == {4 * 16 * 4096}
+
+
+def test_a_state_takes_one_page_of_its_own_size() -> None:
+    attention, state = kind_pages(QWEN, HOST_GRANULARITY)
+    assert state.held_bytes(1) == state.held_bytes(10**6) == 36 * 2_146_304
+    assert attention.page_tokens == 64
+    frames = kind_pages(QWEN, CUDA_GRANULARITY)[1]
+    assert frames.page_bytes == 37 * CUDA_GRANULARITY  # of all 36 layers together
+
+
+def test_plan_shows_kinds_and_what_requests_waste() -> None:
+    report = plan_report(PRESETS["gemma-3-27b"], limit_bytes=32 << 30, lengths=[1000])
+    values = report.to_dict()
+    assert [(kind["kind"], kind["num_layers"], kind["window"]) for kind in values["kinds"]] == [
+        ("all", 10, None),
+        ("window 1024", 52, 1024),
+    ]
+    [request] = values["requests"]
+    assert request["needed_bytes"] == 1000 * 62 * 8192
+    assert request["slots_bytes"] == 1024 * 62 * 8192
+    assert request["blocks_bytes"] == 1008 * 62 * 8192
+    assert request["equal_bytes"] == 1008 * 70 * 8192
+    assert request["equal_waste"] == pytest.approx(1 - 62000 / 70560)
+    console = Console(file=io.StringIO(), width=160)
+    console.print(report)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "3 requests of 131,072 tokens fit in 32 GiB" in text
+    assert "551.2 MiB (12.1%)" in text
+    assert "kinds" not in plan_report(PRESETS["llama-3-8b"]).to_dict()
+    assert "kinds" in plan_report(PRESETS["llama-3-8b"], lengths=[12]).to_dict()
+
+
+def test_kinds_that_cannot_fit_are_refused_with_what_each_needs() -> None:
+    needs = (
+        r"a request of 131,072 tokens needs 10 GiB in 2,048 pages of 5 MiB \(all: 10 layers\), "
+        r"416 MiB in 16 pages of 26 MiB \(window 1024: 52 layers\); the KV cache has 8 GiB: "
+        r"raise --kv-cache-memory to 10.4\d GiB or lower --max-model-len"
+    )
+    with pytest.raises(ConfigurationError, match=needs):
+        plan_report(PRESETS["gemma-3-27b"], limit_bytes=8 << 30, max_len=131072)
+    plan_report(PRESETS["gemma-3-27b"], limit_bytes=8 << 30, max_len=65536)
+
+
+@pytest.mark.parametrize("tokens", ["", "12,", "0", "-3", "x"])
+def test_what_are_no_lengths_is_refused(tokens: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--model", "yi-6b", "--tokens", tokens])
+    assert isinstance(result.exception, ConfigurationError)
+    assert "200,8000" in str(result.exception)

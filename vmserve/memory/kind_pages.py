@@ -1,0 +1,147 @@
+"""What each kind of layers takes of a pool, by arithmetic; and the same with pages of equal size.
+
+Lengths are those of a sequence that decodes: its last token sees the window that ends with it, and
+pages wholly before that are given up. While a prompt is computed, its chunk is held in addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from vmserve.memory.layout import CUDA_GRANULARITY, plan_layout
+
+__all__ = ["KindPages", "KindShape", "equal_pages", "held_bytes", "kind_pages", "needed_bytes"]
+
+#: Layers of the commonest kind, over those of the rarest, up to which all get groups of one size.
+_ONE_GROUP_EACH = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class KindShape:
+    """Layers of one kind; bytes are those of one layer.
+
+    A token takes ``token_bytes``, for the last ``window`` tokens (None: all). Or the kind has no
+    tokens, and a sequence takes ``state_bytes`` however long it is.
+    """
+
+    num_layers: int
+    token_bytes: int = 0
+    window: int | None = None
+    state_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        if self.state_bytes:
+            return "state"
+        return "all" if self.window is None else f"window {self.window}"
+
+    def needed_bytes(self, num_tokens: int) -> int:
+        """Bytes that a sequence of ``num_tokens`` fills."""
+        seen = num_tokens if self.window is None else min(num_tokens, self.window)
+        return self.num_layers * (seen * self.token_bytes + self.state_bytes)
+
+
+@dataclass(frozen=True)
+class KindPages:
+    """Pages of one kind. ``page_bytes``: of one page over all its layers. ``page_tokens``: 0 for
+    the page of a state."""
+
+    shape: KindShape
+    page_bytes: int
+    page_tokens: int
+
+    def pages(self, num_tokens: int) -> int:
+        """Pages of a sequence of ``num_tokens``."""
+        if not self.page_tokens:
+            return 1
+        behind = 0 if self.shape.window is None else max(0, num_tokens - self.shape.window)
+        return -(-num_tokens // self.page_tokens) - behind // self.page_tokens
+
+    def held_bytes(self, num_tokens: int) -> int:
+        return self.pages(num_tokens) * self.page_bytes
+
+    def in_blocks(self, block_tokens: int) -> KindPages:
+        """The same pages as sequences with block tables take them: block by block."""
+        if not self.page_tokens:
+            return self
+        block_bytes = self.page_bytes // self.page_tokens * block_tokens
+        return replace(self, page_bytes=block_bytes, page_tokens=block_tokens)
+
+
+def needed_bytes(kinds: Sequence[KindPages], num_tokens: int) -> int:
+    return sum(kind.shape.needed_bytes(num_tokens) for kind in kinds)
+
+
+def held_bytes(kinds: Sequence[KindPages], num_tokens: int) -> int:
+    return sum(kind.held_bytes(num_tokens) for kind in kinds)
+
+
+def kind_pages(
+    shapes: Sequence[KindShape],
+    granularity: int,
+    *,
+    page_tokens: int | None = None,
+    page_bytes: int | None = None,
+    block_tokens: int = 16,
+) -> tuple[KindPages, ...]:
+    """The pages of kinds that share one pool; a page has equally many tokens in all of them.
+
+    On the host a page is a multiple of ``granularity`` for each layer (``page_bytes``, if given),
+    with coarse pages of a GPU for all layers of the kind together. ``page_tokens`` None: the most
+    that a kind would choose for itself (:func:`~vmserve.memory.layout.plan_layout`).
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for sizes that do not fit.
+    """
+
+    def pages(shape: KindShape, tokens: int | None) -> tuple[int, int]:
+        together = shape.num_layers if granularity >= CUDA_GRANULARITY else 1
+        if shape.state_bytes:
+            size = -(-shape.state_bytes * together // granularity) * granularity
+            return shape.num_layers // together * size, 0
+        layout = plan_layout(
+            shape.num_layers,
+            1,
+            shape.token_bytes // 2,
+            "float16",
+            granularity,
+            layers_per_group=together,
+            keys_only=True,
+            page_tokens=tokens,
+            page_bytes=page_bytes,
+            block_tokens=block_tokens,
+        )
+        return layout.total_page_bytes, layout.page_tokens
+
+    tokens = page_tokens or max(pages(shape, None)[1] for shape in shapes) or None
+    return tuple(KindPages(shape, *pages(shape, tokens)) for shape in shapes)
+
+
+def equal_pages(shapes: Sequence[KindShape], *, block_tokens: int = 16) -> tuple[KindPages, ...]:
+    """The same kinds in pages of one size, after the rule of vLLM's hybrid manager.
+
+    Layers of a kind are put in groups of equally many layers, padded where they do not divide; a
+    group takes one page for each block. A block of a layer has one size in all kinds: blocks of
+    narrower layers have more tokens, or are padded; those of attention grow, in steps of
+    ``block_tokens``, until a state fits, which is padded. The source: vLLM of 2026,
+    ``vllm/v1/core/kv_cache_utils.py`` and, for states, ``vllm/platforms/interface.py``.
+    """
+    state_bytes = max(shape.state_bytes for shape in shapes)
+    widest = max(shape.token_bytes for shape in shapes)
+    block = block_tokens
+    if state_bytes:
+        block *= -(-state_bytes // (block_tokens * widest))
+    layer_bytes = block * widest
+
+    def tokens(shape: KindShape) -> int:
+        if shape.state_bytes:
+            return 0
+        times, rest = divmod(layer_bytes, block * shape.token_bytes)
+        return block if rest else block * times
+
+    counts = [shape.num_layers for shape in shapes]
+    group = max(counts) if max(counts) < _ONE_GROUP_EACH * min(counts) else min(counts)
+    return tuple(
+        KindPages(shape, -(-shape.num_layers // group) * group * layer_bytes, tokens(shape))
+        for shape in shapes
+    )
