@@ -459,6 +459,10 @@ class CpuKvView:
     ) -> None:
         """Layer ``i`` is read through ``block_tables[layer_tables[i]]``."""
 
+    def set_states(self, states: Sequence[_TensorTuple], table: NDArray[np.int32]) -> None:
+        """``states``: float32 ``[pages, floats]`` of each layer without K and V; ``table``:
+        ``[sequences, blocks]``, of which the first block is a sequence's page."""
+
 class CpuBatch:
     def __init__(
         self,
@@ -466,7 +470,10 @@ class CpuBatch:
         places: Sequence[int] | NDArray[np.int64],
         num_past: Sequence[int] | NDArray[np.int64],
         num_new: Sequence[int] | NDArray[np.int64],
-    ) -> None: ...
+        state_places: Sequence[int] | NDArray[np.int64] | None = None,
+    ) -> None:
+        """``state_places``: rows of the table of states; None: ``places``."""
+
     @property
     def num_tokens(self) -> int: ...
     @property
@@ -531,6 +538,7 @@ class CpuDecoder:
         norm_eps: float,
         embedding_scale: float = 1.0,
         logits_softcap: float = 0.0,
+        delta: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
         kv_dtype: str,
         quantization: str,
         num_threads: int,
@@ -559,6 +567,21 @@ class CpuDecoder:
         scale: float,
         window: int,
         softcap: float,
+        gated: bool = False,
+    ) -> None: ...
+    def add_delta(
+        self,
+        *,
+        attention_norm: _TensorTuple,
+        qkv: _TensorTuple | GroupedWeights,
+        z: _TensorTuple | GroupedWeights,
+        gates: _TensorTuple | GroupedWeights,
+        output: _TensorTuple | GroupedWeights,
+        mlp_norm: _TensorTuple,
+        taps: NDArray[np.float32],
+        decay_rate: NDArray[np.float32],
+        bias: NDArray[np.float32],
+        norm: NDArray[np.float32],
     ) -> None: ...
     def add_mlp(
         self,
@@ -603,6 +626,8 @@ class CpuDecoder:
     def expert_reads(self) -> int: ...
     @property
     def expert_rows(self) -> int: ...
+    @property
+    def delta_seconds(self) -> float: ...
     @property
     def row_type(self) -> str: ...
     @property

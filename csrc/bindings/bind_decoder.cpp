@@ -43,6 +43,13 @@ const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, cons
   return reinterpret_cast<const float*>(tensor.data);
 }
 
+// key_heads, value_heads, key_dim, value_dim, taps.
+using DeltaSizes = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+
+std::vector<float> copy_of(const Floats& array) {
+  return {array.data(), array.data() + array.size()};
+}
+
 // Returns (logits [rows, vocab], seconds of attention in each batch, hidden states).
 py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
                   const std::vector<CpuBatch*>& batches, const std::optional<IntArray>& wanted,
@@ -81,17 +88,27 @@ void bind_decoder(py::module_& m) {
   py::class_<CpuDecoder>(m, "CpuDecoder")
       .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t q_heads,
                        std::int64_t kv_heads, std::int64_t head_dim, float norm_eps,
-                       float embedding_scale, float logits_softcap, const std::string& kv_dtype,
-                       const std::string& quantization, int num_threads, const std::string& isa) {
-             const DecoderShape shape{vocab_size, hidden_size, q_heads,         kv_heads,
-                                      head_dim,   norm_eps,    embedding_scale, logits_softcap};
+                       float embedding_scale, float logits_softcap, const DeltaSizes& delta,
+                       const std::string& kv_dtype, const std::string& quantization,
+                       int num_threads, const std::string& isa) {
+             const auto [key_heads, value_heads, key_dim, value_dim, taps] = delta;
+             const DecoderShape shape{vocab_size,
+                                      hidden_size,
+                                      q_heads,
+                                      kv_heads,
+                                      head_dim,
+                                      norm_eps,
+                                      embedding_scale,
+                                      logits_softcap,
+                                      {key_heads, value_heads, key_dim, value_dim, taps}};
              return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype),
                                                  as_quantization(quantization), num_threads, isa);
            }),
            py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("q_heads"),
            py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
-           py::arg("embedding_scale") = 1.0F, py::arg("logits_softcap") = 0.0F, py::arg("kv_dtype"),
-           py::arg("quantization"), py::arg("num_threads"), py::arg("isa") = "")
+           py::arg("embedding_scale") = 1.0F, py::arg("logits_softcap") = 0.0F,
+           py::arg("delta") = DeltaSizes{}, py::arg("kv_dtype"), py::arg("quantization"),
+           py::arg("num_threads"), py::arg("isa") = "")
       .def(
           "add_layer",
           [](CpuDecoder& decoder, TensorTuple attention_norm, const WeightArgument& q,
@@ -102,7 +119,7 @@ void bind_decoder(py::module_& m) {
              std::optional<TensorTuple> q_norm, std::optional<TensorTuple> k_norm,
              std::optional<TensorTuple> attention_out_norm, std::optional<TensorTuple> mlp_out_norm,
              std::int64_t head_dim, std::int64_t rotation, float scale, std::int64_t window,
-             float softcap) {
+             float softcap, bool gated) {
             DecoderLayer layer;
             layer.attention_norm = as_tensor(std::move(attention_norm));
             layer.q = as_weights(q);
@@ -126,6 +143,7 @@ void bind_decoder(py::module_& m) {
             layer.scale = scale;
             layer.window = window;
             layer.softcap = softcap;
+            layer.gated = gated;
             const py::gil_scoped_release unlocked;
             decoder.add_layer(layer);
           },
@@ -134,7 +152,27 @@ void bind_decoder(py::module_& m) {
           py::arg("v_bias"), py::arg("output_bias") = std::nullopt, py::arg("sinks") = std::nullopt,
           py::arg("q_norm"), py::arg("k_norm"), py::arg("attention_out_norm") = std::nullopt,
           py::arg("mlp_out_norm") = std::nullopt, py::arg("head_dim"), py::arg("rotation"),
-          py::arg("scale"), py::arg("window"), py::arg("softcap"))
+          py::arg("scale"), py::arg("window"), py::arg("softcap"), py::arg("gated") = false)
+      .def(
+          "add_delta",
+          [](CpuDecoder& decoder, TensorTuple attention_norm, const WeightArgument& qkv,
+             const WeightArgument& z, const WeightArgument& gates, const WeightArgument& output,
+             TensorTuple mlp_norm, const Floats& taps, const Floats& decay_rate, const Floats& bias,
+             const Floats& norm) {
+            DecoderDelta layer;
+            layer.attention_norm = as_tensor(std::move(attention_norm));
+            layer.qkv = as_weights(qkv);
+            layer.z = as_weights(z);
+            layer.gates = as_weights(gates);
+            layer.output = as_weights(output);
+            layer.mlp_norm = as_tensor(std::move(mlp_norm));
+            layer.weights = {copy_of(taps), copy_of(decay_rate), copy_of(bias), copy_of(norm)};
+            const py::gil_scoped_release unlocked;
+            decoder.add_delta(layer);
+          },
+          py::kw_only(), py::arg("attention_norm"), py::arg("qkv"), py::arg("z"), py::arg("gates"),
+          py::arg("output"), py::arg("mlp_norm"), py::arg("taps"), py::arg("decay_rate"),
+          py::arg("bias"), py::arg("norm"))
       .def(
           "add_mlp",
           [](CpuDecoder& decoder, const WeightArgument& gate, const WeightArgument& up,
@@ -207,6 +245,7 @@ void bind_decoder(py::module_& m) {
       .def_property_readonly("row_weight_bytes", &CpuDecoder::row_weight_bytes)
       .def_property_readonly("expert_reads", &CpuDecoder::expert_reads)
       .def_property_readonly("expert_rows", &CpuDecoder::expert_rows)
+      .def_property_readonly("delta_seconds", &CpuDecoder::delta_seconds)
       .def_property_readonly("row_type", &CpuDecoder::row_type)
       .def_property_readonly("vocab_size", &CpuDecoder::vocab_size)
       .def_property("num_threads", &CpuDecoder::num_threads, &CpuDecoder::set_num_threads)

@@ -130,14 +130,25 @@ void bind_kernels(py::module_& m) {
                                std::move(layer_tables));
            }),
            py::arg("keys"), py::arg("values"), py::arg("block_tables").noconvert(),
-           py::arg("block_tokens"), py::keep_alive<1, 4>());
+           py::arg("block_tokens"), py::keep_alive<1, 4>())
+      .def(
+          "set_states",
+          [](CpuKvView& view, std::vector<TensorTuple> states, const Tables& table) {
+            if (table.ndim() != 2) throw MisuseError("a table of states is int32 [rows, blocks]");
+            view.set_states(as_tensors(std::move(states)), table.data(), table.shape(0),
+                            table.shape(1));
+          },
+          py::arg("states"), py::arg("table").noconvert(), py::keep_alive<1, 3>());
   py::class_<CpuBatch>(m, "CpuBatch")
       .def(py::init([](const std::shared_ptr<CpuKvView>& view, const IntArray& places,
-                       const IntArray& num_past, const IntArray& num_new) {
+                       const IntArray& num_past, const IntArray& num_new,
+                       const std::optional<IntArray>& state_places) {
              return std::make_unique<CpuBatch>(view, as_ints(places), as_ints(num_past),
-                                               as_ints(num_new));
+                                               as_ints(num_new),
+                                               state_places ? as_ints(*state_places) : Ints{});
            }),
-           py::arg("view"), py::arg("places"), py::arg("num_past"), py::arg("num_new"))
+           py::arg("view"), py::arg("places"), py::arg("num_past"), py::arg("num_new"),
+           py::arg("state_places") = std::nullopt)
       .def_property_readonly("num_tokens", &CpuBatch::num_tokens)
       .def_property_readonly("last_position", &CpuBatch::last_position);
   py::class_<CpuAttention>(m, "CpuAttention")

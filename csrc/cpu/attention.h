@@ -39,7 +39,8 @@ struct TensorRef {
 // shape of the AVX-512 kernels in plain C++, for tests) are always among them.
 std::vector<std::string> cpu_isas();
 
-// K and V of every layer. The caller owns the memory and keeps it alive longer than the view.
+// K and V of every layer that attends, and states of the others. The caller owns the memory and
+// keeps it alive longer than the view.
 class CpuKvView {
  public:
   // Virtual view: keys and values [slots, max_len, kv_heads, head_dim] of each layer.
@@ -51,7 +52,15 @@ class CpuKvView {
             std::vector<const std::int32_t*> tables, std::vector<std::size_t> layer_tables,
             std::int64_t table_rows, std::int64_t table_width, std::int64_t block_tokens);
 
+  // States of constant size, in either view: float32 [pages, floats] of each layer without K and V,
+  // and a block table int32 [table_rows, table_width]. A block is a page; a sequence's first block
+  // has its state.
+  void set_states(std::vector<TensorRef> states, const std::int32_t* table, std::int64_t table_rows,
+                  std::int64_t table_width);
+
   bool paged() const { return !tables_.empty(); }
+  std::int64_t num_states() const { return static_cast<std::int64_t>(states_.size()); }
+  std::int64_t state_floats() const { return states_.empty() ? 0 : states_[0].shape[1]; }
   std::int64_t num_layers() const { return static_cast<std::int64_t>(keys_.size()); }
   DType dtype() const { return keys_[0].dtype; }
   std::int64_t kv_heads() const { return keys_[0].shape[2]; }
@@ -65,7 +74,9 @@ class CpuKvView {
   friend class CpuBatch;
   void check_tensors() const;
 
-  std::vector<TensorRef> keys_, values_;
+  std::vector<TensorRef> keys_, values_, states_;
+  const std::int32_t* state_table_ = nullptr;
+  std::int64_t state_table_rows_ = 0, state_table_width_ = 0;
   std::vector<const std::int32_t*> tables_;
   std::vector<std::size_t> layer_tables_;
   std::vector<std::int64_t> num_blocks_;  // of the arena behind each table
@@ -77,9 +88,10 @@ class CpuKvView {
 class CpuBatch {
  public:
   // Sequence i is in slot or table row places[i], has num_past[i] tokens and adds num_new[i] > 0.
-  // Copies the rows of the block tables.
+  // Copies the rows of the block tables. state_places: rows of the table of states; none: places.
   CpuBatch(std::shared_ptr<const CpuKvView> view, std::vector<std::int64_t> places,
-           std::vector<std::int64_t> num_past, std::vector<std::int64_t> num_new);
+           std::vector<std::int64_t> num_past, std::vector<std::int64_t> num_new,
+           const std::vector<std::int64_t>& state_places = {});
   ~CpuBatch();
 
   const CpuKvView& view() const { return *view_; }
@@ -93,6 +105,8 @@ class CpuBatch {
 
   // Addresses of sequence i in a layer.
   cpu::Sequence sequence(std::int64_t layer, std::int64_t i) const;
+  // Sequence i's state in a layer, counted among those with states.
+  float* state(std::int64_t layer, std::int64_t i) const;
   // The first position that sequence i's new tokens attend to through a window.
   std::int64_t first_seen(std::int64_t i, std::int64_t window) const;
   // The work items of a layer, computed for the first layer that asks. Throws MisuseError if a
@@ -105,11 +119,13 @@ class CpuBatch {
   void check_blocks(std::size_t table, std::int64_t window) const;
   std::size_t table_of(std::int64_t layer) const;
   void copy_tables();
+  void find_states(const std::vector<std::int64_t>& state_places);
 
   std::shared_ptr<const CpuKvView> view_;
   std::vector<std::int64_t> places_, num_past_, num_new_, starts_;
   std::int64_t num_tokens_ = 0;
   std::vector<std::int32_t> blocks_;  // rows of the tables
+  std::vector<std::int64_t> state_rows_;
   // Of each table's sequences, table after table:
   std::vector<std::int64_t> block_starts_;  // where their blocks begin in blocks_
   std::vector<std::int64_t> usable_from_;   // position after the last block outside the arena

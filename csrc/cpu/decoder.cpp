@@ -98,12 +98,19 @@ struct CpuDecoder::Layer {
   std::vector<float> attention_out_norm, mlp_out_norm;
   std::vector<LinearLayer> qkv;  // one, or more where queries, keys and values are not stored alike
   LinearLayer output;
+  std::optional<DeltaWeights> delta;  // in place of attention; qkv then has its projections
+  LinearLayer delta_gates;
+  std::int64_t index = 0;  // among the layers with attention, or with a delta rule
+  bool gated = false;
   std::vector<Mlp> mlps;  // one, or the experts, the shared one last
   std::optional<Experts> experts;
   std::size_t rotation = 0;
   float scale = 1.0F;
   std::int64_t window = 0;
   float softcap = 0.0F;
+
+  // Whether what enters the output product is float32, not of the KV cache's type.
+  bool mixes_floats() const { return gated || delta.has_value(); }
 };
 
 CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization quantization,
@@ -112,10 +119,14 @@ CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization q
       kv_dtype_(kv_dtype),
       pool_(std::make_shared<ThreadPool>(num_threads)),
       products_(cpu::choose_table(isa).linear, pool_, quantization, kv_dtype == DType::kBFloat16),
-      attention_(std::make_unique<CpuAttention>(pool_, isa)) {
+      attention_(std::make_unique<CpuAttention>(pool_, isa)),
+      mixing_(cpu::choose_delta_kernels(attention_->isa())) {
   require(shape.vocab_size > 0 && shape.hidden_size > 0 && shape.kv_heads > 0 &&
               shape.q_heads > 0 && shape.q_heads % shape.kv_heads == 0 && shape.head_dim > 0,
           "the sizes of a decoder are positive, its query heads a multiple of its KV heads");
+  if (shape.delta.value_heads > 0) {
+    delta_ = std::make_unique<GatedDelta>(shape.delta, attention_->isa());
+  }
 }
 
 CpuDecoder::~CpuDecoder() = default;
@@ -124,7 +135,7 @@ std::size_t CpuDecoder::weight_bytes() const {
   std::size_t bytes = head_ ? head_->weight_bytes() : 0;
   for (const Layer& layer : layers_) {
     for (const LinearLayer& part : layer.qkv) bytes += part.weight_bytes();
-    bytes += layer.output.weight_bytes();
+    bytes += layer.output.weight_bytes() + layer.delta_gates.weight_bytes();
     if (layer.experts) bytes += layer.experts->router.weight_bytes();
     for (const Mlp& mlp : layer.mlps) bytes += mlp.weight_bytes();
   }
@@ -161,11 +172,14 @@ void CpuDecoder::set_num_threads(int num_threads) {
 void CpuDecoder::add_layer(const DecoderLayer& from) {
   const std::int64_t hidden = shape_.hidden_size, dim = shape_.head_dim;
   const std::int64_t q_size = shape_.q_heads * dim, kv_size = shape_.kv_heads * dim;
-  check_matrix(from.q, "q", q_size, hidden);
+  check_matrix(from.q, "q", from.gated ? 2 * q_size : q_size, hidden);
   check_matrix(from.k, "k", kv_size, hidden);
   check_matrix(from.v, "v", kv_size, hidden);
   check_matrix(from.output, "output", hidden, q_size);
   require((from.q_norm == nullptr) == (from.k_norm == nullptr), "q_norm and k_norm go together");
+  require(!from.gated ||
+              (from.q_norm != nullptr && from.q_bias == nullptr && q_size % cpu::kDeltaUnit == 0),
+          "gated attention has norms of q and k, no bias of q, and heads of whole vectors");
   require(from.rotation >= 0 && tables_.empty(), "layers are added before rotations are set");
   const std::lock_guard lock(mutex_);
   Layer layer;
@@ -206,6 +220,34 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
   layer.scale = from.scale;
   layer.window = from.window;
   layer.softcap = from.softcap;
+  layer.gated = from.gated;
+  layer.index = static_cast<std::int64_t>(layers_.size()) - num_deltas_;
+  layers_.push_back(std::move(layer));
+}
+
+void CpuDecoder::add_delta(const DecoderDelta& from) {
+  require(delta_ != nullptr, "the decoder has no delta layers");
+  const DeltaShape& shape = delta_->shape();
+  const std::int64_t hidden = shape_.hidden_size;
+  check_matrix(from.qkv, "qkv", shape.channels(), hidden);
+  check_matrix(from.z, "z", shape.value_size(), hidden);
+  check_matrix(from.gates, "gates", 2 * shape.value_heads, hidden);
+  check_matrix(from.output, "output", hidden, shape.value_size());
+  const auto heads = static_cast<std::size_t>(shape.value_heads);
+  require(from.weights.taps.size() == static_cast<std::size_t>(shape.taps * shape.channels()) &&
+              from.weights.decay_rate.size() == heads && from.weights.bias.size() == heads &&
+              from.weights.norm.size() == static_cast<std::size_t>(shape.value_dim),
+          "vectors of a delta layer differ from its sizes");
+  const std::lock_guard lock(mutex_);
+  Layer layer;
+  layer.attention_norm = copy_vector(from.attention_norm, "attention_norm", hidden);
+  layer.mlp_norm = copy_vector(from.mlp_norm, "mlp_norm", hidden);
+  layer.qkv = products_.pack_alike({&from.qkv, &from.z});
+  // They say how much a state keeps: rounding would add up over all tokens.
+  layer.delta_gates = products_.pack({&from.gates}, false, true);
+  layer.output = products_.pack({&from.output}, false);
+  layer.delta = from.weights;
+  layer.index = num_deltas_++;
   layers_.push_back(std::move(layer));
 }
 
@@ -339,7 +381,9 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids,
     const CpuKvView& view = part.batch->view();
     require(view.dtype() == kv_dtype_ && view.kv_heads() == shape_.kv_heads &&
                 view.head_dim() == shape_.head_dim &&
-                view.num_layers() == static_cast<std::int64_t>(layers_.size()),
+                view.num_layers() + num_deltas_ == static_cast<std::int64_t>(layers_.size()) &&
+                view.num_states() == num_deltas_ &&
+                (!delta_ || view.state_floats() == delta_->shape().state_floats()),
             "the KV cache is not this decoder's");
     check_positions(*part.batch);
   }
@@ -391,19 +435,20 @@ void CpuDecoder::normalise(const float* row, std::int64_t size, const float* nor
 
 void CpuDecoder::normalise_heads(const Layer& layer, std::int64_t num_rows) {
   const std::int64_t dim = shape_.head_dim, q_heads = shape_.q_heads, kv_heads = shape_.kv_heads;
-  const std::int64_t row_size = (q_heads + 2 * kv_heads) * dim;
-  const bool narrow = kv_dtype_ == DType::kBFloat16;
+  const std::int64_t gates = layer.gated ? q_heads * dim : 0;
+  const std::int64_t row_size = gates + (q_heads + 2 * kv_heads) * dim;
+  const bool narrow = is_narrow();
   if (narrow) grow(narrow_qkv_, num_rows * row_size);
   products_.parallel(num_rows, num_rows * row_size, [&](std::int64_t row) {
     std::vector<float> room(static_cast<std::size_t>(padded_depth(dim)));
-    float* const at = qkv_.data() + row * row_size;
+    float* const at = qkv_.data() + row * row_size + gates;
     for (std::int64_t head = 0; head < q_heads + kv_heads; ++head) {
       const auto& norm = head < q_heads ? layer.q_norm : layer.k_norm;
       normalise(at + head * dim, dim, norm.data(), room.data());
       std::copy_n(room.data(), dim, at + head * dim);
     }
-    std::uint16_t* const to = narrow_qkv_.data() + row * row_size;
-    for (std::int64_t i = 0; narrow && i < row_size; ++i) to[i] = narrow_bits(at[i]);
+    std::uint16_t* const to = narrow_qkv_.data() + row * row_size + gates;
+    for (std::int64_t i = 0; narrow && i < row_size - gates; ++i) to[i] = narrow_bits(at[i]);
   });
 }
 
@@ -432,13 +477,12 @@ std::int64_t CpuDecoder::rotation_bytes(std::int64_t num_rows) const {
   return 2 * num_rows * shape_.head_dim * (kv_dtype_ == DType::kBFloat16 ? 2 : 4);
 }
 
-// Returns the address of q, k and v of the rows, in the KV cache's type.
-char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
-  const std::int64_t row_size = (shape_.q_heads + 2 * shape_.kv_heads) * shape_.head_dim;
+// Writes the rows of all of layer.qkv to qkv_.
+void CpuDecoder::multiply_projections(const Layer& layer, std::int64_t num_rows, bool narrow) {
+  std::int64_t row_size = 0;
+  for (const LinearLayer& part : layer.qkv) row_size += part.outputs;
   grow(qkv_, num_rows * row_size);
-  const bool narrow = kv_dtype_ == DType::kBFloat16, normalises = !layer.q_norm.empty();
-  const bool stores = narrow && !normalises;  // bfloat16 at once
-  const auto epilogue = stores ? cpu::Epilogue::kNarrow : cpu::Epilogue::kStore;
+  const auto epilogue = narrow ? cpu::Epilogue::kNarrow : cpu::Epilogue::kStore;
   auto* to = reinterpret_cast<char*>(qkv_.data());
   for (std::size_t i = 0; i < layer.qkv.size(); ++i) {
     const LinearLayer& part = layer.qkv[i];
@@ -446,21 +490,30 @@ char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
       products_.pack_rows(part, x_.data(), false, num_rows, layer.attention_norm.data(),
                           shape_.norm_eps);
     }
-    const LinearLayer& next = i + 1 < layer.qkv.size() ? layer.qkv[i + 1] : layer.output;
+    const LinearLayer& next = i + 1 < layer.qkv.size() ? layer.qkv[i + 1]
+                              : layer.delta            ? layer.delta_gates
+                                                       : layer.output;
     products_.multiply(part, &next, nullptr, num_rows, epilogue, to, row_size);
-    to += part.outputs * (stores ? 2 : 4);
+    to += part.outputs * (narrow ? 2 : 4);
   }
-  if (!normalises) return reinterpret_cast<char*>(qkv_.data());
-  normalise_heads(layer, num_rows);
-  return narrow ? reinterpret_cast<char*>(narrow_qkv_.data())
-                : reinterpret_cast<char*>(qkv_.data());
 }
 
-void CpuDecoder::attend(const Layer& layer, std::int64_t index, char* qkv,
-                        std::vector<Part>& parts) {
+// Returns the address of q, k and v of the rows, in the KV cache's type, behind gates if the layer
+// is gated.
+char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
+  const bool normalises = !layer.q_norm.empty();
+  multiply_projections(layer, num_rows, is_narrow() && !normalises);
+  if (!normalises) return reinterpret_cast<char*>(qkv_.data());
+  normalise_heads(layer, num_rows);
+  return is_narrow() ? reinterpret_cast<char*>(narrow_qkv_.data())
+                     : reinterpret_cast<char*>(qkv_.data());
+}
+
+void CpuDecoder::attend(const Layer& layer, char* qkv, std::vector<Part>& parts) {
   const std::int64_t dim = shape_.head_dim, q_heads = shape_.q_heads, kv_heads = shape_.kv_heads;
-  const std::int64_t row_size = (q_heads + 2 * kv_heads) * dim;
-  const std::int64_t item = kv_dtype_ == DType::kBFloat16 ? 2 : 4;
+  const std::int64_t gates = layer.gated ? q_heads * dim : 0;
+  const std::int64_t row_size = gates + (q_heads + 2 * kv_heads) * dim;
+  const std::int64_t item = is_narrow() ? 2 : 4;
   std::int64_t num_rows = 0, first = 0;
   for (const Part& part : parts) num_rows += part.batch->num_tokens();
   const std::int64_t rotary_dim = tables_[layer.rotation].cos.shape[2];
@@ -471,7 +524,7 @@ void CpuDecoder::attend(const Layer& layer, std::int64_t index, char* qkv,
     const std::int64_t rows = part.batch->num_tokens();
     const auto heads_at = [&](std::int64_t head, std::int64_t heads) {
       TensorRef tensor;
-      tensor.data = qkv + (first * row_size + head * dim) * item;
+      tensor.data = qkv + (first * row_size + gates + head * dim) * item;
       tensor.dtype = kv_dtype_;
       tensor.shape = {rows, heads, dim};
       tensor.strides = {row_size, dim, 1};
@@ -486,7 +539,7 @@ void CpuDecoder::attend(const Layer& layer, std::int64_t index, char* qkv,
       return tensor;
     };
     CpuLayerCall call;
-    call.layer = index;
+    call.layer = layer.index;
     call.q = heads_at(0, q_heads);
     call.k = heads_at(q_heads, kv_heads);
     call.v = heads_at(q_heads + kv_heads, kv_heads);
@@ -506,24 +559,70 @@ void CpuDecoder::attend(const Layer& layer, std::int64_t index, char* qkv,
   }
 }
 
-void CpuDecoder::keep(const std::vector<std::int64_t>& wanted) {
-  const std::int64_t hidden = shape_.hidden_size, q_size = shape_.q_heads * shape_.head_dim;
-  const std::int64_t item = kv_dtype_ == DType::kBFloat16 ? 2 : 4;
+// Multiplies attended_ by its gates, in float32.
+void CpuDecoder::gate_attention(const Layer& layer, std::int64_t num_rows) {
+  const std::int64_t size = layer.output.inputs;
+  const std::int64_t row_size = size + (shape_.q_heads + 2 * shape_.kv_heads) * shape_.head_dim;
+  std::swap(ungated_, attended_);
+  grow(attended_, num_rows * size);
+  products_.parallel(num_rows, num_rows * size * 8, [&](std::int64_t row) {
+    const float* const gates = qkv_.data() + row * row_size;
+    float* const to = attended_.data() + row * size;
+    if (is_narrow()) {
+      mixing_.gate_bf16(reinterpret_cast<const cpu::Bf16*>(ungated_.data()) + row * size, gates,
+                        size, to);
+    } else {
+      mixing_.gate(ungated_.data() + row * size, gates, size, to);
+    }
+  });
+}
+
+void CpuDecoder::mix_delta(const Layer& layer, const std::vector<Part>& parts,
+                           std::int64_t num_rows) {
+  multiply_projections(layer, num_rows, false);
+  const LinearLayer& gates = layer.delta_gates;
+  if (gates.form->rows != layer.qkv.back().form->rows) {
+    products_.pack_rows(gates, x_.data(), false, num_rows, layer.attention_norm.data(),
+                        shape_.norm_eps);
+  }
+  grow(delta_gates_, num_rows * gates.outputs);
+  products_.multiply(gates, &layer.output, nullptr, num_rows, cpu::Epilogue::kStore,
+                     delta_gates_.data(), gates.outputs);
+  const Stopwatch watch;
+  sequences_.clear();
+  std::int64_t first = 0;
+  for (const Part& part : parts) {
+    const CpuBatch& batch = *part.batch;
+    for (std::int64_t i = 0; i < batch.num_sequences(); ++i) {
+      sequences_.push_back(
+          {batch.state(layer.index, i), first, batch.num_new(i), batch.num_past(i) == 0});
+      first += batch.num_new(i);
+    }
+  }
+  grow(attended_, num_rows * layer.output.inputs);
+  delta_->run(products_, *layer.delta, sequences_, qkv_.data(), delta_gates_.data(),
+              shape_.norm_eps, attended_.data());
+  delta_seconds_ += watch.seconds();
+}
+
+void CpuDecoder::keep(const Layer& layer, const std::vector<std::int64_t>& wanted) {
+  const std::int64_t hidden = shape_.hidden_size, size = layer.output.inputs;
+  const std::int64_t item = is_narrow() && !layer.mixes_floats() ? 2 : 4;
   const auto num_wanted = static_cast<std::int64_t>(wanted.size());
   // Rows may be wanted in any order, so they are gathered in another buffer first.
-  grow(kept_, num_wanted * (hidden + q_size));
+  grow(kept_, num_wanted * (hidden + size));
   auto* const attended = reinterpret_cast<char*>(attended_.data());
   auto* const kept = reinterpret_cast<char*>(kept_.data() + num_wanted * hidden);
   for (std::int64_t i = 0; i < num_wanted; ++i) {
     const std::int64_t row = wanted[static_cast<std::size_t>(i)];
     std::copy_n(x_.data() + row * hidden, hidden, kept_.data() + i * hidden);
-    std::memcpy(kept + i * q_size * item, attended + row * q_size * item,
-                static_cast<std::size_t>(q_size * item));
+    std::memcpy(kept + i * size * item, attended + row * size * item,
+                static_cast<std::size_t>(size * item));
   }
   grow(x_, num_wanted * hidden);
-  grow(attended_, num_wanted * q_size);
+  grow(attended_, num_wanted * size);
   std::copy_n(kept_.data(), num_wanted * hidden, x_.data());
-  std::memcpy(attended_.data(), kept, static_cast<std::size_t>(num_wanted * q_size * item));
+  std::memcpy(attended_.data(), kept, static_cast<std::size_t>(num_wanted * size * item));
 }
 
 // Adds the rows of product_, normalised, to the residual.
@@ -538,8 +637,8 @@ void CpuDecoder::add_normalised(const std::vector<float>& norm, std::int64_t num
 }
 
 void CpuDecoder::finish_layer(const Layer& layer, const LinearLayer& next, std::int64_t num_rows) {
-  products_.pack_rows(layer.output, attended_.data(), kv_dtype_ == DType::kBFloat16, num_rows,
-                      nullptr, shape_.norm_eps);
+  products_.pack_rows(layer.output, attended_.data(), is_narrow() && !layer.mixes_floats(),
+                      num_rows, nullptr, shape_.norm_eps);
   const bool adds = layer.attention_out_norm.empty();
   if (!adds) grow(product_, num_rows * shape_.hidden_size);
   products_.multiply(layer.output, layer.experts ? &layer.experts->router : &layer.mlps[0].gate_up,
@@ -765,16 +864,21 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector
   const ThreadPool::Awake awake(*pool_);
   embed(token_ids, embedded);
   gather_rotations(parts, num_rows);
-  grow(attended_, num_rows * shape_.q_heads * shape_.head_dim);
   const auto num_layers = static_cast<std::int64_t>(layers_.size());
   for (std::int64_t index = 0; index < num_layers; ++index) {
     const Layer& layer = layers_[static_cast<std::size_t>(index)];
-    char* const qkv = project(layer, num_rows);
-    attend(layer, index, qkv, parts);
+    if (layer.delta) {
+      mix_delta(layer, parts, num_rows);
+    } else {
+      char* const qkv = project(layer, num_rows);
+      grow(attended_, num_rows * layer.output.inputs);
+      attend(layer, qkv, parts);
+      if (layer.gated) gate_attention(layer, num_rows);
+    }
     const bool is_last = index == num_layers - 1;
     if (is_last) {
       // Later operations read only the wanted rows.
-      keep(wanted);
+      keep(layer, wanted);
       num_rows = static_cast<std::int64_t>(wanted.size());
       if (num_rows == 0) return;
     }

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "gated_delta.h"
 #include "linear_layer.h"
 
 namespace vmserve {
@@ -29,6 +30,7 @@ struct DecoderShape {
   float norm_eps = 0.0F;
   float embedding_scale = 1.0F;  // factor of the embedding's rows
   float logits_softcap = 0.0F;   // 0: none
+  DeltaShape delta;              // of layers without attention; no value heads: there are none
 };
 
 // One layer's tensors, as in the checkpoint: weights [outputs, inputs] in float32 or bfloat16,
@@ -36,6 +38,9 @@ struct DecoderShape {
 struct DecoderLayer {
   TensorRef attention_norm, mlp_norm;
   WeightRef q, k, v, output;
+  // Attention is multiplied by the sigmoid of gates [q_heads * head_dim], whose outputs q has above
+  // the queries' own. Such a layer has norms of q and k.
+  bool gated = false;
   const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr, *output_bias = nullptr;
   const float* sinks = nullptr;                      // [q_heads]: see CpuLayerCall
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head_dim]; both or none
@@ -45,6 +50,15 @@ struct DecoderLayer {
   float scale = 1.0F;
   std::int64_t window = 0;
   float softcap = 0.0F;
+};
+
+// A gated delta layer's tensors, in place of attention's: qkv [channels, hidden] has q, k and v of
+// all heads, z [value_size, hidden] the gates of the norm, gates [2 * value_heads, hidden] b, then
+// a.
+struct DecoderDelta {
+  TensorRef attention_norm, mlp_norm;
+  WeightRef qkv, z, gates, output;
+  DeltaWeights weights;
 };
 
 // Cosines and signed sines of positions 0, 1, ...: [positions, 1, rotary_dim] in the KV cache's
@@ -95,11 +109,12 @@ class CpuDecoder {
              const std::string& isa);
   ~CpuDecoder();
 
-  // Call add_layer for each layer in order, then set_ends. After add_layer comes add_mlp, or
+  // Call add_layer or add_delta for each layer in order, then set_ends. After it comes add_mlp, or
   // add_router with an add_mlp for each expert and, last, the shared one. The rows of `embedding`
   // [vocab, hidden] are read when they are needed, everything else is copied. None: forward is
   // given the rows. `head` [vocab, hidden].
   void add_layer(const DecoderLayer& layer);
+  void add_delta(const DecoderDelta& layer);
   void add_mlp(const DecoderMlp& mlp);
   void add_router(const DecoderRouter& router);
   void set_ends(const std::optional<FileRows>& embedding, const TensorRef& final_norm,
@@ -119,6 +134,8 @@ class CpuDecoder {
   // Experts whose weights were read, and rows that they computed, in all calls so far.
   std::int64_t expert_reads() const { return expert_reads_; }
   std::int64_t expert_rows() const { return expert_rows_; }
+  // Time spent in delta layers between their projections, in all calls so far.
+  double delta_seconds() const { return delta_seconds_; }
   // What rows that enter a layer's products are rounded to: "float32" (not rounded), "bfloat16",
   // "int16" or "int8".
   const char* row_type() const;
@@ -151,11 +168,15 @@ class CpuDecoder {
   void embed(const std::vector<std::int64_t>& token_ids, const float* embedded);
   void gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows);
   std::int64_t rotation_bytes(std::int64_t num_rows) const;
+  bool is_narrow() const { return kv_dtype_ == DType::kBFloat16; }
+  void multiply_projections(const Layer& layer, std::int64_t num_rows, bool narrow);
   char* project(const Layer& layer, std::int64_t num_rows);
   void normalise_heads(const Layer& layer, std::int64_t num_rows);
   void normalise(const float* row, std::int64_t size, const float* norm, float* out) const;
-  void attend(const Layer& layer, std::int64_t index, char* qkv, std::vector<Part>& parts);
-  void keep(const std::vector<std::int64_t>& wanted);
+  void attend(const Layer& layer, char* qkv, std::vector<Part>& parts);
+  void gate_attention(const Layer& layer, std::int64_t num_rows);
+  void mix_delta(const Layer& layer, const std::vector<Part>& parts, std::int64_t num_rows);
+  void keep(const Layer& layer, const std::vector<std::int64_t>& wanted);
   void norm_rows(const float* rows, std::int64_t num_rows, float* out) const;
   void add_normalised(const std::vector<float>& norm, std::int64_t num_rows);
   // next: whose product follows.
@@ -177,14 +198,19 @@ class CpuDecoder {
   std::shared_ptr<ThreadPool> pool_;
   LinearProducts products_;
   std::unique_ptr<CpuAttention> attention_;
+  const cpu::DeltaKernels& mixing_;
+  std::unique_ptr<GatedDelta> delta_;  // null: no layer has one
   std::vector<Layer> layers_;
+  std::int64_t num_deltas_ = 0;  // of the layers
   std::optional<FileRows> embedding_;
   std::vector<Rotations> tables_;
   std::vector<float> final_norm_;
   std::unique_ptr<LinearLayer> head_;
   std::mutex mutex_;  // one call at a time
   // Buffers of a step; grow as needed.
-  std::vector<float> x_, kept_, gated_, qkv_, attended_, product_;
+  // attended_: in the KV cache's type; in float32 behind gates and delta layers.
+  std::vector<float> x_, kept_, gated_, qkv_, attended_, ungated_, product_, delta_gates_;
+  std::vector<DeltaSequence> sequences_;
   std::vector<std::uint16_t> narrow_qkv_;
   std::vector<char> rotations_;  // of each table: cosines, then sines, of the step's rows
   // Of the experts that rows chose: [rows, chosen], largest first. A slot is a row of an expert;
@@ -194,6 +220,7 @@ class CpuDecoder {
   std::vector<std::int64_t> slots_, slot_rows_;  // slots_: [rows, chosen]
   std::vector<LinearShare> single_rows_, gate_up_shares_, down_shares_;
   std::int64_t expert_reads_ = 0, expert_rows_ = 0;
+  double delta_seconds_ = 0.0;
 };
 
 }  // namespace vmserve

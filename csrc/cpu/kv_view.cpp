@@ -97,8 +97,23 @@ void CpuKvView::check_tensors() const {
               " heads are more than the kernels count");
 }
 
+void CpuKvView::set_states(std::vector<TensorRef> states, const std::int32_t* table,
+                           std::int64_t table_rows, std::int64_t table_width) {
+  require(table_rows > 0 && table_width > 0, "the table of states is empty");
+  for (const TensorRef& state : states) {
+    require(state.dtype == DType::kFloat32 && state.shape.size() == 2 &&
+                state.shape == states[0].shape && state.strides[1] == 1 && state.shape[0] > 0,
+            "states are float32 [pages, floats], all of one shape");
+  }
+  states_ = std::move(states);
+  state_table_ = table;
+  state_table_rows_ = table_rows;
+  state_table_width_ = table_width;
+}
+
 CpuBatch::CpuBatch(std::shared_ptr<const CpuKvView> view, std::vector<std::int64_t> places,
-                   std::vector<std::int64_t> num_past, std::vector<std::int64_t> num_new)
+                   std::vector<std::int64_t> num_past, std::vector<std::int64_t> num_new,
+                   const std::vector<std::int64_t>& state_places)
     : view_(std::move(view)),
       places_(std::move(places)),
       num_past_(std::move(num_past)),
@@ -111,6 +126,7 @@ CpuBatch::CpuBatch(std::shared_ptr<const CpuKvView> view, std::vector<std::int64
   }
   require(num_tokens_ <= kMaxTokens, text(num_tokens_) + " tokens are more than a batch holds");
   if (view_->paged()) copy_tables();
+  if (view_->num_states() > 0) find_states(state_places.empty() ? places_ : state_places);
 }
 
 CpuBatch::~CpuBatch() = default;
@@ -159,6 +175,33 @@ void CpuBatch::copy_tables() {
       usable_from_.push_back(usable * block_tokens);
     }
   }
+}
+
+void CpuBatch::find_states(const std::vector<std::int64_t>& state_places) {
+  require(state_places.size() == places_.size(), "places and state_places differ in length");
+  const std::int64_t num_pages = view_->states_[0].shape[0];
+  for (const std::int64_t place : state_places) {
+    require_each(place >= 0 && place < view_->state_table_rows_, [&] {
+      return "state place " + text(place) + " is outside 0 .. " +
+             text(view_->state_table_rows_ - 1);
+    });
+    const std::int64_t page = view_->state_table_[place * view_->state_table_width_];
+    require_each(page >= 0 && page < num_pages, [&] {
+      return "the state of place " + text(place) + " is page " + std::to_string(page) +
+             ", outside 0 .. " + text(num_pages - 1);
+    });
+    state_rows_.push_back(page);
+  }
+  std::vector<std::int64_t> sorted = state_rows_;
+  std::sort(sorted.begin(), sorted.end());
+  require(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
+          "two sequences of a batch have one state");
+}
+
+float* CpuBatch::state(std::int64_t layer, std::int64_t i) const {
+  const TensorRef& states = view_->states_[static_cast<std::size_t>(layer)];
+  return reinterpret_cast<float*>(states.data) +
+         state_rows_[static_cast<std::size_t>(i)] * states.strides[0];
 }
 
 std::size_t CpuBatch::table_of(std::int64_t layer) const {

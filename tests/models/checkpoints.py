@@ -79,6 +79,13 @@ def gemma3(**changes: Any) -> PreTrainedConfig:
     return Gemma3TextConfig(**{**_SMALL, **gemma, **changes})
 
 
+def qwen3_next(model_type: str = "qwen3_next", **changes: Any) -> PreTrainedConfig:
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+              "linear_value_head_dim": 48, "layer_types": ["linear_attention", "full_attention",
+              "linear_attention"]}  # fmt: skip
+    return CONFIG_MAPPING[model_type](**{**_SMALL, "head_dim": 24, **linear, **changes})
+
+
 def opt(**changes: Any) -> PreTrainedConfig:
     small = {"vocab_size": VOCAB, "hidden_size": 48, "ffn_dim": 80, "num_hidden_layers": 3,
              "num_attention_heads": 4, "max_position_embeddings": CONTEXT}  # fmt: skip
@@ -223,6 +230,24 @@ NATIVE: dict[str, PreTrainedConfig] = {
         num_experts_per_tok=3,
         norm_topk_prob=True,
         decoder_sparse_step=2,
+    ),
+    "qwen3-next-dense": qwen3_next(hidden_size=64, num_experts=0),
+    "qwen3-next": qwen3_next(
+        hidden_size=64,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[0],
+    ),
+    "qwen3.5": qwen3_next(
+        "qwen3_5_text",
+        hidden_size=56,
+        head_dim=16,
+        linear_key_head_dim=32,
+        linear_value_head_dim=16,
+        linear_conv_kernel_dim=3,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
     ),
     "gemma2": gemma2(hidden_size=64),
     "gemma3": gemma3(hidden_size=64, rope_scaling={"rope_type": "linear", "factor": 8.0}),

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from tests.attention.views import dense_view
 from tests.models.checkpoints import VOCAB
+from vmserve import _core
 from vmserve.attention import create_backend
 from vmserve.attention.base import RaggedBatch
-from vmserve.memory.views import ContiguousView
+from vmserve.attention.cpu import tensor_tuple
+from vmserve.dtypes import DType
+from vmserve.host_arrays import array_tuple
+from vmserve.memory.views import ContiguousView, HostView
 from vmserve.models import LoadedModel
+from vmserve.models.decoder_config import DecoderConfig, DeltaConfig
 from vmserve.torch_dtypes import as_torch
 
 #: Per step, the tokens of each sequence that are computed: prompts in uneven chunks, decodes
@@ -33,9 +39,9 @@ def random_prompts(lengths: list[int]) -> list[list[int]]:
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def view_for(model: LoadedModel, max_len: int) -> ContiguousView:
+def view_for(model: LoadedModel, max_len: int) -> ContiguousView | HostView:
     config = model.config
-    return dense_view(
+    view = dense_view(
         config.num_layers,
         max(SLOTS) + 1,
         max_len,
@@ -43,6 +49,22 @@ def view_for(model: LoadedModel, max_len: int) -> ContiguousView:
         config.head_dim,
         as_torch(model.dtype),
     )
+    network = config.network
+    assert isinstance(network, DecoderConfig)
+    return view if network.delta is None else _with_states(view, network.delta)
+
+
+def _with_states(view: ContiguousView, delta: DeltaConfig) -> HostView:
+    """Every number in the states is NaN at first; pages are padded, in another order than slots."""
+    keys, values = (list(map(tensor_tuple, each)) for each in (view.keys, view.values))
+    core = _core.CpuKvView(keys, values)
+    slots = view.keys[0].shape[0]
+    shape = (len(delta.layers), slots + 1, delta.state_floats + 16)
+    pages = np.full(shape, np.nan, np.float32)
+    table = np.random.default_rng(0).permutation(slots).astype(np.int32)[:, None] + 1
+    states = [array_tuple(layer[:, : delta.state_floats], DType.FLOAT32) for layer in pages]
+    core.set_states(states, table)
+    return HostView(core, (view, pages, table))
 
 
 def run_schedule(

@@ -411,6 +411,27 @@ def _forward(model: LoadedModel, lengths: list[int], threads: int) -> list[torch
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("isa", _core.cpu_isas())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["qwen3-next", "qwen3.5"])
+def test_bits_do_not_depend_on_how_a_prompt_is_cut(
+    variant: str,
+    dtype: torch.dtype,
+    isa: str,
+    checkpoints: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    model = load_model(checkpoints[variant], dtype, native=True)
+    prompts = random_prompts(LENGTHS)
+    cut = run_native(model, prompts)
+    for tokens, expected in zip(prompts, cut, strict=True):
+        view = view_for(model, len(tokens))
+        batch = RaggedBatch.build([SLOTS[0]], [0], [len(tokens)])
+        whole = _logits(model, tokens, _Parts(CpuBackend().bind(view, batch)))
+        assert torch.equal(whole, expected)
+
+
 @pytest.mark.parametrize("variant", ["llama-odd", "qwen3-moe"])
 @pytest.mark.parametrize("isa", _core.cpu_isas())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -48,6 +48,8 @@ class RaggedBatch:
     num_past: NDArray[np.int64]
     num_new: NDArray[np.int64]
     num_tokens: int
+    #: Rows of the table of states, in either view; None: ``places``.
+    state_places: NDArray[np.int64] | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -81,7 +83,12 @@ class RaggedBatch:
         return positions
 
     @staticmethod
-    def build(places: ArrayLike, num_past: ArrayLike, num_new: ArrayLike) -> RaggedBatch:
+    def build(
+        places: ArrayLike,
+        num_past: ArrayLike,
+        num_new: ArrayLike,
+        state_places: ArrayLike | None = None,
+    ) -> RaggedBatch:
         """Lay the sequences out one after the other. Every ``num_new`` must be positive."""
         new = np.asarray(num_new, dtype=np.int64)
         return RaggedBatch(
@@ -89,6 +96,7 @@ class RaggedBatch:
             num_past=np.asarray(num_past, dtype=np.int64),
             num_new=new,
             num_tokens=int(new.sum()),
+            state_places=None if state_places is None else np.asarray(state_places, np.int64),
         )
 
 

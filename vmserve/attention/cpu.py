@@ -105,7 +105,9 @@ class CpuCall:
     def __init__(self, kernels: _core.CpuAttention, view: HostView, batch: RaggedBatch) -> None:
         self._kernels = kernels
         self._view = view  # keeps the memory alive
-        self.batch = _core.CpuBatch(view.core, batch.places, batch.num_past, batch.num_new)
+        self.batch = _core.CpuBatch(
+            view.core, batch.places, batch.num_past, batch.num_new, batch.state_places
+        )
 
     def attend(
         self, spec: LayerAttention, q: TensorTuple, k: TensorTuple, v: TensorTuple, out: TensorTuple

@@ -11,7 +11,7 @@ from vmserve.attention.cpu import CpuBackend
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.dtypes import DType
 from vmserve.engine.pins import MAX_PINNED_PREFIXES
-from vmserve.errors import ConfigurationError
+from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 from vmserve.memory.device import MemoryDevice
 from vmserve.memory.layout import (
@@ -70,6 +70,8 @@ def create_memory(
 
     ``separates_kinds``: layers with a sliding window have pages of their own, if others have none.
     """
+    if isinstance(model.network, DecoderConfig) and model.network.delta is not None:
+        raise UnsupportedError("models with linear attention are not served yet")
     limit_bytes = resolved.kv_limit_bytes
     shape = (model.num_layers, model.kv_heads, model.head_dim, dtype, device.granularity)
     layout = plan_layout(

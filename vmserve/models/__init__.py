@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
 from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
+from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import DTYPES, asked_dtype
 from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress
@@ -81,16 +82,24 @@ def load_model(
             directory, config, kind, max_len, quantization=quantization, progress=progress
         )
         return LoadedModel(config, kind, network.weight_bytes, network)
-    if config.native_only is not None:
+    if (kind_of_model := _native_kind(config)) is not None:
         reason = (
             refusal(config.network, kind) or "leave --linear-backend, --device and --dtype alone"
         )
         raise UnsupportedError(
-            f"{directory.name}: {config.native_only.kind} run in the native CPU decoder only: "
-            f"{reason}"
+            f"{directory.name}: {kind_of_model} run in the native CPU decoder only: {reason}"
         )
     # Only now: torch, and transformers too, take longer to import than a small model to load.
     from vmserve.models.torch_models import load_torch  # noqa: PLC0415
 
     computed, parameter_bytes = load_torch(directory, config, kind, device, max_len, progress)
     return LoadedModel(config, kind, parameter_bytes, computed)
+
+
+def _native_kind(config: ModelConfig) -> str | None:
+    """What models are called that the native decoder alone can run; None for others."""
+    if config.native_only is not None:
+        return config.native_only.kind
+    network = config.network
+    has_delta = isinstance(network, DecoderConfig) and network.delta is not None
+    return "models with linear attention" if has_delta else None

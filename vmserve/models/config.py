@@ -41,7 +41,7 @@ class ModelConfig:
     head_dim: int
     #: No sequence may be longer: positions beyond have no embedding, or one never trained.
     max_position_embeddings: int
-    #: What each layer asks of attention, in order.
+    #: What each layer with keys and values asks of attention, in order.
     attention: tuple[LayerAttention, ...]
     #: Elements of all weights, tied ones once.
     num_weights: int
@@ -113,7 +113,9 @@ class ModelConfig:
             kv_heads=network.kv_heads,
             head_dim=network.head_dim,
             max_position_embeddings=network.max_position_embeddings,
-            attention=network.layers,
+            attention=(
+                network.attention_layers if isinstance(network, DecoderConfig) else network.layers
+            ),
             num_weights=num_weights,
             activation_width=network.activation_width,
             eos_token_ids=_token_ids(generation.get("eos_token_id", text.eos_token_id)),
@@ -136,7 +138,7 @@ class ModelConfig:
             kv_heads=network.kv_heads,
             head_dim=network.head_dim,
             max_position_embeddings=network.max_position_embeddings,
-            attention=network.layers,
+            attention=network.attention_layers,
             num_weights=_num_weights(network),
             activation_width=network.activation_width,
             eos_token_ids=described.eos_token_ids,

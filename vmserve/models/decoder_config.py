@@ -11,6 +11,7 @@ from vmserve.models.rope import RopeConfig
 __all__ = [
     "ACTIVATION_NAMES",
     "DecoderConfig",
+    "DeltaConfig",
     "ExpertsConfig",
     "LearnedPositionsConfig",
     "NormConfig",
@@ -22,6 +23,8 @@ ACTIVATION_NAMES = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "sw
 #: Vectors of the hidden size that live at once in a layer: residual, normed input, the
 #: attention's and the MLP's output, and what the allocator has not reused yet.
 _HIDDEN_COPIES = 8
+#: Of the convolution, that the kernels take.
+_MAX_TAPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,10 @@ class TensorNames:
     #: Up and down; or gate, up and down; or, with ``gate_up``, gate above up in one, and down.
     mlp: tuple[str, ...]
     gate_up: bool = False
+    #: Of gated delta layers: what their parameters are below, and whether q, k, v and z are one
+    #: matrix by key head, and b and a another.
+    delta: str = ""
+    delta_fused: bool = False
     #: Of attention's sinks; the whole name.
     sinks: str = ""
     #: Of layers with experts; the second with "{}" for an expert's number, or gate_up and down of
@@ -88,6 +95,58 @@ class LearnedPositionsConfig:
     """A table of vectors whose first ``offset`` rows belong to no position."""
 
     offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """Layers with a gated delta rule in place of attention (Yang et al. 2024).
+
+    Their state has one size however long a sequence is. Value head ``h`` has the key head
+    ``h // (value_heads / key_heads)``.
+    """
+
+    layers: frozenset[int]
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    #: Rows that the convolution over q, k and v sees, its own included.
+    taps: int
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(
+                    f"config.json: linear attention: {name} is {getattr(self, name)}; it must be "
+                    "1 or more"
+                )
+        if self.value_heads % self.key_heads:
+            raise ConfigurationError(
+                f"config.json: {self.value_heads} value heads of linear attention cannot share "
+                f"{self.key_heads} key heads evenly"
+            )
+        if not 2 <= self.taps <= _MAX_TAPS:
+            raise UnsupportedError(
+                f"linear_conv_kernel_dim={self.taps} is not supported: it must be 2 to {_MAX_TAPS}"
+            )
+
+    @property
+    def key_size(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: q, k and v of all heads."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state_floats(self) -> int:
+        """Numbers of float32 that a sequence keeps in a layer."""
+        return (self.taps - 1) * self.channels + self.value_size * self.key_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +234,10 @@ class DecoderConfig:
     head_dim: int
     max_position_embeddings: int
     layers: tuple[LayerAttention, ...]
+    #: Layers that have a delta rule in place of attention.
+    delta: DeltaConfig | None = None
+    #: Attention is multiplied by the sigmoid of gates, which alternate with the queries by head.
+    output_gate: bool = False
     positions: RopeConfig | LearnedPositionsConfig
     #: Rotary positions of ``local_layers``, where theirs differ.
     local_positions: RopeConfig | None = None
@@ -231,6 +294,14 @@ class DecoderConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def has_delta(self, layer: int) -> bool:
+        return self.delta is not None and layer in self.delta.layers
+
+    @property
+    def attention_layers(self) -> tuple[LayerAttention, ...]:
+        """Those with keys and values."""
+        return tuple(each for each in self.layers if not self.has_delta(each.layer))
+
     @property
     def ropes(self) -> tuple[RopeConfig, ...]:
         """The rotary positions of all layers; :meth:`rope_of` is an index."""
@@ -254,6 +325,10 @@ class DecoderConfig:
     def activation_width(self) -> int:
         """An upper bound on the elements that live at once, per token of a step."""
         heads = 2 * (self.q_heads + 2 * self.kv_heads) * self.head_dim
+        if self.output_gate:
+            heads += 3 * self.q_heads * self.head_dim
+        if self.delta is not None:
+            heads = max(heads, 2 * self.delta.channels + 3 * self.delta.value_size)
         mlp = 3 * self.mlp_size
         if self.experts is not None:
             mlp = max(mlp, self.experts.chosen * (3 * self.experts.size + 2 * self.hidden_size))

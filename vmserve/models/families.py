@@ -11,6 +11,7 @@ from vmserve.attention.base import LayerAttention
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.decoder_config import (
     DecoderConfig,
+    DeltaConfig,
     ExpertsConfig,
     LearnedPositionsConfig,
     NormConfig,
@@ -22,6 +23,7 @@ from vmserve.models.fields import (
     read_fields,
     read_gemma3_rope,
     read_gpt_oss_rope,
+    read_partial_rope,
     read_phi3_rope,
     read_rope,
 )
@@ -53,6 +55,7 @@ _MIXTRAL_NAMES = replace(
     router="block_sparse_moe.gate",
     experts=tuple(f"block_sparse_moe.experts.{{}}.{name}" for name in ("w1", "w3", "w2")),
 )
+_QWEN3_5_NAMES = replace(_QWEN3_NAMES, delta="linear_attn.", constants=r"mtp\..*")
 _QWEN3_MOE_NAMES = replace(
     _QWEN3_NAMES,
     router="mlp.gate",
@@ -63,6 +66,13 @@ _QWEN2_MOE_NAMES = replace(
     qk_norms=(),
     shared_expert=tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
     shared_gate="mlp.shared_expert_gate",
+)
+_QWEN3_NEXT_NAMES = replace(
+    _QWEN2_MOE_NAMES,
+    qk_norms=_QWEN3_NAMES.qk_norms,
+    delta=_QWEN3_5_NAMES.delta,
+    delta_fused=True,
+    constants=_QWEN3_5_NAMES.constants,
 )
 _GPT_OSS_NAMES = replace(
     _LLAMA_NAMES,
@@ -257,6 +267,49 @@ def _qwen2_moe(hf: Any) -> DecoderConfig:
     windows = _window_by_layer_type(hf)
     dense = _llama(hf, (hf.qkv_bias, False, False), windows, _QWEN2_MOE_NAMES)
     return _with_experts(hf, dense, hf.num_experts, hf.shared_expert_intermediate_size)
+
+
+def _qwen3_5(hf: Any, names: TensorNames = _QWEN3_5_NAMES) -> DecoderConfig:
+    """Qwen3.5, text: gated delta layers (Yang et al. 2024), and attention with gates."""
+    if hf.attention_bias:
+        raise UnsupportedError("attention_bias is not supported where attention has gates")
+    unknown = sorted(set(hf.layer_types) - {"linear_attention", "full_attention"})
+    if unknown:
+        raise UnsupportedError(
+            f"layer type {', '.join(unknown)} is not supported beside linear attention"
+        )
+    network = _llama(hf, (False, False, False), names=names, partial=True)
+    if len(hf.layer_types) != network.num_layers:
+        raise ConfigurationError(
+            f"config.json: layer_types has {len(hf.layer_types)} entries for "
+            f"{network.num_layers} layers"
+        )
+    linear = frozenset(
+        layer for layer, kind in enumerate(hf.layer_types) if kind == "linear_attention"
+    )
+    if len(linear) == network.num_layers:
+        raise UnsupportedError("models of linear attention alone are not supported")
+    delta = DeltaConfig(
+        layers=linear,
+        key_heads=hf.linear_num_key_heads,
+        value_heads=hf.linear_num_value_heads,
+        key_dim=hf.linear_key_head_dim,
+        value_dim=hf.linear_value_head_dim,
+        taps=hf.linear_conv_kernel_dim,
+    )
+    return replace(
+        network,
+        norm=replace(network.norm, offset=1.0),
+        output_gate=True,
+        delta=delta if linear else None,
+    )
+
+
+def _qwen3_next(hf: Any) -> DecoderConfig:
+    """Qwen3-Next (2025): as Qwen3.5, with experts and fused projections of the delta layers."""
+    return _with_experts(
+        hf, _qwen3_5(hf, _QWEN3_NEXT_NAMES), hf.num_experts, hf.shared_expert_intermediate_size
+    )
 
 
 def _gpt_oss(hf: Any) -> DecoderConfig:
@@ -482,6 +535,22 @@ def _finish_qwen3_moe(found: Fields) -> bool:
     return _finish_mistral(found)
 
 
+def _finish_qwen3_5(found: Fields) -> bool:
+    interval = found.full_attention_interval
+    del found.full_attention_interval, found.partial_rotary_factor
+    if found.layer_types is None:
+        if interval < 1:
+            return False
+        found.layer_types = _pattern(found, interval, "linear_attention")
+    return len(found.layer_types) == found.num_hidden_layers and _finish_mistral(found)
+
+
+def _finish_qwen3_next(found: Fields) -> bool:
+    if found.mlp_only_layers is None:
+        found.mlp_only_layers = []
+    return _finish_qwen3_5(found)
+
+
 def _finish_gpt_oss(found: Fields) -> bool:
     if found.layer_types is None:
         found.layer_types = [
@@ -507,10 +576,10 @@ def _finish_gemma3(found: Fields) -> bool:
     return _finish_layers(found)
 
 
-def _pattern(found: Fields, period: int) -> list[str]:
+def _pattern(found: Fields, period: int, others: str = "sliding_attention") -> list[str]:
     """Every ``period``-th layer sees all positions."""
     return [
-        "sliding_attention" if (layer + 1) % period else "full_attention"
+        others if (layer + 1) % period else "full_attention"
         for layer in range(found.num_hidden_layers)
     ]
 
@@ -632,6 +701,53 @@ _QWEN2_MOE = Schema(
     rope=read_rope,
     finish=_finish_qwen2_moe,
     aliases=frozenset(("head_dim", "num_local_experts")),
+)
+_LINEAR_ATTENTION: _Kinds = {
+    "linear_conv_kernel_dim": ("int", 4),
+    "linear_key_head_dim": ("int", 128),
+    "linear_value_head_dim": ("int", 128),
+    "linear_num_key_heads": ("int", 16),
+    "linear_num_value_heads": ("int", 32),
+    "layer_types": ("layer_types", None),
+    "full_attention_interval": ("int", 4),
+    "partial_rotary_factor": ("number?", None),
+    "attention_bias": ("bool", False),
+    "num_attention_heads": ("int", 16),
+    "head_dim": ("int", 256),
+    "max_position_embeddings": ("int", 32768),
+    "bos_token_id": ("int?", None),
+    "eos_token_id": ("ids", None),
+}
+_QWEN3_5 = Schema(
+    {
+        **_COMMON,
+        **_LINEAR_ATTENTION,
+        "vocab_size": ("int", 248320),
+        "intermediate_size": ("int", 12288),
+        "num_key_value_heads": ("int", 4),
+    },
+    rope=read_partial_rope,
+    finish=_finish_qwen3_5,
+)
+_QWEN3_NEXT = Schema(
+    {
+        **_COMMON,
+        **_LINEAR_ATTENTION,
+        "vocab_size": ("int", 151936),
+        "hidden_size": ("int", 2048),
+        "intermediate_size": ("int", 5632),
+        "num_hidden_layers": ("int", 48),
+        "num_key_value_heads": ("int", 2),
+        "decoder_sparse_step": ("int", 1),
+        "moe_intermediate_size": ("int", 512),
+        "shared_expert_intermediate_size": ("int", 512),
+        "num_experts_per_tok": ("int", 10),
+        "num_experts": ("int", 512),
+        "norm_topk_prob": ("bool", True),
+        "mlp_only_layers": ("ints?", None),
+    },
+    rope=read_partial_rope,
+    finish=_finish_qwen3_next,
 )
 _GPT_OSS = Schema(
     {
@@ -771,6 +887,8 @@ FAMILIES: Mapping[str, Family] = {
     "MixtralForCausalLM": Family("mixtral", _MIXTRAL, _mixtral),
     "Qwen2MoeForCausalLM": Family("qwen2_moe", _QWEN2_MOE, _qwen2_moe),
     "Qwen3MoeForCausalLM": Family("qwen3_moe", _QWEN3_MOE, _qwen3_moe),
+    "Qwen3NextForCausalLM": Family("qwen3_next", _QWEN3_NEXT, _qwen3_next),
+    "Qwen3_5ForCausalLM": Family("qwen3_5_text", _QWEN3_5, _qwen3_5),
     "GptOssForCausalLM": Family("gpt_oss", _GPT_OSS, _gpt_oss),
     "Gemma2ForCausalLM": Family("gemma2", _GEMMA2, _gemma2),
     "Gemma3ForCausalLM": Family("gemma3_text", _GEMMA3, _gemma3),

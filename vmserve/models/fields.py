@@ -21,6 +21,7 @@ __all__ = [
     "read_fields",
     "read_gemma3_rope",
     "read_gpt_oss_rope",
+    "read_partial_rope",
     "read_phi3_rope",
     "read_rope",
 ]
@@ -43,7 +44,7 @@ _GPT_OSS_ROPE = {
     "original_max_position_embeddings": 4096,
 }
 _DEFAULT_THETA = 10_000.0
-_LAYER_TYPES = frozenset(("full_attention", "sliding_attention"))
+_LAYER_TYPES = frozenset(("full_attention", "linear_attention", "sliding_attention"))
 
 
 def _is_int(value: object) -> bool:
@@ -247,6 +248,19 @@ def read_gpt_oss_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] |
     if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
         raw = {**raw, "rope_parameters": _GPT_OSS_ROPE}
     return read_rope(raw, found, theta)
+
+
+def read_partial_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] | None:
+    """As :func:`read_rope`, of ``partial_rotary_factor`` of each head."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        return None
+    share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor", 0.25))
+    others = {name: value for name, value in given.items() if name != "partial_rotary_factor"}
+    parameters = read_rope({**raw, "rope_scaling": None, "rope_parameters": others}, found)
+    if parameters is None or not (_is_number(share) and 0 < share <= 1):
+        return None
+    return {**parameters, "partial_rotary_factor": share}
 
 
 def _is_plausible(rope_type: str, parameters: Mapping[str, Any], max_len: int) -> bool:

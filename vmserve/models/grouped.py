@@ -36,7 +36,7 @@ class Factors:
         with np.errstate(invalid="ignore"):
             return np.repeat(coarse, repeats, axis=1) * self.fine.astype(np.float32)
 
-    def rows(self, part: slice) -> Factors:
+    def rows(self, part: slice | NDArray[np.int64]) -> Factors:
         return Factors(self.coarse[part], None if self.fine is None else self.fine[part])
 
     def steps(self) -> NDArray[np.float32] | None:
@@ -70,7 +70,7 @@ class Grouped:
                 grouped += self.minimum.expanded()[:, :, None]
         return grouped.reshape(codes.shape)
 
-    def rows(self, part: slice) -> Grouped:
+    def rows(self, part: slice | NDArray[np.int64]) -> Grouped:
         minimum = None if self.minimum is None else self.minimum.rows(part)
         codes = np.ascontiguousarray(self.codes[part])
         return Grouped(self.bits, self.group, codes, self.scale.rows(part), minimum)

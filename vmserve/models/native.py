@@ -22,7 +22,11 @@ from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.host_arrays import TensorTuple, array_tuple, as_float32, rounded
 from vmserve.models.config import ModelConfig
-from vmserve.models.decoder_config import DecoderConfig, ExpertsConfig, TensorNames
+from vmserve.models.decoder_config import (
+    DecoderConfig,
+    DeltaConfig,
+    ExpertsConfig,
+)
 from vmserve.models.dtype import asked_dtype
 from vmserve.models.gguf.config import find_weights
 from vmserve.models.gguf.reader import GgufModel
@@ -33,13 +37,15 @@ from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.weight import find_quantized
 from vmserve.models.rope import HostRotations, RopeConfig
 from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, Table, as_plain
-from vmserve.models.tensor_names import mlp_names, shared_names
+from vmserve.models.tensor_names import delta_projections, mlp_names, shared_names
 from vmserve.threads import num_threads
 
 __all__ = ["NativeDecoder", "TimedPart", "choose_native", "load_native", "refusal"]
 
 logger = logging.getLogger(__name__)
 
+#: What sizes of delta layers and of gates are multiples of.
+DELTA_UNIT = 16
 #: Of which cosines and sines are made at once.
 MIN_POSITIONS = 1024
 #: As the core calls them.
@@ -78,6 +84,11 @@ def refusal(config: object, dtype: DType) -> str | None:
         return "it has no biases of an MLP or of a fused q, k and v"
     if config.embedding_size != config.hidden_size:
         return "it has no projection behind the embedding"
+    delta = config.delta
+    if delta is not None and (delta.key_dim % DELTA_UNIT or delta.value_dim % DELTA_UNIT):
+        return f"it wants heads of linear attention of a multiple of {DELTA_UNIT}"
+    if config.output_gate and config.q_heads * config.head_dim % DELTA_UNIT:
+        return f"it wants gates of attention of a multiple of {DELTA_UNIT}"
     return None
 
 
@@ -156,6 +167,11 @@ class NativeDecoder:
     def expert_rows(self) -> int:
         """Rows that experts computed, added up likewise."""
         return self._core.expert_rows
+
+    @property
+    def delta_seconds(self) -> float:
+        """Time in delta layers between their projections, added up likewise."""
+        return self._core.delta_seconds
 
     @property
     def row_type(self) -> str:
@@ -256,6 +272,7 @@ def load_native(
         norm_eps=config.norm.eps,
         embedding_scale=_embedding_scale(config, dtype),
         logits_softcap=config.logits_softcap or 0.0,
+        delta=_delta_sizes(config.delta),
         kv_dtype=dtype,
         quantization=quantization,
         num_threads=num_threads(),
@@ -265,7 +282,12 @@ def load_native(
     source = _Source(stored, progress, config.norm.offset)
     for spec in config.layers:
         with source:
-            _add_layer(core, config, spec, source)
+            if config.delta is not None and config.has_delta(spec.layer):
+                _add_delta(core, config, config.delta, spec.layer, source)
+            else:
+                _add_layer(core, config, spec, source)
+            if config.experts is not None and config.has_experts(spec.layer):
+                _add_router(core, config, config.experts, spec.layer, source)
         if config.stacked_experts and config.has_experts(spec.layer):
             _add_stacked(core, config, spec.layer, source)
             continue
@@ -297,6 +319,12 @@ def load_native(
     return NativeDecoder(core, rotary, dtype, embedding, table)
 
 
+def _delta_sizes(delta: DeltaConfig | None) -> tuple[int, int, int, int, int]:
+    if delta is None:
+        return 0, 0, 0, 0, 0
+    return delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps
+
+
 def _embedding_scale(config: DecoderConfig, dtype: DType) -> float:
     if config.embedding_scale is None:
         return 1.0
@@ -322,7 +350,10 @@ def _add_layer(
     prefix = names.base + names.layer.format(spec.layer)
     qkv = [f"{prefix}{module}" for module in names.qkv]
     sizes = config.qkv_sizes
-    q, k, v = source.matrices(*(f"{module}.weight" for module in qkv), sizes=sizes)
+    stored = source.read(*(f"{module}.weight" for module in qkv), sizes=sizes)
+    if config.output_gate:
+        stored[0] = _rows(stored[0], _gates_first(config.q_heads, config.head_dim))
+    q, k, v = source.packable(stored)
     biases = [source.vector(f"{module}.bias") for module in qkv if config.qkv_bias]
     q_bias, k_bias, v_bias = biases or (None, None, None)
     [output] = source.matrices(f"{prefix}{names.output}.weight")
@@ -353,14 +384,75 @@ def _add_layer(
         scale=spec.scale,
         window=spec.window or 0,
         softcap=spec.softcap or 0.0,
+        gated=config.output_gate,
     )
-    if config.experts is not None and config.has_experts(spec.layer):
-        _add_router(core, config.experts, names, prefix, source)
+
+
+def _gates_first(heads: int, dim: int) -> NDArray[np.int64]:
+    """The order of rows in which the gates of all heads come before the queries; by head, the
+    queries do."""
+    by_head = np.arange(heads * 2 * dim).reshape(heads, 2, dim)
+    return by_head.transpose(1, 0, 2)[::-1].reshape(-1)
+
+
+def _add_delta(
+    core: _core.CpuDecoder, config: DecoderConfig, delta: DeltaConfig, layer: int, source: _Source
+) -> None:
+    names = config.names
+    prefix = names.base + names.layer.format(layer)
+    below = prefix + names.delta
+    stored = source.read(*(f"{prefix}{name}.weight" for name in delta_projections(names, delta)))
+    if names.delta_fused:
+        qkvz, ba = stored
+        qkvz_rows, ba_rows = _by_kind(delta)
+        num_gates = delta.value_heads
+        stored = [
+            _rows(qkvz, qkvz_rows[: delta.channels]),
+            _rows(qkvz, qkvz_rows[delta.channels :]),
+            *(_rows(ba, part) for part in (ba_rows[:num_gates], ba_rows[num_gates:])),
+        ]
+    *mixed, b, a = stored
+    qkv, z = source.packable(mixed)
+    [output] = source.matrices(f"{below}out_proj.weight")
+    core.add_delta(
+        attention_norm=source.norm(f"{prefix}{names.attention_norm}"),
+        qkv=qkv,
+        z=z,
+        gates=source.kept(np.concatenate([as_float32(*as_plain(gate)) for gate in (b, a)])),
+        output=output,
+        mlp_norm=source.norm(f"{prefix}{names.mlp_norm}"),
+        taps=np.ascontiguousarray(source.floats(f"{below}conv1d.weight")[:, 0].T),
+        decay_rate=-np.exp(source.floats(f"{below}A_log")),
+        bias=source.floats(f"{below}dt_bias"),
+        norm=source.floats(f"{below}norm.weight"),
+    )
+
+
+def _by_kind(delta: DeltaConfig) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The orders of rows in which q of all heads is followed by k, v and z, and b by a; the
+    checkpoint has each of them by key head."""
+    shared = delta.value_heads // delta.key_heads
+    sizes = (delta.key_dim, delta.key_dim, shared * delta.value_dim, shared * delta.value_dim)
+    return _transposed_rows(delta.key_heads, sizes), _transposed_rows(
+        delta.key_heads, (shared, shared)
+    )
+
+
+def _transposed_rows(heads: int, sizes: Sequence[int]) -> NDArray[np.int64]:
+    by_head = np.arange(heads * sum(sizes)).reshape(heads, -1)
+    parts = np.split(by_head, list(accumulate(sizes))[:-1], axis=1)
+    return np.concatenate([part.reshape(-1) for part in parts])
 
 
 def _add_router(
-    core: _core.CpuDecoder, experts: ExpertsConfig, names: TensorNames, prefix: str, source: _Source
+    core: _core.CpuDecoder,
+    config: DecoderConfig,
+    experts: ExpertsConfig,
+    layer: int,
+    source: _Source,
 ) -> None:
+    names = config.names
+    prefix = names.base + names.layer.format(layer)
     weights = [f"{prefix}{names.router}.weight"]
     if experts.shared_gate:
         weights.append(f"{prefix}{names.shared_gate}.weight")
@@ -407,7 +499,7 @@ def _add_stacked(
     gate_up, down = (prefix + name for name in config.names.experts)
     for expert in range(config.experts.count):
         with source:
-            both, both_bias = source.part(gate_up, expert), source.rows(f"{gate_up}_bias")[expert]
+            both, both_bias = source.part(gate_up, expert), source.floats(f"{gate_up}_bias")[expert]
             [gate, up] = source.packable(_alternating(both))
             [back] = source.packable([source.part(down, expert)])
             core.add_mlp(
@@ -416,26 +508,25 @@ def _add_stacked(
                 down=back,
                 gate_bias=source.kept(both_bias[0::2]),
                 up_bias=source.kept(both_bias[1::2]),
-                down_bias=source.kept(source.rows(f"{down}_bias")[expert]),
+                down_bias=source.kept(source.floats(f"{down}_bias")[expert]),
                 clamp=config.experts.clamp,
             )
 
 
-def _alternating(matrix: Plain | Grouped) -> list[Plain | Grouped]:
-    rows = [slice(first, None, 2) for first in (0, 1)]
+def _rows(matrix: Plain | Grouped, which: slice | NDArray[np.int64]) -> Plain | Grouped:
     if isinstance(matrix, Grouped):
-        return [matrix.rows(part) for part in rows]
+        return matrix.rows(which)
     array, dtype = matrix
-    return [(array[part], dtype) for part in rows]
+    return array[which], dtype
+
+
+def _alternating(matrix: Plain | Grouped) -> list[Plain | Grouped]:
+    return [_rows(matrix, slice(first, None, 2)) for first in (0, 1)]
 
 
 def _divided(matrix: Plain | Grouped, sizes: Sequence[int]) -> list[Plain | Grouped]:
     ends = list(accumulate(sizes))
-    parts = [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
-    if isinstance(matrix, Grouped):
-        return [matrix.rows(part) for part in parts]
-    array, dtype = matrix
-    return [(array[part], dtype) for part in parts]
+    return [_rows(matrix, slice(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
 class _Source:
@@ -475,10 +566,12 @@ class _Source:
 
         ``sizes``: their outputs, by which a single stored matrix is divided.
         """
+        return self.packable(self.read(*names, sizes=sizes))
+
+    def read(self, *names: str, sizes: Sequence[int] = ()) -> list[Plain | Grouped]:
+        """The same as they are stored."""
         found = [self._read(name) for name in names]
-        if len(found) < len(sizes):
-            found = _divided(found[0], sizes)
-        return self.packable(found)
+        return _divided(found[0], sizes) if len(found) < len(sizes) else found
 
     def exact(self, *names: str) -> list[TensorTuple]:
         """Matrices of plain numbers of one type."""
@@ -503,18 +596,19 @@ class _Source:
         self._used.append(name)
         return self.stored[name].matrix(index)
 
-    def rows(self, name: str) -> NDArray[np.float32]:
-        return as_float32(*as_plain(self._read(name)))
-
     def kept(self, vector: NDArray[np.float32]) -> TensorTuple:
         return self._tuple(np.ascontiguousarray(vector), DType.FLOAT32)
 
+    def floats(self, name: str) -> NDArray[np.float32]:
+        return as_float32(*as_plain(self._read(name)))
+
     def vector(self, name: str) -> TensorTuple:
-        return self._tuple(as_float32(*as_plain(self._read(name))), DType.FLOAT32)
+        return self._tuple(self.floats(name), DType.FLOAT32)
 
     def norm(self, module: str) -> TensorTuple:
-        weight = as_float32(*as_plain(self._read(f"{module}.weight")))
-        return self._tuple(weight + np.float32(self._norm_offset), DType.FLOAT32)
+        return self._tuple(
+            self.floats(f"{module}.weight") + np.float32(self._norm_offset), DType.FLOAT32
+        )
 
     def _read(self, name: str) -> Plain | Grouped:
         self._used.append(name)

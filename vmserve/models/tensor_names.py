@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from vmserve.models.decoder_config import (
     DecoderConfig,
+    DeltaConfig,
     ExpertsConfig,
     LearnedPositionsConfig,
     TensorNames,
@@ -14,6 +15,7 @@ from vmserve.models.decoder_config import (
 
 __all__ = [
     "canonical_name",
+    "delta_projections",
     "is_ignorable",
     "is_router",
     "mlp_names",
@@ -23,6 +25,8 @@ __all__ = [
 ]
 
 _Shape = tuple[int, ...]
+#: The name, outputs, inputs, and whether it has a bias.
+_Linear = tuple[str, int, int, bool]
 
 
 def tensor_shapes(config: DecoderConfig) -> dict[str, _Shape]:
@@ -86,19 +90,71 @@ def shared_names(config: DecoderConfig, layer: int) -> tuple[str, ...]:
     return tuple(prefix + name for name in config.names.shared_expert)
 
 
-def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, _Shape]]:
-    names, hidden, experts = config.names, config.hidden_size, config.experts
-    prefix = names.base + names.layer.format(layer)
-    sizes: tuple[int, ...] = config.qkv_sizes
+def delta_projections(names: TensorNames, delta: DeltaConfig) -> dict[str, int]:
+    """Return the names and outputs of what a delta layer multiplies its input by."""
+    if names.delta_fused:
+        return {
+            f"{names.delta}in_proj_qkvz": delta.channels + delta.value_size,
+            f"{names.delta}in_proj_ba": 2 * delta.value_heads,
+        }
+    return {
+        f"{names.delta}in_proj_qkv": delta.channels,
+        f"{names.delta}in_proj_z": delta.value_size,
+        f"{names.delta}in_proj_b": delta.value_heads,
+        f"{names.delta}in_proj_a": delta.value_heads,
+    }
+
+
+def _attention_shapes(
+    config: DecoderConfig, prefix: str
+) -> tuple[list[_Linear], dict[str, _Shape]]:
+    names, hidden = config.names, config.hidden_size
+    q_size, *kv_sizes = config.qkv_sizes
+    sizes = [2 * q_size if config.output_gate else q_size, *kv_sizes]
     if len(names.qkv) == 1:
-        sizes = (sum(sizes),)
+        sizes = [sum(sizes)]
     linears = [
         *(
             (prefix + name, size, hidden, config.qkv_bias)
             for name, size in zip(names.qkv, sizes, strict=True)
         ),
-        (prefix + names.output, hidden, config.qkv_sizes[0], config.output_bias),
+        (prefix + names.output, hidden, q_size, config.output_bias),
     ]
+    vectors: dict[str, _Shape] = {}
+    if names.sinks:
+        vectors[f"{prefix}{names.sinks}"] = (config.q_heads,)
+    for name in names.qk_norms:
+        vectors[f"{prefix}{name}.weight"] = (config.head_dim,)
+    return linears, vectors
+
+
+def _delta_shapes(
+    config: DecoderConfig, delta: DeltaConfig, prefix: str
+) -> tuple[list[_Linear], dict[str, _Shape]]:
+    names, hidden = config.names, config.hidden_size
+    below = prefix + names.delta
+    linears = [
+        *(
+            (prefix + name, size, hidden, False)
+            for name, size in delta_projections(names, delta).items()
+        ),
+        (f"{below}out_proj", hidden, delta.value_size, False),
+    ]
+    return linears, {
+        f"{below}conv1d.weight": (delta.channels, 1, delta.taps),
+        f"{below}A_log": (delta.value_heads,),
+        f"{below}dt_bias": (delta.value_heads,),
+        f"{below}norm.weight": (delta.value_dim,),
+    }
+
+
+def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, _Shape]]:
+    names, hidden, experts = config.names, config.hidden_size, config.experts
+    prefix = names.base + names.layer.format(layer)
+    if config.delta is not None and config.has_delta(layer):
+        linears, vectors = _delta_shapes(config, config.delta, prefix)
+    else:
+        linears, vectors = _attention_shapes(config, prefix)
     mlp, fused = config.mlp_size_of(layer), names.gate_up
     modules = mlp_names(config, layer)
     if experts is not None and config.has_experts(layer):
@@ -124,10 +180,7 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, _Sha
         yield f"{name}.weight", shape
         if has_bias:
             yield f"{name}.bias", (out_features,)
-    if names.sinks:
-        yield f"{prefix}{names.sinks}", (config.q_heads,)
-    for name in names.qk_norms:
-        yield f"{prefix}{name}.weight", (config.head_dim,)
+    yield from vectors.items()
     for name in filter(None, (names.attention_out_norm, names.mlp_norm, names.mlp_out_norm)):
         yield from _norm_shapes(config, prefix + name, hidden)
 

@@ -276,11 +276,14 @@ def _stretches(
     ids, past, new = plan.memory_ids, plan.num_past, plan.num_new
     if num_paged in (0, len(plan)):
         regime, places = (Regime.PAGED, ids) if num_paged else (Regime.VIRTUAL, slots)
-        return [(regime, RaggedBatch(places.astype(np.int64), past, new, plan.num_tokens))]
+        return [(regime, RaggedBatch(places.astype(np.int64), past, new, plan.num_tokens, ids))]
     paged, virtual = slice(num_paged), slice(num_paged, None)
     return [
-        (Regime.PAGED, RaggedBatch.build(ids[paged], past[paged], new[paged])),
-        (Regime.VIRTUAL, RaggedBatch.build(slots[virtual], past[virtual], new[virtual])),
+        (regime, RaggedBatch.build(places[part], past[part], new[part], ids[part]))
+        for regime, places, part in (
+            (Regime.PAGED, ids, paged),
+            (Regime.VIRTUAL, slots, virtual),
+        )
     ]
 
 

@@ -4,6 +4,7 @@
 #include <cpuid.h>
 #endif
 
+#include "delta_kernels.h"
 #include "vmserve/errors.h"
 
 namespace vmserve::cpu {
@@ -51,6 +52,14 @@ const KernelTable& choose_table(const std::string& isa) {
     names += (names.empty() ? "" : ", ") + std::string(table->isa);
   }
   throw MisuseError("instruction set '" + isa + "': this processor has kernels for " + names);
+}
+
+const DeltaKernels& choose_delta_kernels([[maybe_unused]] const std::string& isa) {
+#ifdef VMSERVE_X86_KERNELS
+  if (isa.rfind("avx512", 0) == 0) return delta_avx512();
+  if (isa == "avx2") return delta_avx2();
+#endif
+  return delta_generic();
 }
 
 }  // namespace vmserve::cpu
