@@ -1,0 +1,19 @@
+"""The decoder's families: convert their configurations to its description."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vmserve.models.families import delta, experts, gemma, gpt, llama
+from vmserve.models.families.base import Family
+
+__all__ = ["FAMILIES", "Family"]
+
+#: By the name in ``architectures`` of config.json.
+FAMILIES: Mapping[str, Family] = {
+    **llama.FAMILIES,
+    **experts.FAMILIES,
+    **delta.FAMILIES,
+    **gemma.FAMILIES,
+    **gpt.FAMILIES,
+}
