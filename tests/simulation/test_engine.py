@@ -9,7 +9,7 @@ import pytest
 
 from vmserve import LLM, SamplingParams, _core
 from vmserve.memory.base import Regime
-from vmserve.memory.layout import plan_layout
+from vmserve.memory.layout import layer_kinds, plan_layout
 from vmserve.scheduler.profile import DeviceProfile, KernelCosts
 from vmserve.simulation import Asked, Run, SimulatedEngine, SimulationConfig, asked, replay
 from vmserve.simulation.devices import OPT_13B_A100, opt_13b
@@ -297,3 +297,21 @@ def test_auto_finds_out_that_slots_lose_their_pages() -> None:
     )
     assert paged < 0.95 * virtual
     assert auto < paged + 0.1 * (virtual - paged)
+
+
+@pytest.mark.parametrize("regime", ["paged", "virtual"])
+def test_kinds_of_layers_have_pages_of_their_own(regime: str) -> None:
+    """Three of four layers see 32 tokens, so more requests of 120 and more run at once."""
+
+    def served(**options: Any) -> Run:
+        requests = some(8, length=120)
+        with SimulatedEngine(config(pages=14, regime=regime, **options)) as engine:
+            run = replay(engine, requests, max_steps=1000)
+        assert run.num_finished == 8
+        return run
+
+    kinds = served(kinds=layer_kinds((32, 32, 32, None)))
+    one_kind = served()
+    assert kinds.batch_size() > one_kind.batch_size()
+    answers = [{r.name: r.num_output for r in run.requests} for run in (kinds, one_kind)]
+    assert answers[0] == answers[1]

@@ -88,17 +88,17 @@ def kind_pages(
     """The pages of kinds that share one pool; a page has equally many tokens in all of them.
 
     On the host a page is a multiple of ``granularity`` for each layer (``page_bytes``, if given),
-    with coarse pages of a GPU for all layers of the kind together. ``page_tokens`` None: the most
-    that a kind would choose for itself (:func:`~vmserve.memory.layout.plan_layout`).
+    with coarse pages of a GPU for all layers of the kind together. The states of a sequence are one
+    page. ``page_tokens`` None: the most that a kind would choose for itself
+    (:func:`~vmserve.memory.layout.plan_layout`).
 
     Raises :class:`~vmserve.errors.ConfigurationError` for sizes that do not fit.
     """
 
     def pages(shape: KindShape, tokens: int | None) -> tuple[int, int]:
-        together = shape.num_layers if granularity >= CUDA_GRANULARITY else 1
         if shape.state_bytes:
-            size = -(-shape.state_bytes * together // granularity) * granularity
-            return shape.num_layers // together * size, 0
+            return -(-shape.state_bytes * shape.num_layers // granularity) * granularity, 0
+        together = shape.num_layers if granularity >= CUDA_GRANULARITY else 1
         layout = plan_layout(
             shape.num_layers,
             1,

@@ -16,6 +16,7 @@ from vmserve.memory.layout import (
     CUDA_GRANULARITY,
     HOST_GRANULARITY,
     KVLayout,
+    LayerKind,
     candidates,
     layer_kinds,
     plan_layout,
@@ -63,15 +64,19 @@ class ModelShape:
     num_states: int = 0
     state_bytes: int = 0
 
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The layers with K and V, by window."""
+        windows = itertools.islice(itertools.cycle(self.windows), self.num_layers)
+        return layer_kinds(tuple(windows))
+
     def kinds(self, tensor_parallel: int = 1) -> list[KindShape]:
         """The kinds of layers, those of one rank."""
         vectors = 1 if self.keys_only else 2
         heads = self.kv_heads // tensor_parallel
         token_bytes = vectors * heads * self.head_dim * DType.of(self.dtype).itemsize
-        windows = itertools.islice(itertools.cycle(self.windows), self.num_layers)
         kinds = [
             KindShape(num_layers=len(kind.layers), token_bytes=token_bytes, window=kind.window)
-            for kind in layer_kinds(tuple(windows))
+            for kind in self.layer_kinds()
         ]
         if self.num_states:
             state_bytes = self.state_bytes // tensor_parallel

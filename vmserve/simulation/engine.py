@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.memory.base import MemoryPlan
-    from vmserve.memory.layout import KVLayout
+    from vmserve.memory.layout import KVLayout, LayerKind
     from vmserve.runner.model_runner import StepLogits
     from vmserve.sampling.tokens import Logits, SamplingRow, TokenSampler
     from vmserve.scheduler.base import StepPlan
@@ -66,7 +66,8 @@ class SimulationConfig:
     ``mapper`` "manual": a step's background maps are done while it computes; "off": no background
     maps. ``check_every``: steps between checks of the memory's conservation laws; ``sample_every``:
     steps between samples of its statistics. 0: never. ``seconds_per_swap_run``: time of each copy
-    to or from the host besides its bytes.
+    to or from the host besides its bytes. ``kinds``: of layers that have pages of their own, as
+    :class:`~vmserve.memory.manager.MemoryManager` takes them.
     """
 
     layout: KVLayout
@@ -88,6 +89,7 @@ class SimulationConfig:
     fair_sharing: bool = False
     check_every: int = 0
     sample_every: int = 0
+    kinds: tuple[LayerKind, ...] = ()
 
     @staticmethod
     def of(device: Device, **options: object) -> SimulationConfig:
@@ -201,11 +203,13 @@ class SimulatedEngine:
 
     def _create_memory(self) -> _WatchedMemory:
         config = self.config
+        self._drivers: list[_core.NullDriver] = []
 
         def null_driver(host: _core.PageDriver) -> _core.PageDriver:
             """Replace the host's driver, which has not touched any memory yet."""
-            self._driver = _core.NullDriver(host.frame_bytes, host.num_frames)
-            return self._wrap_driver(self._driver) if self._wrap_driver else self._driver
+            driver = _core.NullDriver(host.frame_bytes, host.num_frames)
+            self._drivers.append(driver)
+            return self._wrap_driver(driver) if self._wrap_driver else driver
 
         return _WatchedMemory(
             config.layout,
@@ -213,6 +217,7 @@ class SimulatedEngine:
             num_seqs=2 * config.max_num_seqs,
             max_len=config.max_model_len,
             limit_bytes=config.limit_bytes,
+            kinds=config.kinds,
             options=MemoryOptions(
                 max_limit_bytes=config.limit_bytes,
                 prefix_caching=config.prefix_caching,
@@ -235,6 +240,9 @@ class SimulatedEngine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             watermark=config.watermark,
+            narrowest_window=min(
+                (kind.window for kind in config.kinds if kind.window is not None), default=None
+            ),
             priority_max_wait=resolved.priority_max_wait,
             separates_phases=config.policy == "v0",
         )
@@ -413,7 +421,8 @@ class SimulatedEngine:
         return self._pages_mapped()
 
     def _seconds(self, work: list[SequenceWork], unhidden: int, hidden: int) -> float:
-        _, copied, swapped = self._driver.work()
+        work_of = [driver.work() for driver in self._drivers]
+        copied, swapped = (sum(each[k] for each in work_of) for k in (1, 2))
         copied_before, swapped_before = self._moved
         self._moved = (copied, swapped)
         seconds = self.config.profile.step_seconds(
