@@ -98,6 +98,20 @@ def test_it_is_the_engines_memory() -> None:
         memory.stats()
 
 
+@pytest.mark.parametrize("ends_by_itself", [True, False])
+def test_pages_that_the_mapper_held_when_they_were_counted_are_news(ends_by_itself: bool) -> None:
+    memory = make(pages=8, mapper="manual", lookahead_tokens=48, deferred_reclamation=True)
+    seq = opened(memory)
+    grow(memory, seq, 16)
+    memory.release(seq)
+    told = memory.available_pages()
+    if ends_by_itself:
+        memory._core.run_mapper(100)
+    assert memory.settle()
+    assert memory.available_pages() > told
+    assert not memory.settle()
+
+
 def test_so_many_bytes_are_given_back_free_pages_first() -> None:
     memory = make(prefix_caching=True)
     page = memory.layout.total_page_bytes

@@ -262,7 +262,8 @@ class KVMemory(Protocol):
         ...
 
     def settle(self) -> bool:
-        """Wait for work in the background; whether more pages are available then."""
+        """Wait for work in the background; whether more pages are available then than
+        :meth:`available_pages` said since the last wait."""
         ...
 
     def trim(self, keep_pages: int = 0, *, drop_idle: bool = False) -> int:
