@@ -134,11 +134,7 @@ def _finish_qwen2_moe(found: Fields) -> bool:
         ]
     complete = len(found.layer_types) == found.num_hidden_layers
     heads = found.num_attention_heads
-    if not complete or heads < 1 or found.hidden_size % (2 * heads):
-        return False
-    if found.num_key_value_heads is None:
-        found.num_key_value_heads = heads
-    return True
+    return complete and heads > 0 and bool(found.hidden_size % (2 * heads) == 0)
 
 
 def _finish_qwen3_moe(found: Fields) -> bool:
@@ -187,7 +183,7 @@ _QWEN2_MOE = Schema(
         "intermediate_size": ("int", 5632),
         "num_hidden_layers": ("int", 24),
         "num_attention_heads": ("int", 16),
-        "num_key_value_heads": ("int?", 16),
+        "num_key_value_heads": ("int", 16),
         "decoder_sparse_step": ("int", 1),
         "moe_intermediate_size": ("int", 1408),
         "shared_expert_intermediate_size": ("int", 5632),
