@@ -15,11 +15,10 @@ from vmserve.config import EngineConfig
 from vmserve.engine import engine as engine_module
 from vmserve.engine.build import EngineParts, build
 from vmserve.scheduler.sequence import Sequence
-from vmserve.speculation.base import Speculation
 
 
 class Drafting:
-    """A drafter and its policy, which drafts while ``is_on``."""
+    """A drafter that drafts while ``is_on``."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         #: What the oracle knows, by prompt, seed and choice.
@@ -35,18 +34,22 @@ class Drafting:
     def tell(self, prompt: Many[int], seed: int, choice: int, answer: Many[int]) -> None:
         self.answers[tuple(prompt), seed, choice] = tuple(answer)
 
-    def limits(self, decoding: Many[Sequence], num_prompt_rows: int) -> list[int]:
-        return [self._rng.choice([0, 1, 3, 7]) if self.is_on else 0 for _ in decoding]
+    def wanted(self, num_decoding: int) -> bool:
+        return self.is_on
 
-    def learn(self, num_rows: int, seconds: float) -> None:
-        pass
+    def propose(self, sequences: Many[Sequence], num_prompt_rows: int) -> list[list[int]] | None:
+        if not self.is_on:
+            return None
+        return [self._draft(seq) for seq in sequences]
 
-    def propose(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
-        assert self.is_on
-        return [self._draft(seq, limit) for seq, limit in zip(sequences, limits, strict=True)]
+    def learn(self, seconds: float, attention: float) -> None:
+        assert 0 <= attention <= seconds
 
-    def _draft(self, sequence: Sequence, limit: int) -> list[int]:
-        assert limit + sequence.num_output < sequence.request.max_tokens
+    def _draft(self, sequence: Sequence) -> list[int]:
+        if sequence.request.beams is not None:
+            return []
+        most = sequence.request.max_tokens - sequence.num_output - 1
+        limit = min(self._rng.choice([0, 1, 3, 7]), most)
         if self.is_hostile:
             return [self._rng.randrange(-1, self._vocab_size + 9) for _ in range(limit)]
         answer = self.answers[key_of(sequence)]
@@ -78,7 +81,7 @@ def drafting_engines(seed: int) -> Iterator[list[Drafting]]:
     def with_drafts(config: EngineConfig, *others: Any) -> EngineParts:
         parts = build(config, *others)
         made.append(Drafting(parts.model_config.vocab_size, seed))
-        return replace(parts, speculation=Speculation(made[-1], made[-1]))
+        return replace(parts, drafter=made[-1])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_module, "build", with_drafts)

@@ -422,20 +422,45 @@ class RowSampler:
     ) -> tuple[list[int], list[float], list[dict[int, tuple[float, int]] | None], int]:
         """The same of tokens that are given; -1 likeliest tokens are the whole vocabulary."""
 
-class PromptLookups:
+class PromptDrafter:
     num_bytes: int
-    def __init__(self, most_visited: int, longest: int) -> None: ...
+    credit: float
+    def __init__(
+        self,
+        *,
+        match_bounds: Sequence[int],
+        usual_rates: Sequence[float],
+        prior_weight: float,
+        most_weight: float,
+        most_drafted: int,
+        is_priced: bool,
+        least_rate: float,
+        margin: float,
+        earned: float,
+        most_credit: float,
+        most_visited: int,
+        longest: int,
+    ) -> None: ...
     def __len__(self) -> int: ...
-    def open(self, number: int, before: Sequence[int]) -> None:
-        """Index a text: ``before``, which no match crosses, and then what is proposed for."""
-
-    def propose(
-        self, numbers: Sequence[int], token_lists: list[list[int]], limits: Sequence[int]
-    ) -> tuple[list[int], list[list[int]]]:
-        """Append what is new of each list. Returns the length of each match, 0 without one, and
-        the tokens that followed it."""
+    def open(self, number: int, before: Sequence[int], num_prompt: int, most_tokens: int) -> None:
+        """Index a text: ``before``, which no match crosses, and then what is proposed for. It ends
+        with ``most_tokens`` tokens."""
 
     def close(self, number: int) -> None: ...
+    def propose(
+        self, numbers: Sequence[int], token_lists: Sequence[list[int]], num_prompt_rows: int
+    ) -> list[list[int]] | None:
+        """The drafts of a step of these sequences. A negative number: no draft of that one. None:
+        no drafts."""
+
+    def accepted(self, number: int, num_drafted: int, num_accepted: int) -> None:
+        """Take the outcome of a draft of the last step proposed for."""
+
+    def learn(self, seconds: float, attention: float) -> None:
+        """Take how long that step took."""
+
+    def may_pay(self, num_decoding: int) -> bool:
+        """Whether a step of so many sequences may get drafts."""
 
 class CpuKvView:
     @overload

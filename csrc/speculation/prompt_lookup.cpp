@@ -64,14 +64,19 @@ Match PromptLookup::find() const {
   return best;
 }
 
+std::int64_t PromptLookup::num_following(const Match& match, std::int64_t limit) const {
+  if (match.length == 0) return 0;
+  const std::int64_t period = size() - match.next;
+  for (std::int64_t i = 0; i < std::min(limit, period); ++i) {
+    if (at(match.next + i) < 0) return i;
+  }
+  return limit;
+}
+
 std::vector<Token> PromptLookup::continuation(const Match& match, std::int64_t limit) const {
   std::vector<Token> draft;
-  const std::int64_t period = size() - match.next;
-  for (std::int64_t i = 0; i < limit; ++i) {
-    const std::int64_t at = match.next + i % period;
-    if (tokens_[static_cast<std::size_t>(at)] < 0) break;
-    draft.push_back(tokens_[static_cast<std::size_t>(at)]);
-  }
+  const std::int64_t period = size() - match.next, count = num_following(match, limit);
+  for (std::int64_t i = 0; i < count; ++i) draft.push_back(at(match.next + i % period));
   return draft;
 }
 

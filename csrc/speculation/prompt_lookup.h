@@ -34,6 +34,10 @@ class PromptLookup {
   // What followed a match, at most `limit` tokens. Text that repeats itself goes on as it repeats.
   std::vector<Token> continuation(const Match& match, std::int64_t limit) const;
 
+  // How many tokens that is.
+  std::int64_t num_following(const Match& match, std::int64_t limit) const;
+
+  Token at(std::int64_t index) const { return tokens_[static_cast<std::size_t>(index)]; }
   std::int64_t size() const { return static_cast<std::int64_t>(tokens_.size()); }
   std::size_t num_bytes() const;
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 
 import pytest
 
 from vmserve import _core
 from vmserve.sampling import SamplingParams
 from vmserve.scheduler.sequence import Request, Sequence
-from vmserve.speculation.policy import EvidencePolicy
+from vmserve.speculation.policy import EVIDENCE, PRICED, DraftPolicy
 from vmserve.speculation.prompt_lookup import PromptLookup
 from vmserve.types import RequestMetrics
 
@@ -37,45 +38,52 @@ def continued(text: list[int], place: int, limit: int) -> list[int]:
     return text[begin:]
 
 
+def searching(most_visited: int, longest: int, most_drafted: int) -> _core.PromptDrafter:
+    """One that drafts whatever it finds."""
+    numbers = asdict(EVIDENCE) | {"least_rate": 0.0, "most_drafted": most_drafted}
+    return _core.PromptDrafter(**numbers | {"most_visited": most_visited, "longest": longest})
+
+
+def draft_of(drafter: _core.PromptDrafter, number: int, tokens: list[int]) -> list[int]:
+    [draft] = drafter.propose([number], [tokens], 0) or [[]]
+    return draft
+
+
 @pytest.mark.parametrize("longest", [2, 3, 5, 1000])
 @pytest.mark.parametrize("vocab", [1, 2, 3, 8])
 def test_matches_are_the_longest_and_newest(longest: int, vocab: int) -> None:
     rng = random.Random(longest * 100 + vocab)
-    lookups = _core.PromptLookups(1 << 30, longest)
+    drafter = searching(1 << 30, longest, 6)
     for number in range(30):
         before = [rng.randrange(vocab) for _ in range(rng.choice([0, 5]))]
-        lookups.open(number, before)
-        tokens: list[int] = []
+        drafter.open(number, before, 0, most_tokens=1000)
+        tokens = [rng.randrange(vocab)]  # an answer's first token may follow its prediction
         for _ in range(40):
             tokens += [rng.randrange(vocab) for _ in range(rng.randrange(1, 4))]
-            limit = rng.randrange(6)
-            (length,), (draft,) = lookups.propose([number], [tokens], [limit])
             text = [*before, -1, *tokens] if before else tokens
             expected, place = longest_match(text, longest)
-            assert length == expected
-            assert draft == (continued(text, place, limit) if expected else [])
+            found = draft_of(drafter, number, tokens)
+            assert found == (continued(text, place, 6) if expected else [])
 
 
 def test_a_search_visits_few_places_of_a_common_pair() -> None:
-    lookups = _core.PromptLookups(3, 32)
-    lookups.open(1, [])
+    drafter = searching(3, 32, 1)
     old = [9, 8, 1, 2, 7]
-    lengths = []
+    drafts = []
     for num_newer in range(1, 5):
-        tokens = old + [1, 2, 5] * num_newer + [9, 8, 1, 2]
-        lookups.open(1 + num_newer, [])
-        lengths.append(lookups.propose([1 + num_newer], [tokens], [1])[0][0])
-    assert lengths == [4, 4, 2, 2]  # the old place is the second to fifth that is looked at
+        drafter.open(num_newer, [], 1, most_tokens=1000)
+        drafts += draft_of(drafter, num_newer, old + [1, 2, 5] * num_newer + [9, 8, 1, 2])
+    assert drafts == [7, 7, 5, 5]  # the old place is the second to fifth that is looked at
 
 
 def test_memory_is_linear() -> None:
     rng = random.Random(1)
-    lookups = _core.PromptLookups(256, 32)
-    lookups.open(1, [])
-    lookups.propose([1], [[rng.randrange(50_000) for _ in range(70_000)]], [7])
-    assert lookups.num_bytes < 32 * 70_000
-    lookups.close(1)
-    assert (len(lookups), lookups.num_bytes) == (0, 0)
+    drafter = searching(256, 32, 7)
+    drafter.open(1, [], 1, most_tokens=80_000)
+    draft_of(drafter, 1, [rng.randrange(50_000) for _ in range(70_000)])
+    assert drafter.num_bytes < 32 * 70_000
+    drafter.close(1)
+    assert (len(drafter), drafter.num_bytes) == (0, 0)
 
 
 def sequence(prompt: list[int], output: list[int], prediction: list[int] = []) -> Sequence:  # noqa: B006
@@ -84,30 +92,52 @@ def sequence(prompt: list[int], output: list[int], prediction: list[int] = []) -
     return Sequence(request, 0, prompt + output, len(prompt))
 
 
+def drafts(drafter: PromptLookup, *sequences: Sequence) -> list[list[int]]:
+    return list(drafter.propose(sequences, 0) or [[] for _ in sequences])
+
+
 def test_each_sequence_has_its_own_text() -> None:
-    drafter = PromptLookup(EvidencePolicy())
+    drafter = PromptLookup(EVIDENCE)
     said, other = sequence([1, 2, 3, 4, 5], [1, 2, 3]), sequence([6, 7], [1, 2, 3])
-    assert drafter.propose([said, other, said], [2, 2, 0]) == [[4, 5], [], []]
+    assert drafts(drafter, said, other) == [[4, 5, 1, 2, 3, 4, 5], []]
     drafter.forget(said)
     drafter.forget(said)
-    assert drafter.propose([said], [1]) == [[4]]  # it begins anew
+    assert drafts(drafter, said) == [[4, 5, 1, 2, 3, 4, 5]]  # it begins anew
+
+
+def test_a_draft_ends_with_the_answer() -> None:
+    drafter = PromptLookup(EVIDENCE)
+    ending = sequence([1, 2, 3] * 40, [1] * 61)  # the answer may have 64 tokens
+    assert drafts(drafter, ending) == [[1, 1]]
+
+
+@pytest.mark.parametrize("policy", [EVIDENCE, PRICED])
+def test_a_request_can_do_without(policy: DraftPolicy) -> None:
+    drafter = PromptLookup(policy)
+    wants, without = sequence([1, 2, 3], [1, 2, 3]), sequence([1, 2, 3], [1, 2, 3])
+    object.__setattr__(without.request.params, "speculative", False)
+    drafter.propose([wants, without], 0)
+    drafter.learn(1.0, 0.0)  # the price of a step without drafts
+    wanted, refused = drafts(drafter, wants, without)
+    assert wanted
+    assert not refused
 
 
 def test_an_answer_begins_as_its_prediction() -> None:
-    drafter = PromptLookup(EvidencePolicy())
+    drafter = PromptLookup(EVIDENCE)
     as_predicted = sequence([1, 2], [5], prediction=[5, 6, 7, 8])
     another = sequence([1, 2], [6], prediction=[5, 6, 7, 8])
-    assert drafter.propose([as_predicted, another], [2, 2]) == [[6, 7], []]
+    assert drafts(drafter, as_predicted, another) == [[6, 7, 8], []]
     another.tokens += [7]
-    assert drafter.propose([another], [5]) == [[8]]  # behind its end nothing follows
+    assert drafts(drafter, another) == [[8]]  # behind its end nothing follows
 
 
 def test_two_tokens_are_drafted_from_until_that_fails() -> None:
-    drafter = PromptLookup(EvidencePolicy())
+    drafter = PromptLookup(EVIDENCE)
     text = sequence([2, 3, 4, 5], [6, 2, 3])
+    assert drafts(drafter, text)[0][:2] == [4, 5]
     for _ in range(10):
-        drafter.propose([text], [1])
         drafter.accepted(text, 1, 0)
-    assert drafter.propose([text], [1]) == [[]]
+    assert drafts(drafter, text) == [[]]
     text.tokens += [4]  # now they are three
-    assert drafter.propose([text], [1]) == [[5]]
+    assert drafts(drafter, text)[0][0] == 5

@@ -31,8 +31,8 @@ from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
-from vmserve.speculation.base import Speculation
-from vmserve.speculation.policy import EvidencePolicy, PricePolicy, StepPrices
+from vmserve.speculation.base import Drafter
+from vmserve.speculation.policy import EVIDENCE, PRICED
 from vmserve.speculation.prompt_lookup import PromptLookup
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -63,7 +63,7 @@ class EngineParts:
     clock: Callable[[], float] = time.monotonic
     idle_bytes: int = IDLE_BYTES
     #: None: every token is computed by a step of its own.
-    speculation: Speculation | None = None
+    drafter: Drafter | None = None
 
 
 def build(
@@ -174,13 +174,11 @@ def build(
         runtime=runtime,
         runner=runner,
         sampler=sampler,
-        speculation=_speculation(resolved),
+        drafter=_drafter(resolved),
     )
 
 
-def _speculation(resolved: ResolvedConfig) -> Speculation | None:
+def _drafter(resolved: ResolvedConfig) -> Drafter | None:
     if resolved.speculative == "off":
         return None
-    is_priced = resolved.speculative == "auto"
-    policy = PricePolicy(StepPrices()) if is_priced else EvidencePolicy()
-    return Speculation(PromptLookup(policy), policy)
+    return PromptLookup(PRICED if resolved.speculative == "auto" else EVIDENCE)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vmserve.memory.manager import MemoryManager
     from vmserve.scheduler.base import Scheduler, StepPlan
     from vmserve.scheduler.sequence import Request, Sequence
-    from vmserve.speculation.base import Speculation
+    from vmserve.speculation.base import Drafter
     from vmserve.telemetry.counters import EngineCounters
 
 __all__ = ["Drafts"]
@@ -34,7 +34,7 @@ class Drafts:
 
     def __init__(
         self,
-        speculation: Speculation,
+        drafter: Drafter,
         memory: MemoryManager,
         scheduler: Scheduler,
         counters: EngineCounters,
@@ -43,7 +43,7 @@ class Drafts:
         max_tokens: int,
         max_rows: int,
     ) -> None:
-        self._drafter, self._policy = speculation.drafter, speculation.policy
+        self._drafter = drafter
         self._memory = memory
         self._scheduler = scheduler
         self._counters = counters
@@ -53,28 +53,28 @@ class Drafts:
 
     def wanted(self, sequences: Iterable[Sequence]) -> bool:
         """Whether these sequences may get drafts when their next tokens are known."""
-        decoding = [sequence for sequence in sequences if _most(sequence) > 1]
-        return bool(decoding) and any(self._policy.limits(decoding, 0))
+        num_decoding = sum(_most(sequence) > 1 for sequence in sequences)
+        return num_decoding > 0 and self._drafter.wanted(num_decoding)
 
     def extend(self, plan: StepPlan) -> StepPlan:
         """The plan with drafts, as far as there is room for them."""
         columns = plan.columns
-        decodes = plan.samples & (columns.num_new == 1)
-        decodes &= columns.num_computed >= columns.num_prompt
-        num_decodes = int(np.count_nonzero(decodes))
-        places = [i for i in np.flatnonzero(decodes).tolist() if _most(plan.sequences[i]) > 0]
+        places: Iterable[int] = range(len(plan))
+        decoding = plan.sequences
+        if not plan.only_decodes:
+            decodes = plan.samples & (columns.num_new == 1)
+            decodes &= columns.num_computed >= columns.num_prompt
+            places = np.flatnonzero(decodes).tolist()
+            decoding = [plan.sequences[i] for i in places]
         room = min(self._max_tokens - plan.num_tokens, self._max_rows - len(plan))
-        if not places or room <= 0:
+        if not decoding or room <= 0:
             return plan
-        decoding = [plan.sequences[i] for i in places]
-        limits = self._policy.limits(decoding, plan.num_tokens - num_decodes)
-        limits = [min(each, _most(seq)) for each, seq in zip(limits, decoding, strict=True)]
-        if not any(limits):
+        proposed = self._drafter.propose(decoding, plan.num_tokens - len(decoding))
+        if proposed is None:
             return plan
         drafts: list[list[int]] = [[] for _ in plan.sequences]
-        proposed = self._drafter.propose(decoding, limits)
-        for place, sequence, limit, draft in zip(places, decoding, limits, proposed, strict=True):
-            drafts[place] = self._usable(sequence, draft[: min(limit, room)])
+        for place, sequence, draft in zip(places, decoding, proposed, strict=True):
+            drafts[place] = self._usable(sequence, draft[: min(_most(sequence), room)])
             room -= len(drafts[place])
         if not any(drafts):
             return plan
@@ -120,8 +120,9 @@ class Drafts:
                 self._memory.append_tokens(*plan.take_unpublished())
             self._memory.keep(seqs, lengths)
 
-    def learn(self, plan: StepPlan, seconds: float) -> None:
-        self._policy.learn(plan.num_tokens, seconds)
+    def learn(self, seconds: float, attention: float) -> None:
+        """Take how long a step took that was planned here: all of it, and its attention."""
+        self._drafter.learn(seconds, attention)
 
     def forget(self, request: Request) -> None:
         for sequence in request.sequences:
@@ -131,6 +132,4 @@ class Drafts:
 def _most(sequence: Sequence) -> int:
     """How many tokens of a draft can become tokens of the answer beside the one drawn anyway."""
     request: Request = sequence.request
-    if request.beams is not None:
-        return 0
-    return request.max_tokens - sequence.num_output - 1
+    return 0 if request.beams is not None else max(0, request.max_tokens - sequence.num_output - 1)

@@ -124,10 +124,10 @@ class LLMEngine:
         )
         #: None without speculation.
         self._drafts: Drafts | None = None
-        if parts.speculation is not None:
+        if parts.drafter is not None:
             vocab_size = self.model_config.vocab_size
             self._drafts = Drafts(
-                parts.speculation,
+                parts.drafter,
                 self.memory,
                 self.scheduler,
                 self.counters,
@@ -462,6 +462,11 @@ class LLMEngine:
         began, ended = phases.spans[0].began, phases.spans[-1].ended
         self._regimes.stepped(ended - max(began, self._last_ended))
         self._last_ended = ended
+        # Elsewhere than on a CPU, attention is not timed.
+        if self._drafts is not None and not flight.is_ahead and self._runtime.device_type == "cpu":
+            attention = sum(part.seconds for part in flight.logits.attention)
+            seconds = sum(span.ended - span.began for span in phases.spans)
+            self._drafts.learn(seconds, attention)
         if self._trace is None:
             return
         self._trace.step(plan, phases, self.scheduler, self.memory.stats(), ahead=flight.is_ahead)
@@ -470,11 +475,9 @@ class LLMEngine:
                 self._trace.request(output.request_id, output.metrics)
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Learn the speed of prefill from steps that mostly read prompts, and what drafts cost."""
+        """Learn the speed of prefill from steps that mostly read prompts."""
         if _reads_prompts_mostly(plan):
             self._preemption.prefilled(plan.num_tokens, seconds)
-        if self._drafts is not None and self._runtime.device_type == "cpu":
-            self._drafts.learn(plan, seconds)  # elsewhere these are the seconds of launches
 
     def _count_attention(self, parts: tuple[AttentionTime, ...]) -> None:
         """Record attention time and, with a profile, the predicted time."""

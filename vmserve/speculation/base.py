@@ -7,22 +7,29 @@ very token at that position.
 from __future__ import annotations
 
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from typing import Protocol
 
 from vmserve.scheduler.sequence import Sequence
 
-__all__ = ["Drafter", "Speculation", "SpeculationPolicy"]
+__all__ = ["Drafter"]
 
 
 class Drafter(Protocol):
-    """Proposes what a sequence may say next, and hears what became of it."""
+    """Proposes what sequences may say next, and hears what became of it and what it cost.
 
-    def propose(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
-        """A draft for each sequence: at most ``limits[i]`` tokens, ``[]`` where there is none.
+    A step proposes once, tells of each draft that was computed, and learns.
+    """
+
+    def wanted(self, num_decoding: int) -> bool:
+        """Whether a step of so many decoding sequences may get drafts."""
+        ...
+
+    def propose(self, sequences: Many[Sequence], num_prompt_rows: int) -> Many[list[int]] | None:
+        """A draft for each decoding sequence of a step that also computes ``num_prompt_rows`` rows
+        of prompts; None: no drafts.
 
         Reads each sequence's known tokens; it catches up with whatever was appended since the last
-        call. A limit of 0 asks for nothing.
+        call. The engine cuts what an answer or the step has no room for.
         """
         ...
 
@@ -30,27 +37,10 @@ class Drafter(Protocol):
         """Take the outcome of the draft that ``sequence`` computed in the step just collected."""
         ...
 
+    def learn(self, seconds: float, attention: float) -> None:
+        """Take how long the step took, with or without drafts: all of it, and its attention."""
+        ...
+
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence that finished or was aborted. Unknown ones are fine."""
         ...
-
-
-class SpeculationPolicy(Protocol):
-    """Says how many drafted tokens each sequence may add to a step."""
-
-    def limits(self, decoding: Many[Sequence], num_prompt_rows: int) -> list[int]:
-        """The most drafted tokens of each decoding sequence in a step that also computes
-        ``num_prompt_rows`` rows of prompts; 0: none."""
-        ...
-
-    def learn(self, num_rows: int, seconds: float) -> None:
-        """Take how long the model took for a step of ``num_rows`` rows, prompts' included."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """What an engine that speculates has besides its other parts."""
-
-    drafter: Drafter
-    policy: SpeculationPolicy

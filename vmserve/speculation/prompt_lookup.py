@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import asdict
 
 from vmserve import _core
 from vmserve.scheduler.sequence import Sequence
-from vmserve.speculation.policy import Acceptance, LengthPolicy
+from vmserve.speculation.policy import DraftPolicy
 
 __all__ = ["PromptLookup"]
 
-#: Places that a search looks at, newest first, and the length up to which it compares.
-_MOST_VISITED, _LONGEST = 256, 32
-#: A match as long as this stands for an answer that began as its prediction does.
-_AT_THE_BEGINNING = 3
-
-
-@dataclass(slots=True)
-class _Text:
-    """A sequence's index in the core, by ``number``."""
-
-    number: int
-    prediction: Many[int]
-    acceptance: Acceptance = field(default_factory=Acceptance)
-    #: Of the match that the last draft came from.
-    match_length: int = 0
+#: The number of sequences without drafts.
+_NONE = -1
 
 
 class PromptLookup:
@@ -36,48 +23,39 @@ class PromptLookup:
     spoils its drafts. Memory: about 20 bytes a token.
     """
 
-    def __init__(self, policy: LengthPolicy) -> None:
-        self._policy = policy
-        self._lookups = _core.PromptLookups(_MOST_VISITED, _LONGEST)
-        self._texts: dict[Sequence, _Text] = {}
-        self._numbers = itertools.count()
+    def __init__(self, policy: DraftPolicy) -> None:
+        self._drafter = _core.PromptDrafter(**asdict(policy))
+        #: In the core, by which it knows the sequences.
+        self._numbers: dict[Sequence, int] = {}
+        self._unused = itertools.count()
 
-    def propose(self, sequences: Many[Sequence], limits: Many[int]) -> list[list[int]]:
-        asked = [(seq, limit) for seq, limit in zip(sequences, limits, strict=True) if limit > 0]
-        texts = [self._texts.get(seq) or self._open(seq) for seq, _ in asked]
-        lengths, drafts = self._lookups.propose(
-            [text.number for text in texts],
-            [seq.tokens for seq, _ in asked],
-            [limit for _, limit in asked],
-        )
-        for i, (seq, limit) in enumerate(asked):
-            if texts[i].prediction and seq.num_output == 1 and lengths[i] < _AT_THE_BEGINNING:
-                predicted = texts[i].prediction
-                if seq.tokens[-1] == predicted[0]:
-                    lengths[i], drafts[i] = _AT_THE_BEGINNING, list(predicted[1 : 1 + limit])
-        if any(drafts):
-            found = [
-                (text.acceptance, length, len(draft))
-                for text, length, draft in zip(texts, lengths, drafts, strict=True)
-            ]
-            for i, num in enumerate(self._policy.lengths(found)):
-                texts[i].match_length = lengths[i]
-                del drafts[i][num:]
-        proposed = iter(drafts)
-        return [next(proposed) if limit > 0 else [] for limit in limits]
+    def wanted(self, num_decoding: int) -> bool:
+        return self._drafter.may_pay(num_decoding)
+
+    def propose(self, sequences: Many[Sequence], num_prompt_rows: int) -> Many[list[int]] | None:
+        known = self._numbers
+        numbers = [known[seq] if seq in known else self._open(seq) for seq in sequences]
+        return self._drafter.propose(numbers, [seq.tokens for seq in sequences], num_prompt_rows)
 
     def accepted(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        text = self._texts[sequence]
-        text.acceptance.learn(text.match_length, num_drafted, num_accepted)
+        self._drafter.accepted(self._numbers[sequence], num_drafted, num_accepted)
+
+    def learn(self, seconds: float, attention: float) -> None:
+        self._drafter.learn(seconds, attention)
 
     def forget(self, sequence: Sequence) -> None:
-        text = self._texts.pop(sequence, None)
-        if text is not None:
-            self._lookups.close(text.number)
+        number = self._numbers.pop(sequence, _NONE)
+        if number != _NONE:
+            self._drafter.close(number)
 
-    def _open(self, sequence: Sequence) -> _Text:
-        given = sequence.request.params.prediction
-        prediction = () if isinstance(given, str) else given
-        text = self._texts[sequence] = _Text(next(self._numbers), prediction)
-        self._lookups.open(text.number, list(prediction))
-        return text
+    def _open(self, sequence: Sequence) -> int:
+        request = sequence.request
+        number = _NONE
+        if request.params.speculative and request.beams is None:
+            number = next(self._unused)
+            given = request.params.prediction
+            before = () if isinstance(given, str) else given
+            num_prompt = sequence.num_prompt
+            self._drafter.open(number, before, num_prompt, num_prompt + request.max_tokens)
+        self._numbers[sequence] = number
+        return number

@@ -1,0 +1,151 @@
+// How many drafted tokens a step computes: as many as pay, by what steps cost and what was accepted.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <utility>
+#include <vector>
+
+namespace vmserve::speculation {
+
+// The numbers of vmserve/speculation/policy.py, where they are explained.
+struct PolicyNumbers {
+  std::vector<std::int64_t> match_bounds;
+  std::vector<double> usual_rates;  // one more than bounds
+  double prior_weight, most_weight;
+  std::int64_t most_drafted;
+  bool is_priced;
+  double least_rate;
+  double margin;
+  double earned, most_credit;
+};
+
+// A request's share of accepted tokens by the length of the match that they extend.
+class Acceptance {
+ public:
+  explicit Acceptance(const PolicyNumbers& numbers);
+
+  double rate(std::int64_t match_length) const;
+  // Tokens behind a rejected one say nothing.
+  void learn(std::int64_t match_length, std::int64_t num_drafted, std::int64_t num_accepted);
+
+ private:
+  std::size_t place_of(std::int64_t match_length) const;
+
+  const PolicyNumbers* numbers_;
+  std::vector<double> tried_, accepted_;
+};
+
+// What a step computes: one token of each decoding sequence, rows of prompts, and drafted tokens.
+struct StepShape {
+  std::int64_t num_decoding = 0, num_prompt_rows = 0;
+  double positions = 0;  // of all decoding sequences together
+  // Of the sequences with drafts: their tokens, positions, and products of both.
+  std::int64_t num_drafted = 0;
+  double drafted_positions = 0, drafted_products = 0;
+
+  std::int64_t num_rows() const { return num_decoding + num_prompt_rows + num_drafted; }
+};
+
+// A mean of measured seconds: of all at first, then of the newest most of all. One that was held up
+// counts for twice the mean at most.
+class RunningMean {
+ public:
+  void add(double value);
+  double value() const { return value_; }
+  bool empty() const { return count_ == 0; }
+
+ private:
+  double value_ = 0;
+  std::int64_t count_ = 0;
+};
+
+// Seconds of whole steps without their attention. Steps without drafts have a price for each number
+// of sequences. Steps with drafts are fewer and their rows vary, so that numbers of rows close to
+// each other have one price. A price that was not measured lately is forgotten: one that was too
+// high by chance would stay.
+class RowPrices {
+ public:
+  void learn(const StepShape& step, double seconds);
+  // Nothing is known of steps without drafts.
+  bool empty() const { return plain_.empty(); }
+  double plain(std::int64_t num_decoding) const;
+  // What the drafts of a step add; infinite where it is not known.
+  double drafts(const StepShape& step) const;
+
+ private:
+  struct Price {
+    RunningMean num_rows, seconds;
+    std::int64_t measured_at = 0;
+  };
+  using Prices = std::map<std::int64_t, Price>;
+
+  void forget_stale(Prices& prices) const;
+
+  Prices plain_, drafted_;  // by sequences; by the greatest number of rows of the price
+  RunningMean prompt_row_;  // of steps that mostly read prompts
+  std::int64_t num_steps_ = 0;
+};
+
+// Seconds of attention. A sequence without drafts costs the same for each of its positions; one with
+// drafts costs more, and more again for each drafted token. Learnt by recursive least squares.
+class AttentionPrices {
+ public:
+  void learn(const StepShape& step, double seconds);
+  // Of all sequences as if none had drafts.
+  double plain(double positions) const { return plain_.value() * positions; }
+  // What drafts add.
+  double drafts(double positions, double products) const {
+    return chunk_ * positions + token_ * products;
+  }
+
+ private:
+  RunningMean plain_;
+  double chunk_ = 0, token_ = 0;
+  // Decayed sums of squares and products of positions, products and seconds.
+  double xx_ = 0, xy_ = 0, yy_ = 0, xz_ = 0, yz_ = 0;
+};
+
+// A draft that could be computed.
+struct Offer {
+  std::size_t index;  // of its sequence
+  const Acceptance* acceptance;
+  std::int64_t match_length, num_tokens;
+  double positions;
+};
+
+// Chooses drafts that make a batch faster: by the geometric mean of its sequences' tokens a second,
+// so that many of them have to gain for what all of them wait for. (By the sum, one sequence of eight
+// may slow the others by a tenth; and eight that begin together are done when the last one is.)
+//
+// Estimates may be wrong, so drafts are paid from an account: a step with drafts adds the seconds
+// that it won and takes those that it lost, one without earns a small share of its own. With an
+// empty account there are no drafts, so what is lost is bounded by what was earned.
+class DraftPolicy {
+ public:
+  explicit DraftPolicy(PolicyNumbers numbers) : numbers_(std::move(numbers)) {}
+
+  const PolicyNumbers& numbers() const { return numbers_; }
+  // Whether drafts in such a step would pay if all were accepted: worth a search.
+  bool may_pay(const StepShape& step) const;
+  // The number of tokens of each offer to compute.
+  std::vector<std::int64_t> lengths(const StepShape& step, const std::vector<Offer>& offers) const;
+  // Takes how long a step took, all of it and its attention. `log_tokens`: the logarithms of the
+  // numbers of tokens that its sequences got, together.
+  void learn(const StepShape& step, double log_tokens, double seconds, double attention);
+
+  double seconds_of(const StepShape& step) const;
+  double credit() const { return credit_; }
+
+ private:
+  double plain_seconds(const StepShape& step) const;
+
+  PolicyNumbers numbers_;
+  RowPrices rows_;
+  AttentionPrices attention_;
+  double credit_ = 0;
+  bool has_begun_ = false;
+};
+
+}  // namespace vmserve::speculation
