@@ -56,8 +56,15 @@ void bind_speculation(py::module_& m) {
              if (usual_rates.size() != match_bounds.size() + 1) {
                throw MisuseError("a usual rate on each side of each bound");
              }
-             PolicyNumbers numbers{std::move(match_bounds), std::move(usual_rates), prior_weight,
-                                   most_weight, most_drafted, is_priced, least_rate, margin, earned,
+             PolicyNumbers numbers{std::move(match_bounds),
+                                   std::move(usual_rates),
+                                   prior_weight,
+                                   most_weight,
+                                   most_drafted,
+                                   is_priced,
+                                   least_rate,
+                                   margin,
+                                   earned,
                                    most_credit};
              return std::make_unique<PromptDrafter>(std::move(numbers), most_visited, longest);
            }),

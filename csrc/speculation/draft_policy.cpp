@@ -111,7 +111,8 @@ double RowPrices::plain(std::int64_t num_decoding) const {
   if (above->first == num_decoding || above == plain_.begin()) return seconds;
   const auto below = std::prev(above);
   const double least = below->second.seconds.value();
-  const double share = (rows - static_cast<double>(below->first)) / static_cast<double>(above->first - below->first);
+  const double share =
+      (rows - static_cast<double>(below->first)) / static_cast<double>(above->first - below->first);
   return least + share * (seconds - least);
 }
 
@@ -199,8 +200,8 @@ std::vector<std::int64_t> DraftPolicy::lengths(const StepShape& step,
   if (!numbers_.is_priced) {
     for (std::size_t i = 0; i < offers.size(); ++i) {
       const Offer& offer = offers[i];
-      const bool is_likely =
-          offer.match_length > 2 || offer.acceptance->rate(offer.match_length) >= numbers_.least_rate;
+      const bool is_likely = offer.match_length > 2 ||
+                             offer.acceptance->rate(offer.match_length) >= numbers_.least_rate;
       if (is_likely) chosen[i] = offer.num_tokens;
     }
     return chosen;

@@ -1,4 +1,5 @@
-// How many drafted tokens a step computes: as many as pay, by what steps cost and what was accepted.
+// How many drafted tokens a step computes: as many as pay, by what steps cost and what was
+// accepted.
 #pragma once
 
 #include <cstddef>
@@ -88,8 +89,8 @@ class RowPrices {
   std::int64_t num_steps_ = 0;
 };
 
-// Seconds of attention. A sequence without drafts costs the same for each of its positions; one with
-// drafts costs more, and more again for each drafted token. Learnt by recursive least squares.
+// Seconds of attention. A sequence without drafts costs the same for each of its positions; one
+// with drafts costs more, and more again for each drafted token. Learnt by recursive least squares.
 class AttentionPrices {
  public:
   void learn(const StepShape& step, double seconds);
@@ -116,8 +117,9 @@ struct Offer {
 };
 
 // Chooses drafts that make a batch faster: by the geometric mean of its sequences' tokens a second,
-// so that many of them have to gain for what all of them wait for. (By the sum, one sequence of eight
-// may slow the others by a tenth; and eight that begin together are done when the last one is.)
+// so that many of them have to gain for what all of them wait for. (By the sum, one sequence of
+// eight may slow the others by a tenth; and eight that begin together are done when the last one
+// is.)
 //
 // Estimates may be wrong, so drafts are paid from an account: a step with drafts adds the seconds
 // that it won and takes those that it lost, one without earns a small share of its own. With an

@@ -51,8 +51,7 @@ bool PromptDrafter::begin(std::int64_t num_decoding, std::int64_t num_prompt_row
 void PromptDrafter::offer(Entry& entry, std::int64_t size) {
   const std::size_t index = added_.size();
   added_.push_back(&entry);
-  const std::int64_t limit =
-      std::min(policy_.numbers().most_drafted, entry.most_tokens - size - 1);
+  const std::int64_t limit = std::min(policy_.numbers().most_drafted, entry.most_tokens - size - 1);
   if (limit <= 0) return;
   entry.match = entry.lookup.find();
   const bool is_first = size == entry.num_prompt + 1 && entry.num_before > 0;
