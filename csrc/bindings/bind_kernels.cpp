@@ -102,7 +102,8 @@ void bind_references(py::module_& m) {
         const CpuLayerCall call =
             as_call(layer, q, q, q, std::nullopt, scale, window, softcap, std::move(sinks));
         const Ints& shape = call.q.shape;
-        Doubles out({shape.at(0), shape.at(1), shape.at(2)}), lse({shape.at(0), shape.at(1)});
+        Doubles out({shape.at(0), shape.at(1), batch.view().value_dim()}),
+            lse({shape.at(0), shape.at(1)});
         attend_reference(batch, call, out.mutable_data(), lse.mutable_data());
         return std::make_pair(out, lse);
       },

@@ -66,10 +66,13 @@ void check_call(const CpuBatch& batch, const CpuLayerCall& call) {
               std::to_string(view.kv_heads()) + " KV heads");
   check_tensor(call.q, "q", view.dtype(), {tokens, q_heads, dim});
   check_tensor(call.k, "k", view.dtype(), {tokens, view.kv_heads(), dim});
-  check_tensor(call.v, "v", view.dtype(), {tokens, view.kv_heads(), dim});
-  check_tensor(call.out, "out", view.dtype(), {tokens, q_heads, dim});
-  require(call.out.strides[1] == dim && call.out.strides[0] == q_heads * dim,
-          "out must be contiguous");
+  if (!view.values_in_keys()) {
+    check_tensor(call.v, "v", view.dtype(), {tokens, view.kv_heads(), dim});
+  }
+  check_tensor(call.out, "out", view.dtype(), {tokens, q_heads, view.value_dim()});
+  require(
+      call.out.strides[1] == view.value_dim() && call.out.strides[0] == q_heads * view.value_dim(),
+      "out must be contiguous");
   require(std::isfinite(call.scale) && std::isfinite(call.softcap) && call.softcap >= 0.0F,
           "scale and softcap must be finite, softcap not negative");
   require(call.window >= 0 && call.window <= kNoWindow,
@@ -116,13 +119,15 @@ void do_write(void* context, std::int64_t index, int) {
   args.head_dim = static_cast<std::int32_t>(call.q.shape[2]);
   args.q = row_of(call.q, row);
   args.k = row_of(call.k, row);
-  args.v = row_of(call.v, row);
   args.q_token_stride = call.q.strides[0];
   args.q_head_stride = call.q.strides[1];
   args.k_token_stride = call.k.strides[0];
   args.k_head_stride = call.k.strides[1];
-  args.v_token_stride = call.v.strides[0];
-  args.v_head_stride = call.v.strides[1];
+  if (!run.batch.view().values_in_keys()) {
+    args.v = row_of(call.v, row);
+    args.v_token_stride = call.v.strides[0];
+    args.v_head_stride = call.v.strides[1];
+  }
   if (call.cos) {
     args.rotary_dim = static_cast<std::int32_t>(call.cos->shape[2]);
     args.cos = row_of(*call.cos, row);
@@ -148,7 +153,7 @@ struct AttendRun {
 
 // Output of rows from `row` on of sequence `seq`, heads from `head` on.
 cpu::Output output_at(const AttendRun& run, std::int64_t seq, std::int64_t row, std::int64_t head) {
-  const std::int64_t q_heads = run.plan.q_heads, dim = run.batch.view().head_dim();
+  const std::int64_t q_heads = run.plan.q_heads, dim = run.batch.view().value_dim();
   const std::int64_t first = (run.batch.start(seq) + row) * q_heads + head;
   cpu::Output out{};
   out.rows = run.call.out.data + first * dim * item_bytes(run.batch.view().dtype());
@@ -187,6 +192,7 @@ void do_tile(const AttendRun& run, const cpu::WorkItem& item, cpu::Output out, f
   args.kv_head = item.kv_head;
   args.group = static_cast<std::int32_t>(run.plan.q_heads / view.kv_heads());
   args.head_dim = static_cast<std::int32_t>(view.head_dim());
+  args.value_dim = static_cast<std::int32_t>(view.value_dim());
   args.rows = item.rows;
   args.q = row_of(run.q, run.batch.start(item.seq) + item.row) +
            item.kv_head * args.group * run.q.strides[1] * item_bytes(run.q.dtype);
@@ -211,7 +217,7 @@ void do_merge(const AttendRun& run, const cpu::Merge& merge, cpu::Output out) {
   args.num_parts = merge.num_parts;
   args.num_rows = merge.rows;
   args.heads = merge.kv_heads * static_cast<std::int32_t>(run.plan.q_heads / view.kv_heads());
-  args.head_dim = static_cast<std::int32_t>(view.head_dim());
+  args.head_dim = static_cast<std::int32_t>(view.value_dim());
   args.out = out;
   run.kernels.combine(args);
 }
@@ -319,7 +325,8 @@ void CpuAttention::attend(const CpuBatch& batch, const CpuLayerCall& call, cpu::
   const auto head_dim = static_cast<std::int32_t>(batch.view().head_dim());
   const std::size_t floats =
       std::max(table_->decode_scratch(static_cast<std::int32_t>(plan.q_heads), head_dim),
-               table_->tile_scratch(plan.max_rows_and_heads, head_dim));
+               table_->tile_scratch(plan.max_rows_and_heads, head_dim,
+                                    static_cast<std::int32_t>(batch.view().value_dim())));
   const std::size_t scratch_floats = (floats + kAlignFloats - 1) / kAlignFloats * kAlignFloats;
   float* const scratch =
       aligned(scratch_, scratch_floats * static_cast<std::size_t>(pool_->num_threads()));

@@ -43,7 +43,8 @@ std::vector<std::string> cpu_isas();
 // keeps it alive longer than the view.
 class CpuKvView {
  public:
-  // Virtual view: keys and values [slots, max_len, kv_heads, head_dim] of each layer.
+  // Virtual view: keys and values [slots, max_len, kv_heads, head_dim] of each layer. Values may be
+  // narrower.
   CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values);
   // Paged view: keys and values [pages, page_tokens, kv_heads, head_dim] of each layer, and block
   // tables int32 [rows, table_width]. Layer i is read through tables[layer_tables[i]]; layers of
@@ -65,6 +66,9 @@ class CpuKvView {
   DType dtype() const { return keys_[0].dtype; }
   std::int64_t kv_heads() const { return keys_[0].shape[2]; }
   std::int64_t head_dim() const { return keys_[0].shape[3]; }
+  std::int64_t value_dim() const { return values_[0].shape[3]; }
+  // Values narrower than keys are slices of them, which are not written: a token's latent.
+  bool values_in_keys() const { return value_dim() < head_dim(); }
   std::int64_t num_places() const { return paged() ? table_rows_ : keys_[0].shape[0]; }
   std::int64_t max_len() const {
     return paged() ? table_width_ * block_tokens_ : keys_[0].shape[1];
@@ -136,9 +140,9 @@ class CpuBatch {
 struct CpuLayerCall {
   std::int64_t layer = 0;
   TensorRef q;                        // [tokens, q_heads, head_dim]
-  TensorRef k, v;                     // [tokens, kv_heads, head_dim]
+  TensorRef k, v;                     // [tokens, kv_heads, head_dim]; v is unused if it is in k
   std::optional<TensorRef> cos, sin;  // [tokens, 1, rotary_dim]
-  TensorRef out;                      // [tokens, q_heads, head_dim], contiguous
+  TensorRef out;                      // [tokens, q_heads, value_dim], contiguous
   float* lse = nullptr;               // [tokens, q_heads], contiguous, or null
   float scale = 1.0F;
   std::int64_t window = 0;  // positions a query attends to, its own included; 0: all
@@ -182,8 +186,8 @@ std::uint64_t fold_memory(ThreadPool& pool, const char* data, std::size_t bytes)
 // Reference implementations: simple loops on the calling thread, which tests compare kernels with.
 // Rotates and writes. q_out [tokens, q_heads, head_dim] in the dtype of q.
 void write_reference(const CpuBatch& batch, const CpuLayerCall& call, char* q_out);
-// Attends in float64 with q as given (already rotated): float64 out [tokens, q_heads, head_dim] and
-// lse [tokens, q_heads].
+// Attends in float64 with q as given (already rotated): float64 out [tokens, q_heads, value_dim]
+// and lse [tokens, q_heads].
 void attend_reference(const CpuBatch& batch, const CpuLayerCall& call, double* out, double* lse);
 
 }  // namespace vmserve

@@ -79,17 +79,23 @@ void CpuKvView::check_tensors() const {
       const std::vector<std::int64_t>& like = keys_[paged() ? layer : 0].shape;
       require(tensor.shape.size() == 4 && tensor.strides.size() == 4 && like.size() == 4,
               "keys and values are [rows, tokens, kv_heads, head_dim]");
-      require(tensor.shape == like && tensor.dtype == keys_[0].dtype &&
-                  std::equal(like.begin() + 1, like.end(), keys_[0].shape.begin() + 1),
+      const std::vector<std::int64_t>& same = (*tensors)[0].shape;
+      require(tensor.dtype == keys_[0].dtype && tensor.shape[0] == like[0] &&
+                  std::equal(same.begin() + 1, same.end(), tensor.shape.begin() + 1) &&
+                  std::equal(like.begin() + 1, like.begin() + 3, same.begin() + 1) &&
+                  same[3] <= keys_[0].shape[3],
               "keys and values of all layers must have one shape and dtype");
       require(tensor.strides[3] == 1, "head_dim of keys and values must be contiguous");
     }
   }
-  for (const TensorRef& tensor : keys_) {
-    require(*std::min_element(tensor.shape.begin(), tensor.shape.end()) > 0,
-            "keys and values are empty");
+  for (const auto* tensors : {&keys_, &values_}) {
+    for (const TensorRef& tensor : *tensors) {
+      require(*std::min_element(tensor.shape.begin(), tensor.shape.end()) > 0,
+              "keys and values are empty");
+    }
   }
-  require(head_dim() % kHeadDimStep == 0 && head_dim() <= cpu::kMaxHeadDim,
+  require(head_dim() % kHeadDimStep == 0 && value_dim() % kHeadDimStep == 0 &&
+              head_dim() <= cpu::kMaxHeadDim,
           "head_dim " + text(head_dim()) + " is not a multiple of " + text(kHeadDimStep) +
               " up to " + text(cpu::kMaxHeadDim));
   require(keys_[0].shape[1] <= kMaxTokens && kv_heads() <= 4096,

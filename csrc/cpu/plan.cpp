@@ -8,9 +8,9 @@ namespace vmserve::cpu {
 namespace {
 
 // Rows times heads of a tile item. If a prompt has fewer items than kEnoughTiles, its positions are
-// split too, into items of at least kMinTileParts parts.
+// split too, into items of at least kMinTileParts parts. Latents have many more products.
 constexpr std::int32_t kTileRows = 96;
-constexpr std::int64_t kEnoughTiles = 8, kMinTileParts = 4;
+constexpr std::int64_t kEnoughTiles = 8, kMinTileParts = 4, kMinLatentParts = 1;
 
 std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
@@ -30,17 +30,20 @@ Plan::Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads,
       q_heads(q_heads),
       kv_heads_(static_cast<std::int32_t>(batch.view().kv_heads())),
       group_(static_cast<std::int32_t>(q_heads / batch.view().kv_heads())),
-      head_dim_(static_cast<std::int32_t>(batch.view().head_dim())) {
-  add_decodes(batch, num_threads);
+      value_dim_(static_cast<std::int32_t>(batch.view().value_dim())) {
+  // All query heads share a latent: even a single token's are rows enough for a tile.
+  const bool latent = batch.view().values_in_keys();
+  if (!latent) add_decodes(batch, num_threads);
   for (std::int32_t seq = 0; seq < batch.num_sequences(); ++seq) {
-    if (batch.num_new(seq) > 1) add_tiles(batch, seq);
+    if (latent || batch.num_new(seq) > 1) add_tiles(batch, seq);
   }
   const auto cost = [](const WorkItem& item) {
     return (item.end - item.begin) * item.rows * item.kv_heads;
   };
   std::stable_sort(items.begin(), items.end(),
                    [&](const auto& a, const auto& b) { return cost(a) > cost(b); });
-  for (const WorkItem& item : items) work += cost(item) * group_ * head_dim_ * 2;
+  const std::int64_t row_work = batch.view().head_dim() + value_dim_;
+  for (const WorkItem& item : items) work += cost(item) * group_ * row_work;
   left_ = std::make_unique<std::atomic<std::int32_t>[]>(merges.size());
 }
 
@@ -73,6 +76,7 @@ void Plan::add_tiles(const CpuBatch& batch, std::int32_t seq) {
   const std::int64_t tile_rows = std::max(1, kTileRows / group_);
   const std::int64_t num_tiles = divide_up(num_new, tile_rows) * kv_heads_;
   const std::int64_t splits = divide_up(kEnoughTiles, num_tiles);
+  const std::int64_t min_parts = batch.view().values_in_keys() ? kMinLatentParts : kMinTileParts;
   for (std::int64_t row = 0; row < num_new; row += tile_rows) {
     for (std::int32_t head = 0; head < kv_heads_; ++head) {
       WorkItem item;
@@ -83,7 +87,7 @@ void Plan::add_tiles(const CpuBatch& batch, std::int32_t seq) {
       item.begin = window == 0 ? 0 : std::max<std::int64_t>(0, past + row + 1 - window);
       item.end = past + row + item.rows;
       max_rows_and_heads = std::max(max_rows_and_heads, item.rows * group_);
-      add_items(item, std::max(divide_up(num_parts(item), splits), kMinTileParts));
+      add_items(item, std::max(divide_up(num_parts(item), splits), min_parts));
     }
   }
 }
@@ -103,7 +107,7 @@ void Plan::add_items(WorkItem item, std::int64_t parts_of_item) {
   merge.num_parts = static_cast<std::int32_t>(num_parts(item));
   merge.partial = partial_floats;
   merge.part_stride =
-      round_up(item.rows * item.kv_heads * group_ * cpu::partial_floats(head_dim_), 16);
+      round_up(item.rows * item.kv_heads * group_ * cpu::partial_floats(value_dim_), 16);
   for (std::int64_t at = begin; at < end; at = item.end, ++merge.num_items) {
     item.begin = at;
     item.end = std::min(end, (at / kPartTokens + parts_of_item) * kPartTokens);

@@ -12,7 +12,7 @@ namespace vmserve::cpu {
 
 // A decode item is one query row over positions [begin, end) of one part, with all heads or, if
 // there are more threads than parts, some; any other item is `rows` rows of one KV head over
-// positions [begin, end).
+// positions [begin, end). Latents have no decode items.
 struct WorkItem {
   std::int32_t seq = 0, kv_head = 0, kv_heads = 1, row = 0, rows = 1;
   bool decode = false;
@@ -49,7 +49,7 @@ class Plan {
   void add_tiles(const CpuBatch& batch, std::int32_t seq);
   void add_items(WorkItem item, std::int64_t parts_of_item);
 
-  std::int32_t kv_heads_, group_, head_dim_;
+  std::int32_t kv_heads_, group_, value_dim_;
   std::unique_ptr<std::atomic<std::int32_t>[]> left_;
 };
 

@@ -14,7 +14,7 @@
 
 namespace vmserve::cpu {
 
-constexpr std::int32_t kMaxHeadDim = 256;
+constexpr std::int32_t kMaxHeadDim = 576;
 
 struct Bf16 {
   std::uint16_t bits;
@@ -71,12 +71,13 @@ struct DecodeArgs {
 };
 
 // `rows` consecutive query rows over positions [begin, end), for one KV head and its group.
-// Row r has position first_position + r and attends to (that - window, that].
+// Row r has position first_position + r and attends to (that - window, that]. Values, and the rows
+// of `out`, have value_dim elements.
 struct TileArgs {
   Sequence seq;
   const void* q;  // [rows, group, head_dim] of this KV head
   std::int64_t q_row_stride, q_head_stride;
-  std::int32_t kv_head, group, head_dim, rows;
+  std::int32_t kv_head, group, head_dim, value_dim, rows;
   std::int64_t first_position, begin, end, window;
   float scale, softcap;
   float* scratch;  // tile_scratch floats, 64-byte aligned
@@ -88,7 +89,8 @@ struct WriteArgs {
   Sequence seq;
   std::int64_t position;
   std::int32_t num_tokens, q_heads, kv_heads, head_dim, rotary_dim;  // rotary_dim 0: no rotation
-  const void *q, *k, *v;  // [num_tokens, heads, head_dim], strides below, in elements
+  // [num_tokens, heads, head_dim], strides below, in elements; v null: not written, a part of k.
+  const void *q, *k, *v;
   std::int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
       v_head_stride;
   const void *cos, *sin;  // [num_tokens, rotary_dim]; the sine of the first half is negated
@@ -323,7 +325,8 @@ struct KernelTable {
   LinearKernels linear;
   RowKernels rows;
   std::size_t (*decode_scratch)(std::int32_t q_heads, std::int32_t head_dim);  // floats
-  std::size_t (*tile_scratch)(std::int32_t rows_and_heads, std::int32_t head_dim);
+  std::size_t (*tile_scratch)(std::int32_t rows_and_heads, std::int32_t head_dim,
+                              std::int32_t value_dim);
 };
 
 const KernelTable& generic_kernels();

@@ -89,34 +89,37 @@ struct Panel {
 
 struct TileScratch {
   float *keys, *values, *scores, *panels;
-  static constexpr int panel_floats(int stride) { return (3 * stride + 7) * kPanelLanes; }
+  int stride, v_stride;  // of a row of keys and of values
 
-  TileScratch(float* base, int stride) {
+  TileScratch(float* base, int head_dim, int value_dim)
+      : stride(padded(head_dim)), v_stride(padded(value_dim)) {
     keys = base;
     values = keys + kKeys * stride;
-    scores = values + kKeys * stride;
+    scores = values + kKeys * v_stride;
     panels = scores + kKeys * kPanelLanes;
   }
+  int panel_floats() const { return (stride + 2 * v_stride + 7) * kPanelLanes; }
 };
 
-inline size_t tile_scratch(std::int32_t rows_and_heads, std::int32_t head_dim) {
-  const int stride = padded(head_dim);
+inline size_t tile_scratch(std::int32_t rows_and_heads, std::int32_t head_dim,
+                           std::int32_t value_dim) {
+  const TileScratch s(nullptr, head_dim, value_dim);
   const int num_panels = (rows_and_heads + kPanelLanes - 1) / kPanelLanes;
-  return static_cast<size_t>(2 * kKeys * stride + kKeys * kPanelLanes) +
-         static_cast<size_t>(num_panels) * static_cast<size_t>(TileScratch::panel_floats(stride));
+  return static_cast<size_t>(kKeys * (s.stride + s.v_stride + kPanelLanes)) +
+         static_cast<size_t>(num_panels) * static_cast<size_t>(s.panel_floats());
 }
 
-inline Panel panel_at(const TileArgs& a, const TileScratch& s, int stride, int index) {
+inline Panel panel_at(const TileArgs& a, const TileScratch& s, int index) {
   Panel p;
   const int first = index * kPanelLanes;
   p.lanes = least(kPanelLanes, a.rows * a.group - first);
   p.vectors = (p.lanes + Vec::kWidth - 1) / Vec::kWidth;
   p.first_position = a.first_position + first / a.group;
   p.last_position = a.first_position + (first + p.lanes - 1) / a.group;
-  p.q = s.panels + index * TileScratch::panel_floats(stride);
-  p.sums = p.q + stride * kPanelLanes;
-  p.folded = p.sums + stride * kPanelLanes;
-  p.maxima = p.folded + stride * kPanelLanes;
+  p.q = s.panels + index * s.panel_floats();
+  p.sums = p.q + s.stride * kPanelLanes;
+  p.folded = p.sums + s.v_stride * kPanelLanes;
+  p.maxima = p.folded + s.v_stride * kPanelLanes;
   p.totals = p.maxima + kPanelLanes;
   p.folded_maxima = p.totals + kPanelLanes;
   p.folded_totals = p.folded_maxima + kPanelLanes;
@@ -150,11 +153,12 @@ inline void end_part(const Panel& p, int stride) {
 }
 
 template <class T>
-void start_panel(const TileArgs& a, const Panel& p, int index, int stride, std::int64_t base) {
+void start_panel(const TileArgs& a, const Panel& p, const TileScratch& s, int index,
+                 std::int64_t base) {
   const int width = p.vectors * Vec::kWidth;
-  start_part(p, stride);
-  memset(p.q, 0, sizeof(float) * static_cast<size_t>(stride * kPanelLanes));
-  memset(p.folded, 0, sizeof(float) * static_cast<size_t>(stride * kPanelLanes));
+  start_part(p, s.v_stride);
+  memset(p.q, 0, sizeof(float) * static_cast<size_t>(s.stride * kPanelLanes));
+  memset(p.folded, 0, sizeof(float) * static_cast<size_t>(s.v_stride * kPanelLanes));
   const float factor = prescale(a.scale, a.softcap);
   float row[kMaxHeadDim];
   for (int lane = 0; lane < p.lanes; ++lane) {
@@ -171,7 +175,7 @@ void start_panel(const TileArgs& a, const Panel& p, int index, int stride, std::
         Vec::store(row + d, x);
         Vec::store(row + d + Vec::kWidth, y);
       }
-      for (int d = 0; d < stride; ++d) p.q[d * width + lane] = row[d] * factor;
+      for (int d = 0; d < s.stride; ++d) p.q[d * width + lane] = row[d] * factor;
     }
     const std::int64_t position = a.first_position + r;
     p.newest[lane] = static_cast<float>(position - base);
@@ -202,9 +206,9 @@ Broken find_broken(const TileArgs& a, const T* const* v, int count) {
   for (int t = 0; t < count; ++t) {
     const T* const row = v[t];
     Vec::R rest = Vec::zero();  // x - x is 0 or NaN
-    for (int d = 0; d < a.head_dim; d += kPair) {
+    for (int d = 0; d < a.value_dim; d += kPair) {
       Vec::R x, y;
-      load_upto(row + d, a.head_dim - d, x, y);
+      load_upto(row + d, a.value_dim - d, x, y);
       rest = Vec::add(rest, Vec::add(Vec::sub(x, x), Vec::sub(y, y)));
     }
     float lanes[Vec::kWidth];
@@ -268,16 +272,16 @@ void copy_values(const TileArgs& a, const T* const* v, int count, int stride, co
     rows[count] = kNoRow<T>;
     for (int t = 0; t < count; t += 2) {
       float* const words = to + t / 2 * stride;
-      for (int d = 0; d < a.head_dim; d += kPair) {
+      for (int d = 0; d < a.value_dim; d += kPair) {
         typename V::R even, odd;
-        V::interleave(load_bits_upto<V>(rows[t] + d, a.head_dim - d),
-                      load_bits_upto<V>(rows[t + 1] + d, a.head_dim - d), even, odd);
+        V::interleave(load_bits_upto<V>(rows[t] + d, a.value_dim - d),
+                      load_bits_upto<V>(rows[t + 1] + d, a.value_dim - d), even, odd);
         V::store(words + d, even);
         V::store(words + d + V::kWidth, odd);
       }
     }
   } else {
-    widen_rows(v, count, a.head_dim, stride, to);
+    widen_rows(v, count, a.value_dim, stride, to);
     for (int i = 0; i < hidden.count; ++i) {
       memset(to + hidden.tokens[i] * stride, 0, sizeof(float) * static_cast<size_t>(stride));
     }
@@ -371,14 +375,14 @@ template <class T>
 void add_broken(const TileArgs& a, const Panel& p, const float* scores, const Broken& broken,
                 const T* const* rows, int seen, float first) {
   const int width = p.vectors * Vec::kWidth;
-  const int stride = padded(a.head_dim);  // load_pair separates the elements of bfloat16 pairs
+  const int stride = padded(a.value_dim);  // load_pair separates the elements of bfloat16 pairs
   float value[kMaxHeadDim];
   for (int i = 0; i < broken.count && broken.tokens[i] < seen; ++i) {
     const int t = broken.tokens[i];
     const T* from = rows[t];
-    for (int d = 0; d < a.head_dim; d += kPair) {
+    for (int d = 0; d < a.value_dim; d += kPair) {
       Vec::R x, y;
-      load_upto(from + d, a.head_dim - d, x, y);
+      load_upto(from + d, a.value_dim - d, x, y);
       Vec::store(value + d, x);
       Vec::store(value + d + Vec::kWidth, y);
     }
@@ -392,16 +396,16 @@ void add_broken(const TileArgs& a, const Panel& p, const float* scores, const Br
 }
 
 template <class T, int kVectors>
-void attend_panel(const TileArgs& a, const Panel& p, const TileScratch& s, int stride,
-                  std::int64_t at, int count, std::int64_t base) {
+void attend_panel(const TileArgs& a, const Panel& p, const TileScratch& s, std::int64_t at,
+                  int count, std::int64_t base) {
   constexpr bool kPaired = kDots<T>;
   constexpr int kStep = kPaired ? 2 : 1;
-  const int depth = stride / kStep;
+  const int depth = s.stride / kStep;
   multiply<Vec, kVectors, kPaired>({s.keys, depth, 1, p.q, s.scores, count, depth, nullptr});
   const bool masked = at + count - 1 > p.first_position || at <= p.last_position - a.window;
   soften_panel<Vec, kPaired>(a, p, s.scores, count, static_cast<float>(at - base), masked);
-  multiply<Vec, kVectors, kPaired>(
-      {s.values, 1, stride, s.scores, p.sums, stride, (count + kStep - 1) / kStep, p.factors});
+  multiply<Vec, kVectors, kPaired>({s.values, 1, s.v_stride, s.scores, p.sums, s.v_stride,
+                                    (count + kStep - 1) / kStep, p.factors});
 }
 
 // Number of positions from `at` to the end of its tile that some row of the panel attends to.
@@ -422,7 +426,7 @@ void emit_panel(const TileArgs& a, const Output& out, const Panel& p, int index,
     for (int d = 0; d < stride; ++d) row[d] = sums[d * width + lane];
     const int r = (index * kPanelLanes + lane) / a.group;
     const int g = (index * kPanelLanes + lane) % a.group;
-    emit<T>(out, r, g, a.group, a.head_dim, row, maxima[lane], totals[lane]);
+    emit<T>(out, r, g, a.group, a.value_dim, row, maxima[lane], totals[lane]);
   }
 }
 
@@ -439,14 +443,13 @@ void locate_head(const TileArgs& a, std::int64_t at, int lead, int count, const 
 
 template <class T>
 void tile(const TileArgs& a) {
-  const int stride = padded(a.head_dim);
-  const TileScratch s(a.scratch, stride);
+  const TileScratch s(a.scratch, a.head_dim, a.value_dim);
   const int num_panels = (a.rows * a.group + kPanelLanes - 1) / kPanelLanes;
   // Positions are compared as floats, relative to this one: small integers are exact.
   const std::int64_t base = a.first_position;
   Output out = a.out;
   for (int i = 0; i < num_panels; ++i) {
-    start_panel<T>(a, panel_at(a, s, stride, i), i, stride, base);
+    start_panel<T>(a, panel_at(a, s, i), s, i, base);
   }
   for (std::int64_t at = a.begin; at < a.end;) {
     const std::int64_t tile_end = least<std::int64_t>(a.end, (at / kKeys + 1) * kKeys);
@@ -456,31 +459,31 @@ void tile(const TileArgs& a) {
     const int count = static_cast<int>(tile_end - at);
     const T *k[kKeys], *v[kKeys];
     locate_head(a, at, lead, count, k, v);
-    copy_keys<Vec>(a, k, count, stride, s.keys);
+    copy_keys<Vec>(a, k, count, s.stride, s.keys);
     // Masks only if some row does not attend to some token.
     const bool hides =
         tile_end - 1 > a.first_position || at <= a.first_position + a.rows - 1 - a.window;
     const Broken broken = hides ? find_broken(a, v, count) : Broken{};
-    copy_values<Vec>(a, v, count, stride, broken, s.values);
+    copy_values<Vec>(a, v, count, s.v_stride, broken, s.values);
     for (int i = 0; i < num_panels; ++i) {
-      const Panel p = panel_at(a, s, stride, i);
+      const Panel p = panel_at(a, s, i);
       const int seen = visible(a, p, at, count);
       if (seen <= 0) continue;
-      if (p.vectors == 3) attend_panel<T, 3>(a, p, s, stride, at, seen, base);
-      if (p.vectors == 2) attend_panel<T, 2>(a, p, s, stride, at, seen, base);
-      if (p.vectors == 1) attend_panel<T, 1>(a, p, s, stride, at, seen, base);
+      if (p.vectors == 3) attend_panel<T, 3>(a, p, s, at, seen, base);
+      if (p.vectors == 2) attend_panel<T, 2>(a, p, s, at, seen, base);
+      if (p.vectors == 1) attend_panel<T, 1>(a, p, s, at, seen, base);
       add_broken(a, p, s.scores, broken, v, seen, static_cast<float>(at - base));
     }
     at = tile_end;
     if (at % kPartTokens != 0 && at != a.end) continue;
     for (int i = 0; i < num_panels; ++i) {
-      const Panel p = panel_at(a, s, stride, i);
+      const Panel p = panel_at(a, s, i);
       if (out.partial != nullptr) {
-        emit_panel<T>(a, out, p, i, stride);
-        start_part(p, stride);
+        emit_panel<T>(a, out, p, i, s.v_stride);
+        start_part(p, s.v_stride);
       } else {
-        end_part(p, stride);
-        if (at == a.end) emit_panel<T>(a, out, p, i, stride);
+        end_part(p, s.v_stride);
+        if (at == a.end) emit_panel<T>(a, out, p, i, s.v_stride);
       }
     }
     if (out.partial != nullptr) out.partial += out.part_stride;

@@ -53,13 +53,14 @@ void write_token(const WriteArgs& a, int token, T* k_to, T* v_to) {
   const size_t row_bytes = sizeof(T) * static_cast<size_t>(a.head_dim);
   for (int h = 0; h < a.kv_heads; ++h) {
     const T* k = static_cast<const T*>(a.k) + token * a.k_token_stride + h * a.k_head_stride;
-    const T* v = static_cast<const T*>(a.v) + token * a.v_token_stride + h * a.v_head_stride;
     T* const to = k_to + h * a.seq.k.head_stride;
     if (a.rotary_dim > 0) {
       rotate_row(k, cos, sin, a.rotary_dim, a.head_dim, to);
     } else {
       memcpy(to, k, row_bytes);
     }
+    if (a.v == nullptr) continue;
+    const T* v = static_cast<const T*>(a.v) + token * a.v_token_stride + h * a.v_head_stride;
     memcpy(v_to + h * a.seq.v.head_stride, v, row_bytes);
   }
   for (int h = 0; a.rotary_dim > 0 && h < a.q_heads; ++h) {
@@ -84,7 +85,8 @@ void combine_row(const CombineArgs& a, int row, int head) {
   const int stride = padded(a.head_dim);
   const float* part =
       a.parts + (static_cast<std::int64_t>(row) * a.heads + head) * partial_floats(a.head_dim);
-  float sums[kMaxHeadDim] = {};
+  float sums[kMaxHeadDim];
+  memset(sums, 0, sizeof(float) * static_cast<size_t>(stride));
   Vec::R maximum = Vec::set(kLowest), total = Vec::zero();
   for (int i = 0; i < a.num_parts; ++i, part += a.part_stride) {
     const Fold fold(maximum, Vec::set(part[stride]));
