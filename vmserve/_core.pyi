@@ -709,4 +709,5 @@ def attend_reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: _TensorTuple | None = None,
+    value_dim: int = 0,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...

@@ -53,6 +53,10 @@ void check_tensor(const TensorRef& tensor, const char* name, DType dtype,
           std::string(name) + ": the last dimension must be contiguous");
 }
 
+std::int64_t width_of(const TensorRef& tensor) {
+  return tensor.shape.empty() ? 0 : tensor.shape.back();
+}
+
 void check_call(const CpuBatch& batch, const CpuLayerCall& call) {
   const CpuKvView& view = batch.view();
   const std::int64_t tokens = batch.num_tokens(), dim = view.head_dim();
@@ -69,10 +73,12 @@ void check_call(const CpuBatch& batch, const CpuLayerCall& call) {
   if (!view.values_in_keys()) {
     check_tensor(call.v, "v", view.dtype(), {tokens, view.kv_heads(), dim});
   }
-  check_tensor(call.out, "out", view.dtype(), {tokens, q_heads, view.value_dim()});
-  require(
-      call.out.strides[1] == view.value_dim() && call.out.strides[0] == q_heads * view.value_dim(),
-      "out must be contiguous");
+  const std::int64_t value_dim = view.values_in_keys() ? width_of(call.out) : dim;
+  require(value_dim > 0 && value_dim <= dim && value_dim % 8 == 0,
+          "values of " + std::to_string(value_dim) + " elements in keys of " + std::to_string(dim));
+  check_tensor(call.out, "out", view.dtype(), {tokens, q_heads, value_dim});
+  require(call.out.strides[1] == value_dim && call.out.strides[0] == q_heads * value_dim,
+          "out must be contiguous");
   require(std::isfinite(call.scale) && std::isfinite(call.softcap) && call.softcap >= 0.0F,
           "scale and softcap must be finite, softcap not negative");
   require(call.window >= 0 && call.window <= kNoWindow,
@@ -153,7 +159,7 @@ struct AttendRun {
 
 // Output of rows from `row` on of sequence `seq`, heads from `head` on.
 cpu::Output output_at(const AttendRun& run, std::int64_t seq, std::int64_t row, std::int64_t head) {
-  const std::int64_t q_heads = run.plan.q_heads, dim = run.batch.view().value_dim();
+  const std::int64_t q_heads = run.plan.q_heads, dim = width_of(run.call.out);
   const std::int64_t first = (run.batch.start(seq) + row) * q_heads + head;
   cpu::Output out{};
   out.rows = run.call.out.data + first * dim * item_bytes(run.batch.view().dtype());
@@ -188,11 +194,11 @@ void do_decode(const AttendRun& run, const cpu::WorkItem& item, cpu::Output out,
 void do_tile(const AttendRun& run, const cpu::WorkItem& item, cpu::Output out, float* scratch) {
   const CpuKvView& view = run.batch.view();
   cpu::TileArgs args{};
-  args.seq = run.batch.sequence(run.call.layer, item.seq);
+  args.seq = run.batch.sequence(run.call.layer, item.seq, view.head_dim() - width_of(run.call.out));
   args.kv_head = item.kv_head;
   args.group = static_cast<std::int32_t>(run.plan.q_heads / view.kv_heads());
   args.head_dim = static_cast<std::int32_t>(view.head_dim());
-  args.value_dim = static_cast<std::int32_t>(view.value_dim());
+  args.value_dim = static_cast<std::int32_t>(width_of(run.call.out));
   args.rows = item.rows;
   args.q = row_of(run.q, run.batch.start(item.seq) + item.row) +
            item.kv_head * args.group * run.q.strides[1] * item_bytes(run.q.dtype);
@@ -217,7 +223,7 @@ void do_merge(const AttendRun& run, const cpu::Merge& merge, cpu::Output out) {
   args.num_parts = merge.num_parts;
   args.num_rows = merge.rows;
   args.heads = merge.kv_heads * static_cast<std::int32_t>(run.plan.q_heads / view.kv_heads());
-  args.head_dim = static_cast<std::int32_t>(view.value_dim());
+  args.head_dim = static_cast<std::int32_t>(width_of(run.call.out));
   args.out = out;
   run.kernels.combine(args);
 }
@@ -326,7 +332,7 @@ void CpuAttention::attend(const CpuBatch& batch, const CpuLayerCall& call, cpu::
   const std::size_t floats =
       std::max(table_->decode_scratch(static_cast<std::int32_t>(plan.q_heads), head_dim),
                table_->tile_scratch(plan.max_rows_and_heads, head_dim,
-                                    static_cast<std::int32_t>(batch.view().value_dim())));
+                                    static_cast<std::int32_t>(width_of(call.out))));
   const std::size_t scratch_floats = (floats + kAlignFloats - 1) / kAlignFloats * kAlignFloats;
   float* const scratch =
       aligned(scratch_, scratch_floats * static_cast<std::size_t>(pool_->num_threads()));

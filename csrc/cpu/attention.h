@@ -43,8 +43,8 @@ std::vector<std::string> cpu_isas();
 // keeps it alive longer than the view.
 class CpuKvView {
  public:
-  // Virtual view: keys and values [slots, max_len, kv_heads, head_dim] of each layer. Values may be
-  // narrower.
+  // Virtual view: keys and values [slots, max_len, kv_heads, head_dim] of each layer. Values at
+  // the addresses of keys are the last value_dim elements of these.
   CpuKvView(std::vector<TensorRef> keys, std::vector<TensorRef> values);
   // Paged view: keys and values [pages, page_tokens, kv_heads, head_dim] of each layer, and block
   // tables int32 [rows, table_width]. Layer i is read through tables[layer_tables[i]]; layers of
@@ -66,9 +66,8 @@ class CpuKvView {
   DType dtype() const { return keys_[0].dtype; }
   std::int64_t kv_heads() const { return keys_[0].shape[2]; }
   std::int64_t head_dim() const { return keys_[0].shape[3]; }
-  std::int64_t value_dim() const { return values_[0].shape[3]; }
-  // Values narrower than keys are slices of them, which are not written: a token's latent.
-  bool values_in_keys() const { return value_dim() < head_dim(); }
+  // Whether values are parts of the keys' rows: latents. They are not written.
+  bool values_in_keys() const { return values_[0].data == keys_[0].data; }
   std::int64_t num_places() const { return paged() ? table_rows_ : keys_[0].shape[0]; }
   std::int64_t max_len() const {
     return paged() ? table_width_ * block_tokens_ : keys_[0].shape[1];
@@ -107,8 +106,8 @@ class CpuBatch {
   // The highest position of a new token, or -1 if there is none.
   std::int64_t last_position() const;
 
-  // Addresses of sequence i in a layer.
-  cpu::Sequence sequence(std::int64_t layer, std::int64_t i) const;
+  // Addresses of sequence i in a layer. Values in keys begin at element `value_offset`.
+  cpu::Sequence sequence(std::int64_t layer, std::int64_t i, std::int64_t value_offset = 0) const;
   // Sequence i's state in a layer, counted among those with states.
   float* state(std::int64_t layer, std::int64_t i) const;
   // The first position that sequence i's new tokens attend to through a window.
@@ -142,8 +141,8 @@ struct CpuLayerCall {
   TensorRef q;                        // [tokens, q_heads, head_dim]
   TensorRef k, v;                     // [tokens, kv_heads, head_dim]; v is unused if it is in k
   std::optional<TensorRef> cos, sin;  // [tokens, 1, rotary_dim]
-  TensorRef out;                      // [tokens, q_heads, value_dim], contiguous
-  float* lse = nullptr;               // [tokens, q_heads], contiguous, or null
+  TensorRef out;  // [tokens, q_heads, value_dim], contiguous; head_dim if values are not in keys
+  float* lse = nullptr;  // [tokens, q_heads], contiguous, or null
   float scale = 1.0F;
   std::int64_t window = 0;  // positions a query attends to, its own included; 0: all
   float softcap = 0.0F;     // 0: none

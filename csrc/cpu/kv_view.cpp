@@ -79,23 +79,17 @@ void CpuKvView::check_tensors() const {
       const std::vector<std::int64_t>& like = keys_[paged() ? layer : 0].shape;
       require(tensor.shape.size() == 4 && tensor.strides.size() == 4 && like.size() == 4,
               "keys and values are [rows, tokens, kv_heads, head_dim]");
-      const std::vector<std::int64_t>& same = (*tensors)[0].shape;
-      require(tensor.dtype == keys_[0].dtype && tensor.shape[0] == like[0] &&
-                  std::equal(same.begin() + 1, same.end(), tensor.shape.begin() + 1) &&
-                  std::equal(like.begin() + 1, like.begin() + 3, same.begin() + 1) &&
-                  same[3] <= keys_[0].shape[3],
+      require(tensor.shape == like && tensor.dtype == keys_[0].dtype &&
+                  std::equal(like.begin() + 1, like.end(), keys_[0].shape.begin() + 1),
               "keys and values of all layers must have one shape and dtype");
       require(tensor.strides[3] == 1, "head_dim of keys and values must be contiguous");
     }
   }
-  for (const auto* tensors : {&keys_, &values_}) {
-    for (const TensorRef& tensor : *tensors) {
-      require(*std::min_element(tensor.shape.begin(), tensor.shape.end()) > 0,
-              "keys and values are empty");
-    }
+  for (const TensorRef& tensor : keys_) {
+    require(*std::min_element(tensor.shape.begin(), tensor.shape.end()) > 0,
+            "keys and values are empty");
   }
-  require(head_dim() % kHeadDimStep == 0 && value_dim() % kHeadDimStep == 0 &&
-              head_dim() <= cpu::kMaxHeadDim,
+  require(head_dim() % kHeadDimStep == 0 && head_dim() <= cpu::kMaxHeadDim,
           "head_dim " + text(head_dim()) + " is not a multiple of " + text(kHeadDimStep) +
               " up to " + text(cpu::kMaxHeadDim));
   require(keys_[0].shape[1] <= kMaxTokens && kv_heads() <= 4096,
@@ -214,7 +208,8 @@ std::size_t CpuBatch::table_of(std::int64_t layer) const {
   return view_->paged() ? view_->layer_tables_[static_cast<std::size_t>(layer)] : 0;
 }
 
-cpu::Sequence CpuBatch::sequence(std::int64_t layer, std::int64_t i) const {
+cpu::Sequence CpuBatch::sequence(std::int64_t layer, std::int64_t i,
+                                 std::int64_t value_offset) const {
   const auto plane = [](const TensorRef& tensor) {
     return cpu::Plane{tensor.data, tensor.strides[0], tensor.strides[1], tensor.strides[2]};
   };
@@ -225,6 +220,7 @@ cpu::Sequence CpuBatch::sequence(std::int64_t layer, std::int64_t i) const {
                     nullptr,
                     0,
                     0};
+  seq.v.data += value_offset * (view_->dtype() == DType::kFloat32 ? 4 : 2);
   if (view_->paged()) {
     seq.blocks = blocks_.data() + block_starts_[table_of(layer) * places_.size() + at];
     seq.block_tokens = static_cast<std::int32_t>(view_->block_tokens_);

@@ -30,7 +30,7 @@ Plan::Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads,
       q_heads(q_heads),
       kv_heads_(static_cast<std::int32_t>(batch.view().kv_heads())),
       group_(static_cast<std::int32_t>(q_heads / batch.view().kv_heads())),
-      value_dim_(static_cast<std::int32_t>(batch.view().value_dim())) {
+      head_dim_(static_cast<std::int32_t>(batch.view().head_dim())) {
   // All query heads share a latent: even a single token's are rows enough for a tile.
   const bool latent = batch.view().values_in_keys();
   if (!latent) add_decodes(batch, num_threads);
@@ -42,8 +42,7 @@ Plan::Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads,
   };
   std::stable_sort(items.begin(), items.end(),
                    [&](const auto& a, const auto& b) { return cost(a) > cost(b); });
-  const std::int64_t row_work = batch.view().head_dim() + value_dim_;
-  for (const WorkItem& item : items) work += cost(item) * group_ * row_work;
+  for (const WorkItem& item : items) work += cost(item) * group_ * head_dim_ * 2;
   left_ = std::make_unique<std::atomic<std::int32_t>[]>(merges.size());
 }
 
@@ -107,7 +106,7 @@ void Plan::add_items(WorkItem item, std::int64_t parts_of_item) {
   merge.num_parts = static_cast<std::int32_t>(num_parts(item));
   merge.partial = partial_floats;
   merge.part_stride =
-      round_up(item.rows * item.kv_heads * group_ * cpu::partial_floats(value_dim_), 16);
+      round_up(item.rows * item.kv_heads * group_ * cpu::partial_floats(head_dim_), 16);
   for (std::int64_t at = begin; at < end; at = item.end, ++merge.num_items) {
     item.begin = at;
     item.end = std::min(end, (at / kPartTokens + parts_of_item) * kPartTokens);

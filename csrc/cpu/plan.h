@@ -49,7 +49,7 @@ class Plan {
   void add_tiles(const CpuBatch& batch, std::int32_t seq);
   void add_items(WorkItem item, std::int64_t parts_of_item);
 
-  std::int32_t kv_heads_, group_, value_dim_;
+  std::int32_t kv_heads_, group_, head_dim_;
   std::unique_ptr<std::atomic<std::int32_t>[]> left_;
 };
 

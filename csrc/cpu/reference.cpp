@@ -155,11 +155,11 @@ void write_reference(const CpuBatch& batch, const CpuLayerCall& call, char* q_ou
 }
 
 void attend_reference(const CpuBatch& batch, const CpuLayerCall& call, double* out, double* lse) {
-  const std::int64_t dim = batch.view().head_dim(), value_dim = batch.view().value_dim();
+  const std::int64_t dim = batch.view().head_dim(), value_dim = call.out.shape[2];
   const std::int64_t q_heads = call.q.shape[1], group = q_heads / batch.view().kv_heads();
   Query query;
   for (std::int64_t i = 0; i < batch.num_sequences(); ++i) {
-    const cpu::Sequence seq = batch.sequence(call.layer, i);
+    const cpu::Sequence seq = batch.sequence(call.layer, i, dim - value_dim);
     for (std::int64_t n = 0; n < batch.num_new(i); ++n) {
       const std::int64_t token = batch.start(i) + n, end = batch.num_past(i) + n + 1;
       const std::int64_t begin = call.window > 0 ? std::max<std::int64_t>(0, end - call.window) : 0;
