@@ -564,6 +564,7 @@ class CpuDecoder:
         embedding_scale: float = 1.0,
         logits_softcap: float = 0.0,
         delta: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
+        latent: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
         kv_dtype: str,
         quantization: str,
         num_threads: int,
@@ -593,6 +594,23 @@ class CpuDecoder:
         window: int,
         softcap: float,
         gated: bool = False,
+    ) -> None: ...
+    def add_latent(
+        self,
+        *,
+        attention_norm: _TensorTuple,
+        q_down: _TensorTuple | GroupedWeights | None,
+        q_norm: _TensorTuple | None,
+        q: _TensorTuple | GroupedWeights,
+        kv_down: _TensorTuple | GroupedWeights,
+        kv_norm: _TensorTuple,
+        key_up: _TensorTuple,
+        value_up: _TensorTuple,
+        output: _TensorTuple | GroupedWeights,
+        mlp_norm: _TensorTuple,
+        norm_eps: float,
+        rotation: int,
+        scale: float,
     ) -> None: ...
     def add_delta(
         self,
@@ -709,5 +727,4 @@ def attend_reference(
     window: int = 0,
     softcap: float = 0.0,
     sinks: _TensorTuple | None = None,
-    value_dim: int = 0,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]: ...

@@ -547,8 +547,7 @@ def _swap_bytes(config: EngineConfig, model: ModelConfig) -> int:
     Raises :class:`ConfigurationError` for a size below one block or above the machine's memory.
     """
     size = parse_size(config.swap_space, "swap_space")
-    block = config.block_size * 2 * model.num_layers * model.kv_heads * model.head_dim
-    block *= _itemsize(config, model)
+    block = config.block_size * model.kv_elements * _itemsize(config, model)
     if 0 < size < block:
         raise ConfigurationError(
             f"swap_space: {format_size(size)} holds no KV block of {format_size(block)}; a number "
@@ -628,6 +627,6 @@ def _kv_limit_bytes(
         return int(config.gpu_memory_utilization * _physical_bytes())
     # The planner keeps the mappings of a full pool under the system's limit, so a cap that no set
     # of sequences can reach would only force larger pages. Counted in float32, the widest type.
-    token_bytes = model.num_layers * 2 * model.kv_heads * model.head_dim * 4
+    token_bytes = 4 * model.kv_elements
     share = max(MIN_KV_BYTES, int(CPU_KV_SHARE * free))
     return min(share, num_slots * max_len * token_bytes)

@@ -44,7 +44,7 @@ const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, cons
 }
 
 // key_heads, value_heads, key_dim, value_dim, taps.
-using DeltaSizes = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
+using FiveSizes = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
 
 std::vector<float> copy_of(const Floats& array) {
   return {array.data(), array.data() + array.size()};
@@ -88,10 +88,11 @@ void bind_decoder(py::module_& m) {
   py::class_<CpuDecoder>(m, "CpuDecoder")
       .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t q_heads,
                        std::int64_t kv_heads, std::int64_t head_dim, float norm_eps,
-                       float embedding_scale, float logits_softcap, const DeltaSizes& delta,
-                       const std::string& kv_dtype, const std::string& quantization,
-                       int num_threads, const std::string& isa) {
+                       float embedding_scale, float logits_softcap, const FiveSizes& delta,
+                       const FiveSizes& latent, const std::string& kv_dtype,
+                       const std::string& quantization, int num_threads, const std::string& isa) {
              const auto [key_heads, value_heads, key_dim, value_dim, taps] = delta;
+             const auto [q_rank, rank, plain, rotated, value] = latent;
              const DecoderShape shape{vocab_size,
                                       hidden_size,
                                       q_heads,
@@ -100,15 +101,16 @@ void bind_decoder(py::module_& m) {
                                       norm_eps,
                                       embedding_scale,
                                       logits_softcap,
-                                      {key_heads, value_heads, key_dim, value_dim, taps}};
+                                      {key_heads, value_heads, key_dim, value_dim, taps},
+                                      {q_rank, rank, plain, rotated, value}};
              return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype),
                                                  as_quantization(quantization), num_threads, isa);
            }),
            py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("q_heads"),
            py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
            py::arg("embedding_scale") = 1.0F, py::arg("logits_softcap") = 0.0F,
-           py::arg("delta") = DeltaSizes{}, py::arg("kv_dtype"), py::arg("quantization"),
-           py::arg("num_threads"), py::arg("isa") = "")
+           py::arg("delta") = FiveSizes{}, py::arg("latent") = FiveSizes{}, py::arg("kv_dtype"),
+           py::arg("quantization"), py::arg("num_threads"), py::arg("isa") = "")
       .def(
           "add_layer",
           [](CpuDecoder& decoder, TensorTuple attention_norm, const WeightArgument& q,
@@ -153,6 +155,35 @@ void bind_decoder(py::module_& m) {
           py::arg("q_norm"), py::arg("k_norm"), py::arg("attention_out_norm") = std::nullopt,
           py::arg("mlp_out_norm") = std::nullopt, py::arg("head_dim"), py::arg("rotation"),
           py::arg("scale"), py::arg("window"), py::arg("softcap"), py::arg("gated") = false)
+      .def(
+          "add_latent",
+          [](CpuDecoder& decoder, TensorTuple attention_norm,
+             const std::optional<WeightArgument>& q_down, std::optional<TensorTuple> q_norm,
+             const WeightArgument& q, const WeightArgument& kv_down, TensorTuple kv_norm,
+             TensorTuple key_up, TensorTuple value_up, const WeightArgument& output,
+             TensorTuple mlp_norm, float norm_eps, std::int64_t rotation, float scale) {
+            DecoderLatent layer;
+            const LatentShape& shape = decoder.latent();
+            layer.attention_norm = as_tensor(std::move(attention_norm));
+            if (q_down) layer.q_down = as_weights(*q_down);
+            layer.q_norm = vector_of(std::move(q_norm), shape.q_rank, "q_norm");
+            layer.q = as_weights(q);
+            layer.kv_down = as_weights(kv_down);
+            layer.kv_norm = vector_of(std::move(kv_norm), shape.rank, "kv_norm");
+            layer.key_up = as_tensor(std::move(key_up));
+            layer.value_up = as_tensor(std::move(value_up));
+            layer.output = as_weights(output);
+            layer.mlp_norm = as_tensor(std::move(mlp_norm));
+            layer.norm_eps = norm_eps;
+            layer.rotation = rotation;
+            layer.scale = scale;
+            const py::gil_scoped_release unlocked;
+            decoder.add_latent(layer);
+          },
+          py::kw_only(), py::arg("attention_norm"), py::arg("q_down"), py::arg("q_norm"),
+          py::arg("q"), py::arg("kv_down"), py::arg("kv_norm"), py::arg("key_up"),
+          py::arg("value_up"), py::arg("output"), py::arg("mlp_norm"), py::arg("norm_eps"),
+          py::arg("rotation"), py::arg("scale"))
       .def(
           "add_delta",
           [](CpuDecoder& decoder, TensorTuple attention_norm, const WeightArgument& qkv,

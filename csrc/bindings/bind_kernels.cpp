@@ -98,18 +98,16 @@ void bind_references(py::module_& m) {
   m.def(
       "attend_reference",
       [](const CpuBatch& batch, std::int64_t layer, const TensorTuple& q, float scale,
-         std::int64_t window, float softcap, std::optional<TensorTuple> sinks,
-         std::int64_t value_dim) {
-        CpuLayerCall call =
+         std::int64_t window, float softcap, std::optional<TensorTuple> sinks) {
+        const CpuLayerCall call =
             as_call(layer, q, q, q, std::nullopt, scale, window, softcap, std::move(sinks));
         const Ints& shape = call.q.shape;
-        call.out.shape = {shape.at(0), shape.at(1), value_dim > 0 ? value_dim : shape.at(2)};
-        Doubles out(call.out.shape), lse({shape.at(0), shape.at(1)});
+        Doubles out({shape.at(0), shape.at(1), shape.at(2)}), lse({shape.at(0), shape.at(1)});
         attend_reference(batch, call, out.mutable_data(), lse.mutable_data());
         return std::make_pair(out, lse);
       },
       py::arg("batch"), py::arg("layer"), py::arg("q"), py::arg("scale"), py::arg("window") = 0,
-      py::arg("softcap") = 0.0F, py::arg("sinks") = std::nullopt, py::arg("value_dim") = 0);
+      py::arg("softcap") = 0.0F, py::arg("sinks") = std::nullopt);
 }
 
 }  // namespace

@@ -185,8 +185,8 @@ std::uint64_t fold_memory(ThreadPool& pool, const char* data, std::size_t bytes)
 // Reference implementations: simple loops on the calling thread, which tests compare kernels with.
 // Rotates and writes. q_out [tokens, q_heads, head_dim] in the dtype of q.
 void write_reference(const CpuBatch& batch, const CpuLayerCall& call, char* q_out);
-// Attends in float64 with q as given (already rotated): float64 out [tokens, q_heads, value_dim]
-// and lse [tokens, q_heads].
+// Attends in float64 with q as given (already rotated): float64 out [tokens, q_heads, head_dim] and
+// lse [tokens, q_heads].
 void attend_reference(const CpuBatch& batch, const CpuLayerCall& call, double* out, double* lse);
 
 }  // namespace vmserve

@@ -93,6 +93,13 @@ struct CpuDecoder::Experts {
   std::size_t num_mlps() const { return static_cast<std::size_t>(count + (shared ? 1 : 0)); }
 };
 
+struct CpuDecoder::Latent {
+  std::vector<float> q_norm, kv_norm;
+  float norm_eps;
+  std::optional<LinearLayer> q;               // behind q_norm
+  std::vector<LinearLayer> key_up, value_up;  // of each head
+};
+
 struct CpuDecoder::Layer {
   std::vector<float> attention_norm, mlp_norm, q_norm, k_norm, sinks;
   std::vector<float> attention_out_norm, mlp_out_norm;
@@ -100,7 +107,8 @@ struct CpuDecoder::Layer {
   LinearLayer output;
   std::optional<DeltaWeights> delta;  // in place of attention; qkv then has its projections
   LinearLayer delta_gates;
-  std::int64_t index = 0;  // among the layers with attention, or with a delta rule
+  std::optional<Latent> latent;  // qkv then has q or q_down, and kv_down
+  std::int64_t index = 0;        // among the layers with attention, or with a delta rule
   bool gated = false;
   std::vector<Mlp> mlps;  // one, or the experts, the shared one last
   std::optional<Experts> experts;
@@ -110,7 +118,7 @@ struct CpuDecoder::Layer {
   float softcap = 0.0F;
 
   // Whether what enters the output product is float32, not of the KV cache's type.
-  bool mixes_floats() const { return gated || delta.has_value(); }
+  bool mixes_floats() const { return gated || delta || latent; }
 };
 
 CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization quantization,
@@ -124,6 +132,11 @@ CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization q
   require(shape.vocab_size > 0 && shape.hidden_size > 0 && shape.kv_heads > 0 &&
               shape.q_heads > 0 && shape.q_heads % shape.kv_heads == 0 && shape.head_dim > 0,
           "the sizes of a decoder are positive, its query heads a multiple of its KV heads");
+  const LatentShape& latent = shape.latent;
+  require(latent.rank == 0 ||
+              (shape.kv_heads == 1 && latent.plain > 0 && latent.rotated > 0 && latent.value > 0 &&
+               latent.q_rank >= 0 && shape.head_dim == latent.rank + latent.rotated),
+          "latents are the rows of one KV head, with what is rotated");
   if (shape.delta.value_heads > 0) {
     delta_ = std::make_unique<GatedDelta>(shape.delta, attention_->isa());
   }
@@ -136,6 +149,11 @@ std::size_t CpuDecoder::weight_bytes() const {
   for (const Layer& layer : layers_) {
     for (const LinearLayer& part : layer.qkv) bytes += part.weight_bytes();
     bytes += layer.output.weight_bytes() + layer.delta_gates.weight_bytes();
+    if (layer.latent) {
+      if (layer.latent->q) bytes += layer.latent->q->weight_bytes();
+      for (const LinearLayer& head : layer.latent->key_up) bytes += head.weight_bytes();
+      for (const LinearLayer& head : layer.latent->value_up) bytes += head.weight_bytes();
+    }
     if (layer.experts) bytes += layer.experts->router.weight_bytes();
     for (const Mlp& mlp : layer.mlps) bytes += mlp.weight_bytes();
   }
@@ -221,6 +239,53 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
   layer.window = from.window;
   layer.softcap = from.softcap;
   layer.gated = from.gated;
+  layer.index = static_cast<std::int64_t>(layers_.size()) - num_deltas_;
+  layers_.push_back(std::move(layer));
+}
+
+void CpuDecoder::add_latent(const DecoderLatent& from) {
+  const LatentShape& shape = shape_.latent;
+  const std::int64_t hidden = shape_.hidden_size, heads = shape_.q_heads;
+  require(shape.rank > 0, "the decoder has no latents");
+  require((shape.q_rank > 0) == from.q_down.has_value() &&
+              (shape.q_rank > 0) == (from.q_norm != nullptr) && from.kv_norm != nullptr,
+          "queries have a rank, a norm and two matrices, or none of these");
+  if (from.q_down) check_matrix(*from.q_down, "q_down", shape.q_rank, hidden);
+  check_matrix(from.q, "q", heads * shape.query_dim(), from.q_down ? shape.q_rank : hidden);
+  check_matrix(from.kv_down, "kv_down", shape.rank + shape.rotated, hidden);
+  check_matrix(from.key_up, "key_up", heads * shape.rank, shape.plain);
+  check_matrix(from.value_up, "value_up", heads * shape.value, shape.rank);
+  check_matrix(from.output, "output", hidden, heads * shape.value);
+  require(from.rotation >= 0 && tables_.empty(), "layers are added before rotations are set");
+  const std::lock_guard lock(mutex_);
+  Layer layer;
+  layer.attention_norm = copy_vector(from.attention_norm, "attention_norm", hidden);
+  layer.mlp_norm = copy_vector(from.mlp_norm, "mlp_norm", hidden);
+  layer.qkv = products_.pack_alike({from.q_down ? &*from.q_down : &from.q, &from.kv_down});
+  Latent latent;
+  latent.norm_eps = from.norm_eps;
+  latent.kv_norm.assign(from.kv_norm, from.kv_norm + shape.rank);
+  if (from.q_down) {
+    latent.q_norm.assign(from.q_norm, from.q_norm + shape.q_rank);
+    latent.q = products_.pack({&from.q}, false);
+  }
+  const auto add_head = [&](std::vector<LinearLayer>& to, TensorRef all, std::int64_t rows,
+                            std::int64_t head) {
+    all.data += head * rows * all.strides[0] * (all.dtype == DType::kBFloat16 ? 2 : 4);
+    all.shape[0] = rows;
+    const WeightRef one = all;
+    to.push_back(products_.pack({&one}, false));
+  };
+  for (std::int64_t head = 0; head < heads; ++head) {
+    add_head(latent.key_up, from.key_up, shape.rank, head);
+  }
+  for (std::int64_t head = 0; head < heads; ++head) {
+    add_head(latent.value_up, from.value_up, shape.value, head);
+  }
+  layer.latent = std::move(latent);
+  layer.output = products_.pack({&from.output}, false);
+  layer.rotation = static_cast<std::size_t>(from.rotation);
+  layer.scale = from.scale;
   layer.index = static_cast<std::int64_t>(layers_.size()) - num_deltas_;
   layers_.push_back(std::move(layer));
 }
@@ -380,6 +445,7 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids,
     rows += part.batch->num_tokens();
     const CpuKvView& view = part.batch->view();
     require(view.dtype() == kv_dtype_ && view.kv_heads() == shape_.kv_heads &&
+                view.values_in_keys() == (shape_.latent.rank > 0) &&
                 view.head_dim() == shape_.head_dim &&
                 view.num_layers() + num_deltas_ == static_cast<std::int64_t>(layers_.size()) &&
                 view.num_states() == num_deltas_ &&
@@ -419,7 +485,7 @@ void CpuDecoder::embed(const std::vector<std::int64_t>& token_ids, const float* 
 }
 
 // `out` has room for padded_depth(size).
-void CpuDecoder::normalise(const float* row, std::int64_t size, const float* norm,
+void CpuDecoder::normalise(const float* row, std::int64_t size, const float* norm, float eps,
                            float* out) const {
   // Packing a block of one row keeps the order of elements.
   cpu::PackRowsArgs args{};
@@ -428,7 +494,7 @@ void CpuDecoder::normalise(const float* row, std::int64_t size, const float* nor
   args.num_rows = 1;
   args.depth = size;
   args.norm = norm;
-  args.eps = shape_.norm_eps;
+  args.eps = eps;
   args.block = out;
   products_.kernels().pack_rows[cpu::kRowsFloat32](args);
 }
@@ -444,7 +510,7 @@ void CpuDecoder::normalise_heads(const Layer& layer, std::int64_t num_rows) {
     float* const at = qkv_.data() + row * row_size + gates;
     for (std::int64_t head = 0; head < q_heads + kv_heads; ++head) {
       const auto& norm = head < q_heads ? layer.q_norm : layer.k_norm;
-      normalise(at + head * dim, dim, norm.data(), room.data());
+      normalise(at + head * dim, dim, norm.data(), shape_.norm_eps, room.data());
       std::copy_n(room.data(), dim, at + head * dim);
     }
     std::uint16_t* const to = narrow_qkv_.data() + row * row_size + gates;
@@ -490,9 +556,11 @@ void CpuDecoder::multiply_projections(const Layer& layer, std::int64_t num_rows,
       products_.pack_rows(part, x_.data(), false, num_rows, layer.attention_norm.data(),
                           shape_.norm_eps);
     }
-    const LinearLayer& next = i + 1 < layer.qkv.size() ? layer.qkv[i + 1]
-                              : layer.delta            ? layer.delta_gates
-                                                       : layer.output;
+    const LinearLayer& next =
+        i + 1 < layer.qkv.size() ? layer.qkv[i + 1]
+        : layer.delta            ? layer.delta_gates
+        : layer.latent           ? layer.latent->q ? *layer.latent->q : layer.latent->key_up.front()
+                                 : layer.output;
     products_.multiply(part, &next, nullptr, num_rows, epilogue, to, row_size);
     to += part.outputs * (narrow ? 2 : 4);
   }
@@ -509,10 +577,83 @@ char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
                      : reinterpret_cast<char*>(qkv_.data());
 }
 
+// The same for a layer with latents, whose rows have q and k.
+char* CpuDecoder::project_latent(const Layer& layer, std::int64_t num_rows) {
+  const Latent& latent = *layer.latent;
+  const LatentShape& shape = shape_.latent;
+  const std::int64_t heads = shape_.q_heads, dim = shape_.head_dim, each = shape.query_dim();
+  const std::int64_t kv_size = shape.rank + shape.rotated;
+  multiply_projections(layer, num_rows, false);
+  const float* queries = qkv_.data();
+  std::int64_t stride = heads * each + kv_size;
+  const std::int64_t first_size = latent.q ? shape.q_rank : heads * each;
+  const std::int64_t row_size = first_size + kv_size;
+  if (latent.q) {
+    stride = heads * each;
+    grow(queries_, num_rows * stride);
+    head_shares_ = {{&*latent.q, 0, 0, num_rows}};
+    products_.pack_rows(*latent.q, qkv_.data(), false, head_shares_, latent.q_norm.data(),
+                        latent.norm_eps, row_size);
+    products_.multiply(*latent.q, &latent.key_up[0], nullptr, num_rows, cpu::Epilogue::kStore,
+                       queries_.data(), stride);
+    queries = queries_.data();
+  }
+  const std::int64_t out_size = (heads + 1) * dim;
+  grow(latent_rows_, num_rows * out_size);
+  head_shares_.clear();
+  for (std::int64_t head = 0; head < heads; ++head) {
+    head_shares_.push_back({&latent.key_up[static_cast<std::size_t>(head)], head * num_rows, 0,
+                            num_rows, head * each, head * dim + shape.rotated});
+  }
+  products_.pack_rows(latent.key_up[0], queries, false, head_shares_, nullptr, 0.0F, stride);
+  products_.multiply(head_shares_.data(), heads, nullptr, nullptr,
+                     is_narrow() ? cpu::Epilogue::kNarrow : cpu::Epilogue::kStore,
+                     latent_rows_.data(), out_size);
+  products_.parallel(num_rows, num_rows * out_size, [&](std::int64_t row) {
+    const auto write = [&](const float* from, std::int64_t count, std::int64_t column) {
+      const std::int64_t at = row * out_size + column;
+      if (!is_narrow()) {
+        std::copy_n(from, count, latent_rows_.data() + at);
+        return;
+      }
+      auto* const to = reinterpret_cast<std::uint16_t*>(latent_rows_.data()) + at;
+      for (std::int64_t i = 0; i < count; ++i) to[i] = narrow_bits(from[i]);
+    };
+    for (std::int64_t head = 0; head < heads; ++head) {
+      write(queries + row * stride + head * each + shape.plain, shape.rotated, head * dim);
+    }
+    const float* const kv = qkv_.data() + row * row_size + first_size;
+    std::vector<float> room(static_cast<std::size_t>(padded_depth(shape.rank)));
+    normalise(kv, shape.rank, latent.kv_norm.data(), latent.norm_eps, room.data());
+    write(kv + shape.rank, shape.rotated, heads * dim);
+    write(room.data(), shape.rank, heads * dim + shape.rotated);
+  });
+  return reinterpret_cast<char*>(latent_rows_.data());
+}
+
+// Multiplies attended_, latents of each head, to values in float32.
+void CpuDecoder::expand_values(const Layer& layer, std::int64_t num_rows) {
+  const Latent& latent = *layer.latent;
+  const LatentShape& shape = shape_.latent;
+  const std::int64_t heads = shape_.q_heads;
+  head_shares_.clear();
+  for (std::int64_t head = 0; head < heads; ++head) {
+    head_shares_.push_back({&latent.value_up[static_cast<std::size_t>(head)], head * num_rows, 0,
+                            num_rows, head * shape.rank, head * shape.value});
+  }
+  products_.pack_rows(latent.value_up[0], attended_.data(), is_narrow(), head_shares_, nullptr,
+                      0.0F, heads * shape.rank);
+  grow(values_, num_rows * heads * shape.value);
+  products_.multiply(head_shares_.data(), heads, &layer.output, nullptr, cpu::Epilogue::kStore,
+                     values_.data(), heads * shape.value);
+  std::swap(attended_, values_);
+}
+
 void CpuDecoder::attend(const Layer& layer, char* qkv, std::vector<Part>& parts) {
   const std::int64_t dim = shape_.head_dim, q_heads = shape_.q_heads, kv_heads = shape_.kv_heads;
   const std::int64_t gates = layer.gated ? q_heads * dim : 0;
-  const std::int64_t row_size = gates + (q_heads + 2 * kv_heads) * dim;
+  const std::int64_t row_size = gates + (q_heads + (layer.latent ? 1 : 2) * kv_heads) * dim;
+  const std::int64_t out_dim = layer.latent ? shape_.latent.rank : dim;
   const std::int64_t item = is_narrow() ? 2 : 4;
   std::int64_t num_rows = 0, first = 0;
   for (const Part& part : parts) num_rows += part.batch->num_tokens();
@@ -542,13 +683,13 @@ void CpuDecoder::attend(const Layer& layer, char* qkv, std::vector<Part>& parts)
     call.layer = layer.index;
     call.q = heads_at(0, q_heads);
     call.k = heads_at(q_heads, kv_heads);
-    call.v = heads_at(q_heads + kv_heads, kv_heads);
+    if (!layer.latent) call.v = heads_at(q_heads + kv_heads, kv_heads);
     call.cos = rotation_at(first);
     call.sin = rotation_at(num_rows + first);
-    call.out.data = reinterpret_cast<char*>(attended_.data()) + first * q_heads * dim * item;
+    call.out.data = reinterpret_cast<char*>(attended_.data()) + first * q_heads * out_dim * item;
     call.out.dtype = kv_dtype_;
-    call.out.shape = {rows, q_heads, dim};
-    call.out.strides = {q_heads * dim, dim, 1};
+    call.out.shape = {rows, q_heads, out_dim};
+    call.out.strides = {q_heads * out_dim, out_dim, 1};
     call.scale = layer.scale;
     call.window = layer.window;
     call.softcap = layer.softcap;
@@ -630,7 +771,7 @@ void CpuDecoder::add_normalised(const std::vector<float>& norm, std::int64_t num
   const std::int64_t hidden = shape_.hidden_size;
   products_.parallel(num_rows, num_rows * hidden, [&](std::int64_t row) {
     std::vector<float> room(static_cast<std::size_t>(padded_depth(hidden)));
-    normalise(product_.data() + row * hidden, hidden, norm.data(), room.data());
+    normalise(product_.data() + row * hidden, hidden, norm.data(), shape_.norm_eps, room.data());
     float* const to = x_.data() + row * hidden;
     for (std::int64_t i = 0; i < hidden; ++i) to[i] += room[i];
   });
@@ -870,10 +1011,12 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector
     if (layer.delta) {
       mix_delta(layer, parts, num_rows);
     } else {
-      char* const qkv = project(layer, num_rows);
-      grow(attended_, num_rows * layer.output.inputs);
+      char* const qkv = layer.latent ? project_latent(layer, num_rows) : project(layer, num_rows);
+      grow(attended_,
+           num_rows * std::max(layer.output.inputs, shape_.q_heads * shape_.latent.rank));
       attend(layer, qkv, parts);
       if (layer.gated) gate_attention(layer, num_rows);
+      if (layer.latent) expand_values(layer, num_rows);
     }
     const bool is_last = index == num_layers - 1;
     if (is_last) {

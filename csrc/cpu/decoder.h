@@ -23,6 +23,16 @@
 
 namespace vmserve {
 
+// Sizes of attention over latents (multi-head latent attention, DeepSeek-V2, 2024). A key has
+// `plain` elements of a product with the latent, and `rotated` ones, which all heads share; so a
+// row of the KV cache is the rotated ones, then the latent of `rank` elements, and has no values.
+struct LatentShape {
+  std::int64_t q_rank = 0;  // of queries, which are latent too; 0: they are not
+  std::int64_t rank = 0, plain = 0, rotated = 0, value = 0;
+
+  std::int64_t query_dim() const { return plain + rotated; }
+};
+
 // Sizes and constants common to all layers.
 struct DecoderShape {
   std::int64_t vocab_size = 0, hidden_size = 0;
@@ -31,6 +41,7 @@ struct DecoderShape {
   float embedding_scale = 1.0F;  // factor of the embedding's rows
   float logits_softcap = 0.0F;   // 0: none
   DeltaShape delta;              // of layers without attention; no value heads: there are none
+  LatentShape latent;            // of all layers; no rank: there are none
 };
 
 // One layer's tensors, as in the checkpoint: weights [outputs, inputs] in float32 or bfloat16,
@@ -59,6 +70,21 @@ struct DecoderDelta {
   TensorRef attention_norm, mlp_norm;
   WeightRef qkv, z, gates, output;
   DeltaWeights weights;
+};
+
+// A layer with attention over latents. Products with a latent are made with queries and with what
+// is attended to, so none is expanded: key_up [q_heads * rank, plain] and value_up [q_heads *
+// value, rank], of each head below the one before, are floats. q [q_heads * query_dim, hidden or
+// q_rank] has the rotated elements last, kv_down [rank + rotated, hidden] as well.
+struct DecoderLatent {
+  TensorRef attention_norm, mlp_norm;
+  std::optional<WeightRef> q_down;                    // [q_rank, hidden]; none if q_rank is 0
+  const float *q_norm = nullptr, *kv_norm = nullptr;  // [q_rank], null if that is 0; [rank]
+  float norm_eps = 0.0F;                              // of these two
+  WeightRef q, kv_down, output;
+  TensorRef key_up, value_up;
+  std::int64_t rotation = 0;
+  float scale = 1.0F;
 };
 
 // Cosines and signed sines of positions 0, 1, ...: [positions, 1, rotary_dim] in the KV cache's
@@ -109,11 +135,12 @@ class CpuDecoder {
              const std::string& isa);
   ~CpuDecoder();
 
-  // Call add_layer or add_delta for each layer in order, then set_ends. After it comes add_mlp, or
-  // add_router with an add_mlp for each expert and, last, the shared one. The rows of `embedding`
-  // [vocab, hidden] are read when they are needed, everything else is copied. None: forward is
-  // given the rows. `head` [vocab, hidden].
+  // Call add_layer, add_latent or add_delta for each layer in order, then set_ends. After it comes
+  // add_mlp, or add_router with an add_mlp for each expert and, last, the shared one. The rows of
+  // `embedding` [vocab, hidden] are read when they are needed, everything else is copied. None:
+  // forward is given the rows. `head` [vocab, hidden].
   void add_layer(const DecoderLayer& layer);
+  void add_latent(const DecoderLatent& layer);
   void add_delta(const DecoderDelta& layer);
   void add_mlp(const DecoderMlp& mlp);
   void add_router(const DecoderRouter& router);
@@ -127,6 +154,7 @@ class CpuDecoder {
 
   std::int64_t vocab_size() const { return shape_.vocab_size; }
   std::int64_t hidden_size() const { return shape_.hidden_size; }
+  const LatentShape& latent() const { return shape_.latent; }
   // Size of the packed weights.
   std::size_t weight_bytes() const;
   // Those of the weights that a single row reads: of experts, as many as are chosen.
@@ -160,6 +188,7 @@ class CpuDecoder {
  private:
   struct Mlp;
   struct Experts;
+  struct Latent;
   struct Layer;
 
   void check_call(const std::vector<std::int64_t>& token_ids, const std::vector<Part>& parts,
@@ -171,8 +200,11 @@ class CpuDecoder {
   bool is_narrow() const { return kv_dtype_ == DType::kBFloat16; }
   void multiply_projections(const Layer& layer, std::int64_t num_rows, bool narrow);
   char* project(const Layer& layer, std::int64_t num_rows);
+  char* project_latent(const Layer& layer, std::int64_t num_rows);
+  void expand_values(const Layer& layer, std::int64_t num_rows);
   void normalise_heads(const Layer& layer, std::int64_t num_rows);
-  void normalise(const float* row, std::int64_t size, const float* norm, float* out) const;
+  void normalise(const float* row, std::int64_t size, const float* norm, float eps,
+                 float* out) const;
   void attend(const Layer& layer, char* qkv, std::vector<Part>& parts);
   void gate_attention(const Layer& layer, std::int64_t num_rows);
   void mix_delta(const Layer& layer, const std::vector<Part>& parts, std::int64_t num_rows);
@@ -211,6 +243,7 @@ class CpuDecoder {
   // attended_: in the KV cache's type; in float32 behind gates and delta layers.
   std::vector<float> x_, kept_, gated_, qkv_, attended_, ungated_, product_, delta_gates_;
   std::vector<DeltaSequence> sequences_;
+  std::vector<float> queries_, latent_rows_, values_;
   std::vector<std::uint16_t> narrow_qkv_;
   std::vector<char> rotations_;  // of each table: cosines, then sines, of the step's rows
   // Of the experts that rows chose: [rows, chosen], largest first. A slot is a row of an expert;
@@ -218,7 +251,7 @@ class CpuDecoder {
   std::vector<float> router_logits_, expert_scores_, expert_weights_, expert_out_;
   std::vector<std::int32_t> expert_ids_;
   std::vector<std::int64_t> slots_, slot_rows_;  // slots_: [rows, chosen]
-  std::vector<LinearShare> single_rows_, gate_up_shares_, down_shares_;
+  std::vector<LinearShare> single_rows_, gate_up_shares_, down_shares_, head_shares_;
   std::int64_t expert_reads_ = 0, expert_rows_ = 0;
   double delta_seconds_ = 0.0;
 };

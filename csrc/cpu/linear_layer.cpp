@@ -348,7 +348,7 @@ void LinearProducts::set_bias(LinearLayer& layer, const std::vector<const float*
 void LinearProducts::add_blocks(std::vector<Block>& blocks, const LinearShare& share) const {
   for (std::int64_t done = 0; done < share.num_rows;) {
     const std::int64_t rows = kernels_.block_rows(static_cast<std::int32_t>(share.num_rows - done));
-    blocks.push_back({share.row + done, share.packed_row + done, rows});
+    blocks.push_back({share.row + done, share.in_column, share.packed_row + done, rows});
     done += rows;
   }
 }
@@ -357,19 +357,20 @@ void LinearProducts::pack_rows(const LinearLayer& next, const void* rows, bool b
                                std::int64_t num_rows, const float* norm, float eps) {
   std::vector<Block> blocks;
   add_blocks(blocks, {&next, 0, 0, num_rows});
-  pack_blocks(next, rows, bf16, blocks, norm, eps);
+  pack_blocks(next, rows, bf16, blocks, norm, eps, next.inputs);
 }
 
 void LinearProducts::pack_rows(const LinearLayer& next, const void* rows, bool bf16,
-                               const std::vector<LinearShare>& shares, const float* norm,
-                               float eps) {
+                               const std::vector<LinearShare>& shares, const float* norm, float eps,
+                               std::int64_t row_stride) {
   std::vector<Block> blocks;
   for (const LinearShare& share : shares) add_blocks(blocks, share);
-  pack_blocks(next, rows, bf16, blocks, norm, eps);
+  pack_blocks(next, rows, bf16, blocks, norm, eps, row_stride == 0 ? next.inputs : row_stride);
 }
 
 void LinearProducts::pack_blocks(const LinearLayer& next, const void* rows, bool bf16,
-                                 const std::vector<Block>& blocks, const float* norm, float eps) {
+                                 const std::vector<Block>& blocks, const float* norm, float eps,
+                                 std::int64_t row_stride) {
   const std::int64_t depth = next.inputs, block_depth = next.depth;
   const std::int64_t groups = cpu::num_groups(block_depth, next.form->rows);
   const std::int64_t size = next.row_format().element_bytes;
@@ -384,9 +385,10 @@ void LinearProducts::pack_blocks(const LinearLayer& next, const void* rows, bool
   parallel(num_blocks, num_rows * depth, [&](std::int64_t item) {
     const Block& block = blocks[static_cast<std::size_t>(item)];
     cpu::PackRowsArgs args{};
-    args.rows = static_cast<const char*>(rows) + block.from * depth * (bf16 ? 2 : 4);
+    args.rows =
+        static_cast<const char*>(rows) + (block.from * row_stride + block.column) * (bf16 ? 2 : 4);
     args.from_bf16 = bf16;
-    args.row_stride = depth;
+    args.row_stride = row_stride;
     args.num_rows = static_cast<std::int32_t>(block.num_rows);
     args.depth = depth;
     args.norm = norm;
@@ -461,7 +463,8 @@ void LinearProducts::fill_args(cpu::LinearArgs& args, const LinearShare& share, 
   args.rows = static_cast<const char*>(rows) + share.packed_row * row_bytes;
   args.row_groups = row_groups_.data() + share.packed_row * groups;
   args.num_rows = static_cast<std::int32_t>(share.num_rows);
-  args.out = static_cast<char*>(out) + share.row * args.out_stride * (narrow ? 2 : 4);
+  args.out =
+      static_cast<char*>(out) + (share.row * args.out_stride + share.out_column) * (narrow ? 2 : 4);
 }
 
 void LinearProducts::multiply(const LinearShare* shares, std::int64_t num_shares,

@@ -65,10 +65,12 @@ struct LinearLayer {
 };
 
 // One layer's part of a product: rows [packed_row, packed_row + num_rows) of the packed ones,
-// results from `row` on. Blocks of rows begin with it.
+// results from `row` on, in columns from out_column on. Blocks of rows begin with it. They are
+// packed from columns from in_column on.
 struct LinearShare {
   const LinearLayer* layer = nullptr;
   std::int64_t packed_row = 0, row = 0, num_rows = 0;
+  std::int64_t in_column = 0, out_column = 0;
 };
 
 // Items [first, end) of one thread, which takes them from the front, so that it reads weights from
@@ -112,8 +114,10 @@ class LinearProducts {
   void pack_rows(const LinearLayer& next, const void* rows, bool bf16, std::int64_t num_rows,
                  const float* norm, float eps);
   // The same in the blocks of `shares`: row `row + i` becomes packed row `packed_row + i`.
+  // `row_stride`: elements from row to row; 0: next.inputs.
   void pack_rows(const LinearLayer& next, const void* rows, bool bf16,
-                 const std::vector<LinearShare>& shares, const float* norm, float eps);
+                 const std::vector<LinearShare>& shares, const float* norm, float eps,
+                 std::int64_t row_stride = 0);
   // Packed row sources[row + i], which is a block of its own, becomes packed row `packed_row + i`
   // of a share. Shares of one row are left out.
   void gather_rows(const LinearLayer& next, const std::vector<LinearShare>& shares,
@@ -154,13 +158,14 @@ class LinearProducts {
     std::int64_t panels, num_items;  // of an item; of a layer
   };
   struct Block {
-    std::int64_t from, to, num_rows;
+    std::int64_t from, column, to, num_rows;
   };
 
   Split split(const LinearLayer& layer, std::int64_t num_rows, std::int64_t num_layers) const;
   void add_blocks(std::vector<Block>& blocks, const LinearShare& share) const;
   void pack_blocks(const LinearLayer& next, const void* rows, bool bf16,
-                   const std::vector<Block>& blocks, const float* norm, float eps);
+                   const std::vector<Block>& blocks, const float* norm, float eps,
+                   std::int64_t row_stride);
   // The epilogue, its output and the size of an element of it are those of `args`.
   void fill_args(cpu::LinearArgs& args, const LinearShare& share, const void* rows,
                  void* out) const;

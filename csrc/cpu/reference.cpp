@@ -99,7 +99,7 @@ struct Query {
   // Attends with one head of one row over positions [begin, end).
   double attend(const cpu::Sequence& seq, const CpuLayerCall& call, const char* q,
                 std::int64_t head, std::int64_t kv_head, std::int64_t begin, std::int64_t end,
-                std::int64_t dim, std::int64_t value_dim) {
+                std::int64_t dim) {
     const DType dtype = call.q.dtype;
     double maximum = -std::numeric_limits<double>::infinity(), total = 0;
     scores.clear();
@@ -117,11 +117,11 @@ struct Query {
     if (call.sinks != nullptr) maximum = std::max<double>(maximum, call.sinks[head]);
     for (double& score : scores) total += score = std::exp(score - maximum);
     if (call.sinks != nullptr) total += std::exp(call.sinks[head] - maximum);
-    sums.assign(static_cast<std::size_t>(value_dim), 0.0);
+    sums.assign(static_cast<std::size_t>(dim), 0.0);
     for (std::int64_t t = begin; t < end; ++t) {
       const char* v = cache_row(seq, seq.v, t, kv_head, dtype);
       const double weight = scores[static_cast<std::size_t>(t - begin)] / total;
-      for (std::int64_t d = 0; d < value_dim; ++d) {
+      for (std::int64_t d = 0; d < dim; ++d) {
         sums[static_cast<std::size_t>(d)] += weight * get(v, d, dtype);
       }
     }
@@ -142,7 +142,6 @@ void write_reference(const CpuBatch& batch, const CpuLayerCall& call, char* q_ou
       for (std::int64_t h = 0; h < kv_heads; ++h) {
         rotate(call, token, row_of(call.k, token, h), dim,
                cache_row(seq, seq.k, position, h, dtype));
-        if (batch.view().values_in_keys()) continue;
         std::memcpy(cache_row(seq, seq.v, position, h, dtype), row_of(call.v, token, h),
                     static_cast<std::size_t>(dim * item_bytes(dtype)));
       }
@@ -155,19 +154,18 @@ void write_reference(const CpuBatch& batch, const CpuLayerCall& call, char* q_ou
 }
 
 void attend_reference(const CpuBatch& batch, const CpuLayerCall& call, double* out, double* lse) {
-  const std::int64_t dim = batch.view().head_dim(), value_dim = call.out.shape[2];
-  const std::int64_t q_heads = call.q.shape[1], group = q_heads / batch.view().kv_heads();
+  const std::int64_t dim = batch.view().head_dim(), q_heads = call.q.shape[1];
+  const std::int64_t group = q_heads / batch.view().kv_heads();
   Query query;
   for (std::int64_t i = 0; i < batch.num_sequences(); ++i) {
-    const cpu::Sequence seq = batch.sequence(call.layer, i, dim - value_dim);
+    const cpu::Sequence seq = batch.sequence(call.layer, i);
     for (std::int64_t n = 0; n < batch.num_new(i); ++n) {
       const std::int64_t token = batch.start(i) + n, end = batch.num_past(i) + n + 1;
       const std::int64_t begin = call.window > 0 ? std::max<std::int64_t>(0, end - call.window) : 0;
       for (std::int64_t h = 0; h < q_heads; ++h) {
         const std::int64_t row = token * q_heads + h;
-        lse[row] = query.attend(seq, call, row_of(call.q, token, h), h, h / group, begin, end, dim,
-                                value_dim);
-        std::copy(query.sums.begin(), query.sums.end(), out + row * value_dim);
+        lse[row] = query.attend(seq, call, row_of(call.q, token, h), h, h / group, begin, end, dim);
+        std::copy(query.sums.begin(), query.sums.end(), out + row * dim);
       }
     }
   }

@@ -201,7 +201,7 @@ SHAPES = st.builds(
     Shape,
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 3, 4, 5, 7, 8]),
-    head_dim=st.sampled_from([8, 16, 24, 32, 40, 64, 80, 128, 256]),
+    head_dim=st.sampled_from([8, 16, 24, 32, 40, 64, 80, 128, 256, 576]),
     dtype=st.sampled_from(list(ROUNDING)),
 )
 
@@ -459,6 +459,53 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
             assert torch.equal(got, expected)
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    prompt=cut_prompts(),
+    q_heads=st.sampled_from([1, 3, 16, 40, 128]),
+    sizes=st.sampled_from([(24, 16), (40, 32), (136, 72), (576, 512)]),
+    dtype=st.sampled_from(list(ROUNDING)),
+    isa=st.sampled_from(ISAS),
+    num_threads=st.integers(1, 3),
+    block_tokens=st.none() | st.sampled_from([8, 64]),
+)
+def test_values_that_are_the_end_of_their_keys(
+    prompt: tuple[int, list[int]],
+    q_heads: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    isa: str,
+    num_threads: int,
+    block_tokens: int | None,
+) -> None:
+    """Latents give the bits that values beside the keys would, however a prompt is cut."""
+    past, chunks = prompt
+    new, (head_dim, value_dim) = sum(chunks), sizes
+    shape = Shape(1, q_heads, head_dim, dtype)
+    inputs = draw(new, shape, seed=7)
+    spec = LayerAttention(0, 1 / math.sqrt(head_dim))
+    whole = RaggedBatch.build([0], [past], [new])
+    view = filled_view(whole, shape)
+    keys = view.keys[0].clone()
+    beside = ContiguousView((keys.clone(),), (keys.clone(),))
+    expected = CpuBackend(num_threads=1, isa=isa).bind(beside, whole)(
+        spec, inputs.q, inputs.k, inputs.k
+    )
+    latents: ContiguousView | PagedView = ContiguousView((keys,), (keys,))
+    if block_tokens is not None:
+        paged = paged_view(view, [past + new], block_tokens, 2, seed=1)
+        latents = replace(paged, values=paged.keys)
+    backend = CpuBackend(num_threads=num_threads, isa=isa)
+    start = 0
+    for count in chunks:
+        rows = inputs.rows(start, count)
+        call = backend.bind(latents, RaggedBatch.build([0], [past + start], [count]))
+        out = torch.empty(count, q_heads, value_dim, dtype=dtype)
+        call.attend(spec, *map(tensor_tuple, (rows.q, rows.k, rows.k, out)))
+        assert torch.equal(out, expected[start : start + count, :, head_dim - value_dim :])
+        start += count
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", list(ROUNDING))
 def test_a_sum_of_zero_has_one_sign(isa: str, dtype: torch.dtype) -> None:
@@ -685,7 +732,7 @@ def test_wrong_tensors_are_refused_before_anything_is_written(
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((1, 4, 1, 12), r"head_dim 12 is not a multiple of 8 up to 256"),
+        ((1, 4, 1, 12), r"head_dim 12 is not a multiple of 8 up to 576"),
         ((1, 4, 1, 264), r"head_dim 264"),
         ((0, 4, 1, 8), r"keys and values are empty"),
     ],

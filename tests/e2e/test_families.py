@@ -18,7 +18,7 @@ from vmserve.models.native import NativeDecoder
 MODELS = {**VARIANTS, **NATIVE, **FOREIGN}
 #: Served by the decoder, and (the last three) by transformers over our memory.
 NAMES = ["llama-gqa-llama3", "opt", "opt-350m", "gpt2", "gpt2-scales"]
-NAMES += ["phi3", "mixtral", "qwen2-moe", "qwen3-moe", "gpt-oss", "gemma2", "gemma3"]
+NAMES += ["phi3", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "gpt-oss", "gemma2", "gemma3"]
 NAMES += ["gpt-neox", "olmo2", "olmoe"]
 NUM_TOKENS = 24
 

@@ -9,6 +9,8 @@ import torch
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
@@ -62,6 +64,30 @@ def qwen2_moe(**changes: Any) -> PreTrainedConfig:
     return Qwen2MoeConfig(**{**_SMALL, **experts, **changes})
 
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "moe_intermediate_size": 40,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "topk_group": 2,
+}
+
+
+def deepseek_v2(**changes: Any) -> PreTrainedConfig:
+    groups = {"n_group": 4, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5}
+    return DeepseekV2Config(**{**_SMALL, **_LATENT, **groups, "q_lora_rank": None, **changes})
+
+
+def deepseek_v3(**changes: Any) -> PreTrainedConfig:
+    latent = {**_LATENT, "q_lora_rank": 28, "n_group": 4}
+    return DeepseekV3Config(**{**_SMALL, **latent, **changes})
+
+
 def gpt_oss(**changes: Any) -> PreTrainedConfig:
     small = {**_SMALL, "head_dim": 16, "sliding_window": 5, "pad_token_id": None}
     experts = {"num_local_experts": 5, "num_experts_per_tok": 3, "swiglu_limit": 0.75}
@@ -105,6 +131,7 @@ LLAMA3_ROPE = _rope(
     original_max_position_embeddings=32,
 )
 YARN_ROPE = _rope("yarn", factor=4.0, original_max_position_embeddings=CONTEXT // 4)
+DEEPSEEK_ROPE = {**YARN_ROPE, "mscale": 0.7, "mscale_all_dim": 1.1}
 LONG_ROPE = _rope(
     "longrope",
     factor=CONTEXT / 24,
@@ -223,6 +250,27 @@ NATIVE: dict[str, PreTrainedConfig] = {
     ),
     "qwen2-moe": qwen2_moe(hidden_size=64, shared_expert_intermediate_size=52),
     "gpt-oss": gpt_oss(hidden_size=56, intermediate_size=83),
+    "deepseek-v2": deepseek_v2(hidden_size=64),
+    "deepseek-v2-lite": deepseek_v2(
+        hidden_size=56,
+        n_group=None,
+        topk_group=None,
+        topk_method="greedy",
+        first_k_dense_replace=0,
+        rope_parameters=DEEPSEEK_ROPE,
+    ),
+    "deepseek-v3": deepseek_v3(hidden_size=64, rope_parameters=DEEPSEEK_ROPE),
+    "deepseek-v3-halves": deepseek_v3(
+        hidden_size=56,
+        q_lora_rank=None,
+        rope_interleave=False,
+        norm_topk_prob=False,
+        n_group=1,
+        topk_group=1,
+        n_shared_experts=2,
+        kv_lora_rank=40,
+        v_head_dim=9,
+    ),
     "qwen3-moe-normalised": qwen3_moe(
         hidden_size=56,
         moe_intermediate_size=52,
@@ -298,6 +346,9 @@ def save(config: PreTrainedConfig, directory: Path, **options: Any) -> Path:
             # Gemma adds 1 to those of norms.
             is_one = is_norm and "gemma" not in config.model_type
             parameter.normal_(1.0 if is_one else 0.0, 0.25)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.25)
     model.save_pretrained(directory, **options)
     return directory
 

@@ -51,6 +51,8 @@ def view_for(model: LoadedModel, max_len: int) -> ContiguousView | HostView:
     )
     network = config.network
     assert isinstance(network, DecoderConfig)
+    if network.latent is not None:
+        return ContiguousView(view.keys, view.keys)
     return view if network.delta is None else _with_states(view, network.delta)
 
 

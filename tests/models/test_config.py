@@ -347,6 +347,8 @@ def test_architectures_of_the_decoder() -> None:
         "Qwen2MoeForCausalLM",
         "Qwen3MoeForCausalLM",
         "GptOssForCausalLM",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "OPTForCausalLM",

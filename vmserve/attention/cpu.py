@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CPU_DTYPES", "ISA_VARIABLE", "CpuBackend", "CpuCall", "head_refusal", "tensor_tuple"]
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 576
 #: Forces an instruction set: generic, avx2 or avx512.
 ISA_VARIABLE = "VMSERVE_CPU_ISA"
 

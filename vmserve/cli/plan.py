@@ -137,6 +137,7 @@ def _shape(name: str, dtype: str | None) -> tuple[ModelShape, int]:
         dtype=str(config.dtype).removeprefix("torch."),
         max_len=config.max_position_embeddings,
         windows=config.windows,
+        keys_only=config.keys_only,
     )
     return _with_dtype(shape, dtype), HOST_GRANULARITY
 

@@ -76,7 +76,11 @@ def create_memory(
     shape = (model.num_layers, model.kv_heads, model.head_dim, dtype, device.granularity)
     layout = plan_layout(
         *shape,
-        layers_per_group=resolved.kv_layers_per_group or layers_for_granularity(*shape),
+        layers_per_group=(
+            resolved.kv_layers_per_group
+            or layers_for_granularity(*shape, keys_only=model.keys_only)
+        ),
+        keys_only=model.keys_only,
         page_bytes=resolved.kv_page_bytes,
         block_tokens=resolved.block_tokens,
         max_len=resolved.max_model_len + read_slack_tokens,

@@ -101,5 +101,8 @@ def _native_kind(config: ModelConfig) -> str | None:
     if config.native_only is not None:
         return config.native_only.kind
     network = config.network
-    has_delta = isinstance(network, DecoderConfig) and network.delta is not None
-    return "models with linear attention" if has_delta else None
+    if not isinstance(network, DecoderConfig):
+        return None
+    if network.delta is not None:
+        return "models with linear attention"
+    return None if network.latent is None else "models with latent attention"

@@ -65,6 +65,17 @@ class ModelConfig:
         return len(self.attention)
 
     @property
+    def keys_only(self) -> bool:
+        """Whether values are parts of the keys' rows, and take no memory."""
+        return isinstance(self.network, DecoderConfig) and self.network.latent is not None
+
+    @property
+    def kv_elements(self) -> int:
+        """What a token keeps in all layers."""
+        parts = 1 if self.keys_only else 2
+        return self.num_layers * parts * self.kv_heads * self.head_dim
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """Per layer, how many positions a query sees, itself included; None: all of them."""
         return tuple(layer.window for layer in self.attention)

@@ -13,6 +13,7 @@ __all__ = [
     "DecoderConfig",
     "DeltaConfig",
     "ExpertsConfig",
+    "LatentConfig",
     "LearnedPositionsConfig",
     "NormConfig",
     "TensorNames",
@@ -58,6 +59,8 @@ class TensorNames:
     #: matrix by key head, and b and a another.
     delta: str = ""
     delta_fused: bool = False
+    #: What the parameters of attention over latents are below.
+    latent: str = ""
     #: Of attention's sinks; the whole name.
     sinks: str = ""
     #: Of layers with experts; the second with "{}" for an expert's number, or gate_up and down of
@@ -150,6 +153,39 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Attention over latents, one of a token for all heads (DeepSeek-V2, 2024, section 2.1).
+
+    Keys and values are products of the latent; the rotated part of keys is one for all heads, too.
+    """
+
+    #: Of the queries' latent; 0: queries are products of the hidden state.
+    q_rank: int
+    rank: int
+    #: Elements of a head's key that are not rotated, and that are.
+    plain: int
+    rotated: int
+    #: Elements of a head's value.
+    value: int
+    #: Checkpoints have the components that are rotated together side by side.
+    interleaved: bool
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "plain", "rotated", "value"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(
+                    f"config.json: latent attention: {name} is {getattr(self, name)}; it must be 1 "
+                    "or more"
+                )
+        if self.q_rank < 0:
+            raise ConfigurationError(f"config.json: q_lora_rank is {self.q_rank}")
+
+    @property
+    def query_dim(self) -> int:
+        return self.plain + self.rotated
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """Gated MLPs of which a router chooses some for each token.
 
@@ -236,6 +272,8 @@ class DecoderConfig:
     layers: tuple[LayerAttention, ...]
     #: Layers that have a delta rule in place of attention.
     delta: DeltaConfig | None = None
+    #: A row of the KV cache then is the keys' rotated part, then the latent, which is the value.
+    latent: LatentConfig | None = None
     #: Attention is multiplied by the sigmoid of gates, which alternate with the queries by head.
     output_gate: bool = False
     positions: RopeConfig | LearnedPositionsConfig
@@ -325,6 +363,8 @@ class DecoderConfig:
     def activation_width(self) -> int:
         """An upper bound on the elements that live at once, per token of a step."""
         heads = 2 * (self.q_heads + 2 * self.kv_heads) * self.head_dim
+        if self.latent is not None:
+            heads += 2 * self.q_heads * (self.latent.query_dim + self.latent.value)
         if self.output_gate:
             heads += 3 * self.q_heads * self.head_dim
         if self.delta is not None:

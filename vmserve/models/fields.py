@@ -64,6 +64,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
     "number?": lambda value: value is None or _is_number(value),
     "bool": lambda value: type(value) is bool,
     "str": lambda value: type(value) is str,
+    "str?": lambda value: value is None or type(value) is str,
     "ids": lambda value: (
         value is None or _is_int(value) or (type(value) is list and all(map(_is_int, value)))
     ),
@@ -140,6 +141,8 @@ _OPTIONAL: Mapping[str, frozenset[str]] = {
             "attention_factor",
             "beta_fast",
             "beta_slow",
+            "mscale",
+            "mscale_all_dim",
             "truncate",
         )
     ),

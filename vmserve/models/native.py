@@ -26,6 +26,7 @@ from vmserve.models.decoder_config import (
     DecoderConfig,
     DeltaConfig,
     ExpertsConfig,
+    LatentConfig,
 )
 from vmserve.models.dtype import asked_dtype
 from vmserve.models.gguf.config import find_weights
@@ -37,7 +38,7 @@ from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.weight import find_quantized
 from vmserve.models.rope import HostRotations, RopeConfig
 from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, Table, as_plain
-from vmserve.models.tensor_names import delta_projections, mlp_names, shared_names
+from vmserve.models.tensor_names import delta_projections, latent_names, mlp_names, shared_names
 from vmserve.threads import num_threads
 
 __all__ = ["NativeDecoder", "TimedPart", "choose_native", "load_native", "refusal"]
@@ -48,6 +49,8 @@ logger = logging.getLogger(__name__)
 DELTA_UNIT = 16
 #: Of which cosines and sines are made at once.
 MIN_POSITIONS = 1024
+#: Of the norms of latents, whatever config.json says of the others.
+_LATENT_NORM_EPS = 1e-6
 #: As the core calls them.
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu",
@@ -273,6 +276,7 @@ def load_native(
         embedding_scale=_embedding_scale(config, dtype),
         logits_softcap=config.logits_softcap or 0.0,
         delta=_delta_sizes(config.delta),
+        latent=_latent_sizes(config.latent),
         kv_dtype=dtype,
         quantization=quantization,
         num_threads=num_threads(),
@@ -284,6 +288,8 @@ def load_native(
         with source:
             if config.delta is not None and config.has_delta(spec.layer):
                 _add_delta(core, config, config.delta, spec.layer, source)
+            elif config.latent is not None:
+                _add_latent(core, config, config.latent, spec, source)
             else:
                 _add_layer(core, config, spec, source)
             if config.experts is not None and config.has_experts(spec.layer):
@@ -323,6 +329,12 @@ def _delta_sizes(delta: DeltaConfig | None) -> tuple[int, int, int, int, int]:
     if delta is None:
         return 0, 0, 0, 0, 0
     return delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, delta.taps
+
+
+def _latent_sizes(latent: LatentConfig | None) -> tuple[int, int, int, int, int]:
+    if latent is None:
+        return 0, 0, 0, 0, 0
+    return latent.q_rank, latent.rank, latent.plain, latent.rotated, latent.value
 
 
 def _embedding_scale(config: DecoderConfig, dtype: DType) -> float:
@@ -386,6 +398,64 @@ def _add_layer(
         softcap=spec.softcap or 0.0,
         gated=config.output_gate,
     )
+
+
+def _add_latent(
+    core: _core.CpuDecoder,
+    config: DecoderConfig,
+    latent: LatentConfig,
+    spec: LayerAttention,
+    source: _Source,
+) -> None:
+    names, heads = config.names, config.q_heads
+    prefix = names.base + names.layer.format(spec.layer)
+    below = prefix + names.latent
+    query_names, down, norm, up = latent_names(latent, below)
+    *first, q_stored, kv_stored = source.read(*(f"{name}.weight" for name in (*query_names, down)))
+    if latent.interleaved:
+        q_stored = _rows(q_stored, _halves(heads, latent.plain, latent.rotated))
+        kv_stored = _rows(kv_stored, _halves(1, latent.rank, latent.rotated))
+    if first:
+        q_down, kv_down = source.packable([first[0], kv_stored])
+        [q] = source.packable([q_stored])
+    else:
+        q_down = None
+        q, kv_down = source.packable([q_stored, kv_stored])
+    [ups] = source.read(f"{up}.weight")
+    array, dtype = as_plain(ups)
+    by_head = array.reshape(heads, latent.plain + latent.value, latent.rank)
+    keys, values = by_head[:, : latent.plain], by_head[:, latent.plain :]
+    key_up, value_up = source.plain(
+        [
+            (np.ascontiguousarray(each).reshape(-1, each.shape[2]), dtype)
+            for each in (keys.transpose(0, 2, 1), values)
+        ]
+    )
+    [output] = source.matrices(f"{prefix}{names.output}.weight")
+    core.add_latent(
+        attention_norm=source.norm(f"{prefix}{names.attention_norm}"),
+        q_down=q_down,
+        q_norm=source.norm(f"{below}q_a_layernorm") if latent.q_rank else None,
+        q=q,
+        kv_down=kv_down,
+        kv_norm=source.norm(norm),
+        key_up=key_up,
+        value_up=value_up,
+        output=output,
+        mlp_norm=source.norm(f"{prefix}{names.mlp_norm}"),
+        norm_eps=_LATENT_NORM_EPS,
+        rotation=config.rope_of(spec.layer),
+        scale=spec.scale,
+    )
+
+
+def _halves(heads: int, plain: int, rotated: int) -> NDArray[np.int64]:
+    """The order of rows in which, of the last ``rotated`` of each head, even ones come before odd
+    ones."""
+    by_head = np.arange(heads * (plain + rotated)).reshape(heads, -1)
+    pairs = by_head[:, plain:].reshape(heads, -1, 2)
+    halves = pairs.transpose(0, 2, 1).reshape(heads, -1)
+    return np.concatenate((by_head[:, :plain], halves), axis=1).reshape(-1)
 
 
 def _gates_first(heads: int, dim: int) -> NDArray[np.int64]:
@@ -575,7 +645,7 @@ class _Source:
 
     def exact(self, *names: str) -> list[TensorTuple]:
         """Matrices of plain numbers of one type."""
-        return self._plain([self._read(name) for name in names])
+        return self.plain([self._read(name) for name in names])
 
     def packable(
         self, found: Sequence[Plain | Grouped]
@@ -583,9 +653,9 @@ class _Source:
         grouped = [each for each in found if isinstance(each, Grouped)]
         if len(grouped) == len(found):
             return [each.packable() for each in grouped]
-        return [*self._plain(found)]
+        return [*self.plain(found)]
 
-    def _plain(self, found: Sequence[Plain | Grouped]) -> list[TensorTuple]:
+    def plain(self, found: Sequence[Plain | Grouped]) -> list[TensorTuple]:
         plain = [as_plain(each) for each in found]
         if len({dtype for _, dtype in plain}) > 1 or plain[0][1] not in CPU_DTYPES:
             plain = [(as_float32(*each), DType.FLOAT32) for each in plain]

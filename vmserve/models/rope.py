@@ -15,7 +15,7 @@ from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.host_arrays import rounded
 
-__all__ = ["ROPE_TYPES", "HostRotations", "RopeConfig", "inverse_frequencies"]
+__all__ = ["ROPE_TYPES", "HostRotations", "RopeConfig", "inverse_frequencies", "sharpness"]
 
 logger = logging.getLogger(__name__)
 
@@ -141,9 +141,9 @@ def _yarn(rope: RopeConfig, periods: _Numbers) -> tuple[_Numbers, float]:
     if scaling is None:
         mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
         if mscale and all_dim:
-            scaling = _sharpness(factor, mscale) / _sharpness(factor, all_dim)
+            scaling = sharpness(factor, mscale) / sharpness(factor, all_dim)
         else:
-            scaling = _sharpness(factor, 1)
+            scaling = sharpness(factor, 1)
 
     def dimension(turns: float) -> float:
         """Return the dimension whose vector makes so many turns within the original context."""
@@ -162,7 +162,8 @@ def _yarn(rope: RopeConfig, periods: _Numbers) -> tuple[_Numbers, float]:
     return 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept, float(scaling)
 
 
-def _sharpness(factor: float, mscale: float) -> float:
+def sharpness(factor: float, mscale: float) -> float:
+    """YaRN's factor on queries and on keys, for contexts ``factor`` times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 

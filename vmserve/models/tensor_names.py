@@ -9,6 +9,7 @@ from vmserve.models.decoder_config import (
     DecoderConfig,
     DeltaConfig,
     ExpertsConfig,
+    LatentConfig,
     LearnedPositionsConfig,
     TensorNames,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "delta_projections",
     "is_ignorable",
     "is_router",
+    "latent_names",
     "mlp_names",
     "shared_names",
     "tensor_shapes",
@@ -128,6 +130,36 @@ def _attention_shapes(
     return linears, vectors
 
 
+def latent_names(latent: LatentConfig, below: str) -> tuple[list[str], str, str, str]:
+    """Return the modules of queries (down and up, or one), and those of keys and values: down, its
+    norm, and up."""
+    queries = ["q_a_proj", "q_b_proj"] if latent.q_rank else ["q_proj"]
+    down, norm, up = (f"{below}kv_{name}" for name in ("a_proj_with_mqa", "a_layernorm", "b_proj"))
+    return [below + name for name in queries], down, norm, up
+
+
+def _latent_shapes(
+    config: DecoderConfig, latent: LatentConfig, prefix: str
+) -> tuple[list[_Linear], dict[str, _Shape]]:
+    hidden, heads, rank = config.hidden_size, config.q_heads, latent.rank
+    queries, down, norm, up = latent_names(latent, prefix + config.names.latent)
+    depths = [hidden, latent.q_rank] if latent.q_rank else [hidden]
+    widths = [*depths[1:], heads * latent.query_dim]
+    linears = [
+        *(
+            (name, width, depth, False)
+            for name, width, depth in zip(queries, widths, depths, strict=True)
+        ),
+        (down, rank + latent.rotated, hidden, False),
+        (up, heads * (latent.plain + latent.value), rank, False),
+        (prefix + config.names.output, hidden, heads * latent.value, False),
+    ]
+    vectors: dict[str, _Shape] = {f"{norm}.weight": (rank,)}
+    if latent.q_rank:
+        vectors[f"{prefix}{config.names.latent}q_a_layernorm.weight"] = (latent.q_rank,)
+    return linears, vectors
+
+
 def _delta_shapes(
     config: DecoderConfig, delta: DeltaConfig, prefix: str
 ) -> tuple[list[_Linear], dict[str, _Shape]]:
@@ -153,6 +185,8 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, _Sha
     prefix = names.base + names.layer.format(layer)
     if config.delta is not None and config.has_delta(layer):
         linears, vectors = _delta_shapes(config, config.delta, prefix)
+    elif config.latent is not None:
+        linears, vectors = _latent_shapes(config, config.latent, prefix)
     else:
         linears, vectors = _attention_shapes(config, prefix)
     mlp, fused = config.mlp_size_of(layer), names.gate_up

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from vmserve.models.families import delta, experts, gemma, gpt, llama
+from vmserve.models.families import delta, experts, gemma, gpt, latent, llama
 from vmserve.models.families.base import Family
 
 __all__ = ["FAMILIES", "Family"]
@@ -14,6 +14,7 @@ FAMILIES: Mapping[str, Family] = {
     **llama.FAMILIES,
     **experts.FAMILIES,
     **delta.FAMILIES,
+    **latent.FAMILIES,
     **gemma.FAMILIES,
     **gpt.FAMILIES,
 }
