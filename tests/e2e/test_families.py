@@ -20,6 +20,8 @@ MODELS = {**VARIANTS, **NATIVE, **FOREIGN}
 NAMES = ["llama-gqa-llama3", "opt", "opt-350m", "gpt2", "gpt2-scales"]
 NAMES += ["phi3", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "gpt-oss", "gemma2", "gemma3"]
 NAMES += ["gpt-neox", "olmo2", "olmoe"]
+#: By the type of their configuration.
+NATIVE_ONLY = {"deepseek_v2"}
 NUM_TOKENS = 24
 
 
@@ -60,8 +62,9 @@ def assert_same_tokens(config: PreTrainedConfig, directory: Path, tokenizer: Pat
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     backend = "reference" if capped or config.model_type == "gpt_oss" else "sdpa"
     is_native = any(config is each for each in NATIVE.values())
+    through_torch = {"kv_regime": "virtual", "attention_backend": backend}
     for options in (
-        {"kv_regime": "virtual", "attention_backend": backend},
+        *([] if config.model_type in NATIVE_ONLY else [through_torch]),
         {"kv_regime": "virtual"},
         {"kv_regime": "paged"},
     ):
@@ -91,6 +94,13 @@ def test_sinks_are_refused_at_start_by_kernels_without(tmp_path: Path, model_dir
     save(VARIANTS["gpt-oss"], tmp_path)
     with pytest.raises(UnsupportedError, match=r"has sinks, which the sdpa backend cannot do: use"):
         engine(tmp_path, model_dir, kv_regime="virtual", attention_backend="sdpa")
+
+
+def test_latents_are_refused_where_torch_would_have_to_run(tmp_path: Path, model_dir: Path) -> None:
+    save(NATIVE["deepseek-v2"], tmp_path)
+    for options in ({"attention_backend": "sdpa"}, {"linear_backend": "torch"}):
+        with pytest.raises(UnsupportedError, match=r"latent attention run in the native CPU"):
+            engine(tmp_path, model_dir, **options)
 
 
 def test_learned_positions_bound_the_context(tmp_path: Path, model_dir: Path) -> None:

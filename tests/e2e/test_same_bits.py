@@ -19,7 +19,15 @@ from typing import Any
 import pytest
 
 from tests.models import gguf_checkpoints, quantized_checkpoints
-from tests.models.checkpoints import gemma3, gpt_oss, phi3, qwen3_moe, save
+from tests.models.checkpoints import (
+    DEEPSEEK_ROPE,
+    deepseek_v3,
+    gemma3,
+    gpt_oss,
+    phi3,
+    qwen3_moe,
+    save,
+)
 from vmserve import LLM, RequestOutput, SamplingParams
 from vmserve.memory.base import Regime
 from vmserve.models.hub import resolve_model
@@ -40,6 +48,7 @@ FAMILIES = {
     "phi3": phi3(**_SIZES, partial_rotary_factor=0.75),
     "gpt-oss": gpt_oss(**_SIZES),
     "qwen3-moe": qwen3_moe(**_SIZES, num_experts=9, num_experts_per_tok=4),
+    "deepseek-v3": deepseek_v3(**_SIZES, rope_parameters=DEEPSEEK_ROPE),
     "gemma3": gemma3(**_SIZES, sliding_window=24, final_logit_softcapping=20.0),
 }
 KINDS = {
@@ -51,6 +60,7 @@ KINDS = {
     "phi3": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
     "gpt-oss": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
     "qwen3-moe": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
+    "deepseek-v3": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
     "gemma3": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
 }
 if "VMSERVE_BITS" in os.environ:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
-from tests.models.checkpoints import VARIANTS
+from tests.models.checkpoints import NATIVE, VARIANTS
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.models.families import FAMILIES, Family
@@ -63,9 +63,9 @@ def test_defaults(model_type: str) -> None:
             assert default == expected or name in unkept, name
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, "deepseek-v2-lite", "deepseek-v3"])
 def test_configurations_as_transformers_writes_them(variant: str) -> None:
-    config = VARIANTS[variant]
+    config = {**NATIVE, **VARIANTS}[variant]
     read = assert_same(BY_TYPE[config.model_type], config.to_diff_dict())
     assert read or variant == "llama-longrope"
     assert assert_same(BY_TYPE[config.model_type], config.to_dict()) == read

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -608,3 +609,16 @@ def test_of_equal_experts_the_first_are_chosen(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
         found += every_row(load_model(tmp_path, torch.float32, native=True), [5, 6, 7])
     assert torch.equal(*found)
+
+
+def test_layers_that_only_draft_are_left_out(tmp_path: Path) -> None:
+    directory = save(VARIANTS["deepseek-v3"], tmp_path)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    extra = {
+        name.replace("layers.2.", "layers.3."): tensor.clone()
+        for name, tensor in tensors.items()
+        if ".layers.2." in name
+    }
+    save_file({**tensors, **extra}, path, {"format": "pt"})
+    load_model(directory, torch.float32, native=True)
