@@ -96,16 +96,50 @@ bool fits_halves(const GroupedTensor& tensor, bool minima) {
   return true;
 }
 
-// The smallest format that has the tensors' scales and minima exactly. `group`: of the form.
-cpu::ScaleFormat format_of(std::vector<GroupedTensor>& tensors, std::int64_t group) {
-  cpu::ScaleFormat format{cpu::ScaleType::kFloat32, false, 1};
+// Leaves out minima that say no more than the codes' zero. Returns whether a tensor has others.
+bool keep_minima(std::vector<GroupedTensor>& tensors) {
+  bool any = false;
   for (GroupedTensor& tensor : tensors) {
     if (has_minima(tensor)) {
-      format.minima = true;
+      any = true;
     } else {
       tensor.minima = nullptr;
     }
   }
+  return any;
+}
+
+// Bits of the shortest codes that have those of the tensors: 4 only if all have 4, so that the type
+// of the rows depends on no weight.
+int bits_of(const std::vector<GroupedTensor>& tensors, bool minima) {
+  int least = 0, most = 0;
+  bool long_codes = false;
+  for (const GroupedTensor& tensor : tensors) {
+    // As unsigned numbers, which compilers have vector instructions for.
+    const std::uint8_t sign = tensor.bits == 8 ? 0x80 : 0;
+    std::uint8_t low = 0xff, high = 0;
+    for (std::int64_t i = 0; i < tensor.outputs * tensor.inputs; ++i) {
+      const auto code = static_cast<std::uint8_t>(tensor.codes[i] ^ sign);
+      low = std::min(low, code);
+      high = std::max(high, code);
+    }
+    long_codes |= tensor.bits == 8;
+    const int zero = tensor.bits == 8 ? 128 : minima ? 0 : 8;
+    least = std::min(least, low - zero);
+    most = std::max(most, high - zero);
+  }
+  for (const int bits : {4, 5, 6}) {
+    if (bits == 4 && long_codes) continue;
+    const int lowest = minima ? 0 : -(1 << (bits - 1));
+    if (least >= lowest && most < lowest + (1 << bits)) return bits;
+  }
+  return 8;
+}
+
+// The smallest format that has the tensors' scales and minima exactly. `group`: of the form.
+cpu::ScaleFormat format_of(const std::vector<GroupedTensor>& tensors, std::int64_t group,
+                           bool minima) {
+  cpu::ScaleFormat format{cpu::ScaleType::kFloat32, minima, 1};
   const auto all = [&](auto&& fits) { return std::all_of(tensors.begin(), tensors.end(), fits); };
   if (all([&](const GroupedTensor& tensor) {
         return tensor.group == group && tensor.steps > 0 &&
@@ -240,19 +274,19 @@ const cpu::LinearForm& LinearProducts::float_form(bool bf16_weights, bool exact)
   return kernels_.forms[form];
 }
 
-const cpu::LinearForm& LinearProducts::grouped_form(
-    const std::vector<const WeightRef*>& matrices) const {
-  // Integers of 4 bits are also integers of 8, and groups of 32 are two of 16.
-  bool wide = false, short_groups = false;
-  for (const WeightRef* matrix : matrices) {
-    const auto& tensor = std::get<GroupedTensor>(*matrix);
-    wide |= tensor.bits == 8;
-    short_groups |= tensor.group % 32 != 0;
-  }
-  cpu::WeightForm form = cpu::kWeightsGrouped4, bytes = cpu::kWeightsGrouped4Bytes;
-  if (wide || short_groups) {
-    form = short_groups ? cpu::kWeightsGrouped8By16 : cpu::kWeightsGrouped8;
-    bytes = short_groups ? cpu::kWeightsGrouped8By16Bytes : cpu::kWeightsGrouped8Bytes;
+const cpu::LinearForm& LinearProducts::grouped_form(const std::vector<GroupedTensor>& tensors,
+                                                    bool minima) const {
+  // Groups of 32 are two of 16.
+  const bool short_groups = std::any_of(tensors.begin(), tensors.end(),
+                                        [](const auto& tensor) { return tensor.group % 32 != 0; });
+  const int bits = bits_of(tensors, minima);
+  cpu::WeightForm form = cpu::kWeightsGrouped8, bytes = cpu::kWeightsGrouped8Bytes;
+  if (short_groups) {
+    form = bits <= 6 ? cpu::kWeightsGrouped6By16 : cpu::kWeightsGrouped8By16;
+    bytes = bits <= 6 ? cpu::kWeightsGrouped6By16Bytes : cpu::kWeightsGrouped8By16Bytes;
+  } else if (bits <= 5) {
+    form = bits == 4 ? cpu::kWeightsGrouped4 : cpu::kWeightsGrouped5;
+    bytes = bits == 4 ? cpu::kWeightsGrouped4Bytes : cpu::kWeightsGrouped5Bytes;
   }
   const bool rounds_more = quantization_ == Quantization::kInt8Dynamic;
   return kernels_.forms[rounds_more && kernels_.forms[bytes].multiply != nullptr ? bytes : form];
@@ -287,9 +321,12 @@ LinearLayer LinearProducts::pack(const std::vector<const WeightRef*>& matrices, 
       gated ? round_up(linear.outputs, width / 2) / (width / 2) : round_up(lanes, width) / width;
   args.num_tensors = static_cast<std::int32_t>(matrices.size());
   args.gated = gated;
-  linear.form = grouped.empty() ? &float_form(args.from_bf16, exact) : &grouped_form(matrices);
-  if (!grouped.empty()) {
-    linear.scale_format = format_of(grouped, linear.row_format().group_depth);
+  if (grouped.empty()) {
+    linear.form = &float_form(args.from_bf16, exact);
+  } else {
+    const bool minima = keep_minima(grouped);
+    linear.form = &grouped_form(grouped, minima);
+    linear.scale_format = format_of(grouped, linear.row_format().group_depth, minima);
     std::copy(grouped.begin(), grouped.end(), args.grouped);
   }
   args.scale_format = linear.scale_format;
@@ -313,7 +350,8 @@ LinearLayer LinearProducts::pack(const std::vector<const WeightRef*>& matrices, 
 std::vector<LinearLayer> LinearProducts::pack_alike(const std::vector<const WeightRef*>& matrices) {
   const auto form_of = [&](const WeightRef& matrix) -> const cpu::LinearForm* {
     if (std::holds_alternative<TensorRef>(matrix)) return nullptr;
-    return &grouped_form({&matrix});
+    std::vector<GroupedTensor> alone = {std::get<GroupedTensor>(matrix)};
+    return &grouped_form(alone, keep_minima(alone));
   };
   std::vector<std::vector<const WeightRef*>> runs;
   const cpu::LinearForm* form = nullptr;

@@ -170,7 +170,8 @@ class LinearProducts {
   void fill_args(cpu::LinearArgs& args, const LinearShare& share, const void* rows,
                  void* out) const;
   const cpu::LinearForm& float_form(bool bf16_weights, bool exact) const;
-  const cpu::LinearForm& grouped_form(const std::vector<const WeightRef*>& matrices) const;
+  const cpu::LinearForm& grouped_form(const std::vector<cpu::GroupedTensor>& tensors,
+                                      bool minima) const;
 
   const cpu::LinearKernels& kernels_;
   std::shared_ptr<ThreadPool> pool_;

@@ -26,12 +26,23 @@ class Format:
     group: int
     scales: str  # "half", "float" or "steps" of 8 groups
     minima: bool
+    stored: int = 0  # bits of the packed codes, where it is not `bits`: all codes are so short
+
+    @property
+    def packed_bits(self) -> int:
+        return self.stored or self.bits
+
+    @property
+    def codes(self) -> range:
+        if self.bits == 4 or (self.minima and self.stored):
+            return range(1 << self.packed_bits)
+        return range(-(1 << (self.packed_bits - 1)), 1 << (self.packed_bits - 1))
 
     @property
     def bits_per_weight(self) -> float:
         numbers = 2 if self.minima else 1
         size = {"half": 16.0, "float": 32.0, "steps": 8 + 16 / (256 // self.group)}[self.scales]
-        return self.bits + numbers * size / min(self.group, 32)
+        return self.packed_bits + numbers * size / min(self.group, 32)
 
 
 FORMATS = [
@@ -41,10 +52,14 @@ FORMATS = [
     Format("q4_float", 4, 32, "float", minima=True),
     Format("q4_by_128", 4, 128, "half", minima=False),
     Format("q8_0", 8, 32, "half", minima=False),
-    Format("q5_1", 8, 32, "half", minima=True),
-    Format("q6_k", 8, 16, "steps", minima=False),
+    Format("q8_1", 8, 32, "half", minima=True),
+    Format("q5_0", 8, 32, "half", minima=False, stored=5),
+    Format("q5_k", 8, 32, "steps", minima=True, stored=5),
+    Format("q6_k", 8, 16, "steps", minima=False, stored=6),
+    Format("q6_float_by_16", 8, 16, "float", minima=True, stored=6),
     Format("q8_float_by_16", 8, 16, "float", minima=True),
 ]
+SHORT = [form for form in FORMATS if form.stored]
 
 
 @dataclass
@@ -74,8 +89,7 @@ def scales_of(
 def matrix_of(form: Format, outputs: int, inputs: int, seed: int = 0) -> Matrix:
     rng = np.random.default_rng(seed)
     groups = -(-inputs // form.group)
-    low, high = (0, 16) if form.bits == 4 else (-128, 128)
-    codes = rng.integers(low, high, (outputs, inputs))
+    codes = rng.integers(form.codes.start, form.codes.stop, (outputs, inputs))
     scales, steps = scales_of(rng, form, outputs, groups, 63 if form.bits == 4 else 127)
     minima, minimum_steps = None, None
     if form.minima:
@@ -174,16 +188,17 @@ def test_what_rounding_rows_costs(form: Format, isa: str) -> None:
 
 
 @pytest.mark.parametrize("inputs", [16, 54, 83, 288, 1000])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("stored", [4, 5, 6, 8])
 @pytest.mark.parametrize("minima", [False, True])
-def test_odd_depths(inputs: int, bits: int, minima: bool, isa: str) -> None:
-    form = Format("odd", bits, 32, "half", minima)
+def test_odd_depths(inputs: int, stored: int, minima: bool, isa: str) -> None:
+    bits, group = 4 if stored == 4 else 8, 16 if stored == 6 else 32
+    form = Format("odd", bits, group, "half", minima, stored % 8)
     matrix = matrix_of(form, 35, inputs)
     for quantization in ("none", "int8-dynamic"):
         linear = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa)
         most = 127 if linear.row_type == "int8" else 32767
         rows = rows_of(5, inputs)
-        rounded = rounded_rows(rows, most, 32)
+        rounded = rounded_rows(rows, most, group)
         error = np.abs(linear.multiply(rows) - rounded @ matrix.exact.T)
         assert np.all(error <= bound(rounded, matrix, form))
 
@@ -203,6 +218,30 @@ def test_a_row_has_the_same_bits_in_every_batch(form: Format, quantization: str,
         )
         for num_rows in (1, 2, 9, 27):
             assert np.array_equal(linear.multiply(rows[:num_rows]), alone[:num_rows])
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8-dynamic"])
+@pytest.mark.parametrize("form", SHORT, ids=lambda form: form.name)
+def test_short_codes_have_the_bits_of_long_ones(form: Format, quantization: str, isa: str) -> None:
+    """One output with a code of 8 bits has the others stored in 8 bits too."""
+    rng = np.random.default_rng(3)
+    groups = 512 // form.group
+    codes = rng.integers(form.codes.start, form.codes.stop, (97, 512)).astype(np.int8)
+    scales, steps = scales_of(rng, form, 97, groups, 63)
+    minima, minimum_steps = scales_of(rng, form, 97, groups, 63) if form.minima else (None, None)
+    outs, sizes = [], []
+    for last in (codes[-1, -1], 127):
+        codes[-1, -1] = last
+        weights = _core.GroupedWeights(
+            codes=codes.view(np.uint8), bits=8, group=form.group, scales=scales, minima=minima,
+            scale_steps=steps, minimum_steps=minimum_steps,
+        )  # fmt: skip
+        linear = _core.CpuLinear(weights, quantization=quantization, isa=isa)
+        sizes.append(linear.weight_bytes)
+        outs.append([linear.multiply(rows_of(rows, 512))[:, :-1] for rows in (1, 5, 17)])
+    assert sizes[0] < sizes[1]
+    for short, long in zip(*outs, strict=True):
+        assert short.tobytes() == long.tobytes()
 
 
 @pytest.mark.parametrize("extreme", ["largest", "smallest"])
@@ -257,7 +296,7 @@ def test_every_half_is_kept_exactly() -> None:
             own[0x3C00] = largest
             weights = _core.GroupedWeights(codes=codes, bits=8, group=32, scales=own)
             linear = _core.CpuLinear(weights, isa=isa)
-            assert linear.weight_bytes * 8 == codes.size * 8 + scales.size * bits
+            assert linear.weight_bytes * 8 == codes.size * 5 + scales.size * bits
             np.testing.assert_allclose(linear.multiply(row)[0], own[:, 0], rtol=2e-7)
 
 
@@ -354,7 +393,7 @@ def test_a_decoder_takes_grouped_weights(mixed: bool, isa: str) -> None:
     form = Format("q4_1", 4, 32, "half", minima=True)
     matrices = {
         name: matrix_of(
-            Format("q6_k", 8, 16, "half", minima=False)
+            Format("q6_k", 8, 16, "half", minima=False, stored=6)
             if mixed and name in ("v", "down")
             else form,
             *shape,

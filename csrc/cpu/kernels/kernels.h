@@ -144,8 +144,12 @@ enum WeightForm : std::int32_t {
   // group of 32 or 16 elements (linear_grouped.h); rows of int16, or of int8 (...Bytes).
   kWeightsGrouped4,
   kWeightsGrouped4Bytes,
+  kWeightsGrouped5,
+  kWeightsGrouped5Bytes,
   kWeightsGrouped8,
   kWeightsGrouped8Bytes,
+  kWeightsGrouped6By16,
+  kWeightsGrouped6By16Bytes,
   kWeightsGrouped8By16,
   kWeightsGrouped8By16Bytes,
   kNumWeightForms
@@ -168,7 +172,8 @@ struct ScaleFormat {
   std::int32_t groups_per_step;
 };
 
-// A matrix of integer codes, as in a quantized checkpoint: w = scale * code + minimum.
+// A matrix of integer codes, as in a quantized checkpoint: w = scale * code + minimum. It is stored
+// in as few bits as the largest of its codes takes.
 struct GroupedTensor {
   int bits;                   // 4: codes 0 .. 15, one to a byte; 8: int8
   std::int64_t group;         // elements of a group of the depth

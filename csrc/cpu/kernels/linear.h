@@ -1,5 +1,5 @@
 // Linear layers: y = x W^T with weights in float32, bfloat16, int8 or grouped
-// integers of 4 or 8 bits, and sums in float32.
+// integers of 4, 5, 6 or 8 bits, and sums in float32.
 //
 // linear_panels.h says how weights and rows lie. linear_float.h, linear_int8.h and linear_grouped.h
 // multiply a block of rows by a few panels. linear_pack.h brings weights and rows into that layout.
@@ -105,35 +105,78 @@ void multiply(const LinearArgs& a) {
   all_rows<W>(a, weights, a.first_panel, a.num_panels);
 }
 
+// Rows whose sums, and those of a group, stay in registers: a store of wide vectors takes as long
+// as their products.
+constexpr int kTileRows = Vec::kWidth >= 16 ? Vec::kLinearRows / 2 : Vec::kLinearRows;
+constexpr int tiles_together(int rows) {
+  return 2 * rows <= kTileRows ? panels_together(rows) : 1;
+}
+
+// `apart`: 0, or where the second panel is.
 template <class G, int kRows>
-void grouped_block(const LinearArgs& a, const char* weights, std::int64_t panel_bytes,
-                   std::int32_t first_row, std::int32_t rows) {
+void grouped_tile(const LinearArgs& a, const char* weights, std::int64_t panel_bytes, RowTile tile,
+                  std::int32_t rows, std::int32_t panel, std::int32_t apart) {
   if (rows != kRows) {
     if constexpr (kRows > 1) {
-      grouped_block<G, kRows - 1>(a, weights, panel_bytes, first_row, rows);
+      grouped_tile<G, kRows - 1>(a, weights, panel_bytes, tile, rows, panel, apart);
     }
     return;
   }
-  constexpr int kTogether = panels_together(kRows);
-  const std::int32_t apart = a.num_panels / kTogether;
-  for (std::int32_t i = 0; i < apart; ++i) {
-    grouped_panels<G, kRows, kTogether>(a, weights + i * panel_bytes, apart * panel_bytes,
-                                        first_row, a.first_panel + i, apart);
+  if constexpr (tiles_together(kRows) > 1) {
+    if (apart > 0) {
+      grouped_panels<G, kRows, 2>(a, weights, apart * panel_bytes, tile, panel, apart);
+      return;
+    }
   }
-  for (std::int32_t i = apart * kTogether; i < a.num_panels; ++i) {
-    grouped_panels<G, kRows, 1>(a, weights + i * panel_bytes, 0, first_row, a.first_panel + i, 1);
+  grouped_panels<G, kRows, 1>(a, weights, 0, tile, panel, 1);
+}
+
+// Multiplies all rows by panels [first_panel, first_panel + num_panels), which begin at `weights`.
+template <class G>
+void grouped_rows(const LinearArgs& a, const char* weights, std::int32_t first_panel,
+                  std::int32_t num_panels) {
+  const std::int64_t panel_bytes = grouped_panel_bytes<G>(a.depth, a.scale_format);
+  for (std::int32_t first = 0; first < a.num_rows;) {
+    const std::int32_t rows = block_rows(a.num_rows - first);
+    const std::int32_t together = tiles_together(rows);
+    const std::int32_t apart = num_panels / together, paired = together > 1 ? apart : 0;
+    for (std::int32_t i = 0; i < num_panels - paired; ++i) {
+      const std::int32_t panel = i < apart ? i : i + paired;
+      for (std::int32_t row = 0; row < rows; row += kTileRows) {
+        grouped_tile<G, kTileRows>(a, weights + panel * panel_bytes, panel_bytes,
+                                   {first, rows, row}, least(kTileRows, rows - row),
+                                   first_panel + panel, i < paired ? apart : 0);
+      }
+    }
+    first += rows;
   }
 }
 
+// Wide vectors unpack codes beside their products.
+template <class G>
+constexpr bool kWidensCodes = (G::kNumBits == 5 || G::kNumBits == 6) && Vec::kWidth < 16;
+
 template <class G>
 void multiply_grouped(const LinearArgs& a) {
-  const std::int64_t panel_bytes = grouped_panel_bytes<G>(a.depth, a.scale_format);
-  const char* const weights = a.weights + a.first_panel * panel_bytes;
-  for (std::int32_t row = 0; row < a.num_rows;) {
-    const std::int32_t rows = block_rows(a.num_rows - row);
-    grouped_block<G, Vec::kLinearRows>(a, weights, panel_bytes, row, rows);
-    row += rows;
+  using Wide = typename G::Widened;
+  const std::int64_t bytes = grouped_panel_bytes<G>(a.depth, a.scale_format);
+  const char* from = a.weights + a.first_panel * bytes;
+  if constexpr (kWidensCodes<G>) {
+    const std::int64_t wide_bytes = grouped_panel_bytes<Wide>(a.depth, a.scale_format);
+    const auto fitting = static_cast<std::int32_t>(a.scratch_floats * 4 / wide_bytes);
+    if (a.num_rows >= 2 * Vec::kLinearRows && fitting > 0) {
+      char* const wide = reinterpret_cast<char*>(a.scratch);
+      for (std::int32_t i = 0; i < a.num_panels; i += fitting) {
+        const std::int32_t count = least(fitting, a.num_panels - i);
+        for (std::int32_t panel = 0; panel < count; ++panel, from += bytes) {
+          widen_panel<G>(from, a.depth, a.scale_format, wide + panel * wide_bytes);
+        }
+        grouped_rows<Wide>(a, wide, a.first_panel + i, count);
+      }
+      return;
+    }
   }
+  grouped_rows<G>(a, from, a.first_panel, a.num_panels);
 }
 
 template <class Row, int kBits, int kGroup>
@@ -145,10 +188,14 @@ constexpr LinearForm grouped_form() {
 constexpr void set_grouped_forms(LinearKernels& kernels) {
   kernels.forms[kWeightsGrouped4] = grouped_form<std::int16_t, 4, 32>();
   kernels.forms[kWeightsGrouped4Bytes] = grouped_form<std::int8_t, 4, 32>();
+  kernels.forms[kWeightsGrouped5] = grouped_form<std::int16_t, 5, 32>();
   kernels.forms[kWeightsGrouped8] = grouped_form<std::int16_t, 8, 32>();
+  kernels.forms[kWeightsGrouped6By16] = grouped_form<std::int16_t, 6, 16>();
   kernels.forms[kWeightsGrouped8By16] = grouped_form<std::int16_t, 8, 16>();
   if constexpr (Vec::kDotsBytes) {
+    kernels.forms[kWeightsGrouped5Bytes] = grouped_form<std::int8_t, 5, 32>();
     kernels.forms[kWeightsGrouped8Bytes] = grouped_form<std::int8_t, 8, 32>();
+    kernels.forms[kWeightsGrouped6By16Bytes] = grouped_form<std::int8_t, 6, 16>();
     kernels.forms[kWeightsGrouped8By16Bytes] = grouped_form<std::int8_t, 8, 16>();
   }
   kernels.pack_rows[kRowsInt16By32] = &pack_rows<std::int16_t, kRowsInt16By32>;

@@ -1,16 +1,21 @@
 // Linear layers with integer weights that have a scale, and perhaps a minimum, for each output and
-// group of the depth: w = scale * code + minimum. Codes have 4 or 8 bits, rows are int16 or int8
-// with a scale for each of the same groups. Scales, minima and codes are what the checkpoint has;
-// only rows are rounded.
+// group of the depth: w = scale * code + minimum. Codes have 4, 5, 6 or 8 bits, rows are int16 or
+// int8 with a scale for each of the same groups. Scales, minima and codes are what the checkpoint
+// has; only rows are rounded.
 //
 // A sum over a group is scale * row scale * (sum of code * element) + minimum * (sum of the row).
 // The sum of the products is exact, in int32, and so is what the codes' zero adds to it: codes are
-// unsigned, and without minima 8 or 128 stands for zero.
+// unsigned, and without minima the middle one (8 of 4 bits) stands for zero. So weights have the
+// same bits of a sum however many bits their codes are stored in.
 //
 // A panel is one stream. For each group of the depth it has: steps, at the first of groups_per_step
-// groups; scales of the panel's outputs; minima; codes. See ScaleFormat. Within the codes, a lane
-// has words of four elements of the depth in the order 0, 2, 1, 3 (linear_int8.h); with 4 bits the
-// lower halves of its bytes are one word, the upper halves the next.
+// groups; scales of the panel's outputs; minima; codes. See ScaleFormat. A code word is four
+// elements of the depth in the order 0, 2, 1, 3 (linear_int8.h), a byte for each; a lane stores
+// those of a group in words of 4 bytes:
+//
+//   4 bits  lower halves of the bytes are one code word, upper halves the next
+//   5 bits  likewise, and one word more: bit i of its bytes is the fifth of code word i
+//   6 bits  one code word each, three times; the fourth is in their upper two bits, lowest first
 //
 // Where VPDPBUSD is missing, the products of 4 bits and int8 are added in int16: a lane half takes
 // two products of 15 * 127 from each of eight words, which is below 2^15.
@@ -22,11 +27,15 @@
 namespace vmserve::cpu {
 namespace {
 
-template <class R, int kBits, int kGroup>
+// kZeroBits: of the codes as they are packed, if they have been widened since.
+template <class R, int kBits, int kGroup, int kZeroBits = kBits>
 struct Grouped {
   using Row = R;
   static constexpr int kNumBits = kBits;
   static constexpr std::int64_t kDepth = kGroup;
+  static constexpr int kZero = 1 << (kZeroBits - 1);   // of codes without minima
+  static constexpr bool kAlwaysZero = kZeroBits == 8;  // with minima too
+  using Widened = Grouped<R, 8, kGroup, kBits>;
   static constexpr bool kOfBytes = sizeof(R) == 1;
   static constexpr RowType kRows = kGroup == 32 ? (kOfBytes ? kRowsInt8By32 : kRowsInt16By32)
                                                 : (kOfBytes ? kRowsInt8By16 : kRowsInt16By16);
@@ -56,11 +65,11 @@ std::int64_t grouped_panel_bytes(std::int64_t depth, ScaleFormat format) {
   return groups * (scale_bytes(format) + G::kCodeBytes) + steps;
 }
 
-// Scales of a vector of outputs. `lane`: first of them; minima are kPanelOutputs further on.
-inline Vec::R load_scales(ScaleType type, const char* scales, const char* steps, int lane) {
-  if (type == ScaleType::kFloat32) return Vec::load(reinterpret_cast<const float*>(scales) + lane);
-  if (type == ScaleType::kFloat16) return Vec::load_halves(scales + 2 * lane);
-  return Vec::mul(Vec::load_int8(scales + lane), Vec::load_halves(steps + 2 * lane));
+// Scales, or minima, of a vector of outputs. `step`: of kSteps.
+inline Vec::R load_scales(ScaleType type, const char* from, int lane, Vec::R step) {
+  if (type == ScaleType::kFloat32) return Vec::load(reinterpret_cast<const float*>(from) + lane);
+  if (type == ScaleType::kFloat16) return Vec::load_halves(from + 2 * lane);
+  return Vec::mul(Vec::load_int8(from + lane), step);
 }
 
 template <bool kShort>
@@ -77,68 +86,106 @@ struct GroupSums {
   typename SumType<G::kShortSums>::T at[kPanels][2][kRows];
 };
 
-// The weights of word `word` (of `kWords`) of half `half` of the stored bytes.
-template <class G>
-inline Vec::S grouped_factors(Vec::S bytes, int half, int word) {
-  if (G::kNumBits == 4) bytes = half == 0 ? Vec::low_halves(bytes) : Vec::high_halves(bytes);
-  if (G::kOfBytes) return bytes;
-  return word == 0 ? Vec::even_bytes(bytes) : Vec::odd_bytes(bytes);
-}
+// Everything between here and grouped_panels is inlined, or sums would go through memory.
 
-template <class G, int kRows, int kPanels>
-inline void add_group(const char* codes, std::int64_t panel_stride, const typename G::Row* x,
-                      std::int64_t count, GroupSums<G, kRows, kPanels>& sums) {
-  constexpr int kWords = G::kOfBytes ? 1 : 2, kHalves = 8 / G::kNumBits;
-  constexpr int kWordDepth = 4 / static_cast<int>(sizeof(typename G::Row));
-  constexpr int kLoads = kChunkWords / (kWords * kHalves);
-  for (std::int64_t k = 0; k < count; k += kWordDepth * kChunkWords) {
-// Not unrolled: see linear_int8.h.
-#pragma GCC unroll 1
-    for (int load = 0; load < kLoads; ++load) {
-#pragma GCC unroll 2
-      for (int half = 0; half < kHalves; ++half) {
-#pragma GCC unroll 2
-        for (int word = 0; word < kWords; ++word) {
-          Vec::S w[kPanels][2];
-#pragma GCC unroll 8
-          for (int p = 0; p < kPanels; ++p) {
-            const char* const from = codes + p * panel_stride;
-            w[p][0] = grouped_factors<G>(Vec::load_bytes(from), half, word);
-            w[p][1] = grouped_factors<G>(Vec::load_bytes(from + 4 * Vec::kWidth), half, word);
-          }
-          const int i = (load * kHalves + half) * kWords + word;
-#pragma GCC unroll 16
-          for (int r = 0; r < kRows; ++r) {
-            const typename G::Row* const elements = x + kWordDepth * (r * kChunkWords + i);
-#pragma GCC unroll 8
-            for (int p = 0; p < kPanels; ++p) {
-              sums.at[p][0][r] = Vec::add_products(sums.at[p][0][r], w[p][0], elements);
-              sums.at[p][1][r] = Vec::add_products(sums.at[p][1][r], w[p][1], elements);
-            }
-          }
-        }
-      }
-      prefetch_weights<kPanels, 4 * kPanelOutputs>(codes, panel_stride);
-      codes += 4 * kPanelOutputs;
-    }
-    x += kWordDepth * kChunkWords * kRows;
+// Codes of four elements of the depth, the kWord-th of a group, one to a byte. `codes`: of the
+// group and the vector of outputs.
+template <class G, int kWord>
+[[gnu::always_inline]] inline Vec::S code_word(const char* codes) {
+  const auto stored = [&](int i) { return Vec::load_bytes(codes + 4 * kPanelOutputs * i); };
+  if constexpr (G::kNumBits == 8) {
+    return stored(kWord);
+  } else if constexpr (G::kNumBits == 6) {
+    // Loads again what the words before have loaded, or GCC 12 keeps that in registers.
+    asm volatile("" : "+r"(codes));
+    if constexpr (kWord % 4 < 3) return Vec::masked(stored(kWord), 0x3f);
+    const Vec::S low = Vec::masked(Vec::shifted<-6>(stored(0)), 0x03);
+    const Vec::S more = Vec::merged(low, Vec::shifted<-4>(stored(1)), 0x0c);
+    return Vec::merged(more, Vec::shifted<-2>(stored(2)), 0x30);
+  } else {
+    const Vec::S low = Vec::masked(Vec::shifted<kWord % 2 * -4>(stored(kWord / 2)), 0x0f);
+    if constexpr (G::kNumBits == 4) return low;
+    return Vec::merged(low, Vec::shifted<4 - kWord>(stored(4)), 0x10);
   }
 }
 
-// The products of one group, with the zero of the codes subtracted.
+// Adds the products of a code word. `chunk_stride`: from chunk to chunk of the block's rows.
+template <class G, int kRows, int kPanels, int kWord>
+[[gnu::always_inline]] inline void add_word(const char* codes, std::int64_t panel_stride,
+                                            const typename G::Row* x, std::int64_t chunk_stride,
+                                            GroupSums<G, kRows, kPanels>& sums) {
+  constexpr int kWords = G::kOfBytes ? 1 : 2;  // of a row, for four codes
+  constexpr int kWordDepth = 4 / kWords;
+  Vec::S bytes[kPanels][2];
+#pragma GCC unroll 8
+  for (int p = 0; p < kPanels; ++p) {
+    bytes[p][0] = code_word<G, kWord>(codes + p * panel_stride);
+    bytes[p][1] = code_word<G, kWord>(codes + p * panel_stride + 4 * Vec::kWidth);
+  }
+#pragma GCC unroll 2
+  for (int word = 0; word < kWords; ++word) {
+    Vec::S w[kPanels][2];
+#pragma GCC unroll 8
+    for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        w[p][v] = G::kOfBytes ? bytes[p][v]
+                  : word == 0 ? Vec::even_bytes(bytes[p][v])
+                              : Vec::odd_bytes(bytes[p][v]);
+      }
+    }
+    const int i = kWord * kWords + word;
+    const typename G::Row* const chunk = x + i / kChunkWords * chunk_stride;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      const typename G::Row* const elements =
+          chunk + kWordDepth * (r * kChunkWords + i % kChunkWords);
+#pragma GCC unroll 8
+      for (int p = 0; p < kPanels; ++p) {
+        sums.at[p][0][r] = Vec::add_products(sums.at[p][0][r], w[p][0], elements);
+        sums.at[p][1][r] = Vec::add_products(sums.at[p][1][r], w[p][1], elements);
+      }
+    }
+  }
+}
+
+// Sixteen elements of the depth: words kWord to kWord + 3.
+template <class G, int kRows, int kPanels, int kWord>
+[[gnu::always_inline]] inline void add_words(const char* codes, std::int64_t panel_stride,
+                                             const typename G::Row* x, std::int64_t chunk_stride,
+                                             GroupSums<G, kRows, kPanels>& sums) {
+  add_word<G, kRows, kPanels, kWord>(codes, panel_stride, x, chunk_stride, sums);
+  add_word<G, kRows, kPanels, kWord + 1>(codes, panel_stride, x, chunk_stride, sums);
+  add_word<G, kRows, kPanels, kWord + 2>(codes, panel_stride, x, chunk_stride, sums);
+  add_word<G, kRows, kPanels, kWord + 3>(codes, panel_stride, x, chunk_stride, sums);
+}
+
 template <class G, int kRows, int kPanels>
-inline WholeSums<kRows, kPanels> grouped_sums(const char* codes, std::int64_t panel_stride,
-                                              const typename G::Row* x, const RowGroup* groups,
-                                              std::int64_t group_stride, std::int64_t count,
-                                              bool has_zero) {
-  GroupSums<G, kRows, kPanels> sums;
-  WholeSums<kRows, kPanels> whole;
-  Vec::I offsets[kRows];
+[[gnu::always_inline]] inline void add_group(const char* codes, std::int64_t panel_stride,
+                                             const typename G::Row* x, std::int64_t chunk_stride,
+                                             std::int64_t count,
+                                             GroupSums<G, kRows, kPanels>& sums) {
+#pragma GCC unroll 16
+  for (std::int64_t line = 0; line < G::kCodeBytes; line += kLine) {
+    prefetch_weights<kPanels, kLine>(codes + line, panel_stride);
+  }
+  add_words<G, kRows, kPanels, 0>(codes, panel_stride, x, chunk_stride, sums);
+  if constexpr (G::kDepth > kDepthUnit) {
+    if (count > kDepthUnit)
+      add_words<G, kRows, kPanels, 4>(codes, panel_stride, x, chunk_stride, sums);
+  }
+}
+
+// Sums that have the zero of the codes subtracted, where they are not short.
+template <class G, int kRows, int kPanels>
+[[gnu::always_inline]] inline void begin_group(const RowGroup* groups, std::int64_t group_stride,
+                                               bool has_zero, Vec::I (&offsets)[kRows],
+                                               GroupSums<G, kRows, kPanels>& sums) {
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
-    // RowGroup::offset is for a zero of 128; that of 4 bits is 8.
-    const std::int32_t offset = groups[r * group_stride].offset;
-    offsets[r] = Vec::set_int(!has_zero ? 0 : G::kNumBits == 4 ? offset / 16 : offset);
+    // RowGroup::offset is for a zero of 128.
+    const std::int32_t offset = groups[r * group_stride].offset / (128 / G::kZero);
+    offsets[r] = Vec::set_int(has_zero ? offset : 0);
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; ++p) {
       if constexpr (G::kShortSums) {
@@ -148,41 +195,59 @@ inline WholeSums<kRows, kPanels> grouped_sums(const char* codes, std::int64_t pa
       }
     }
   }
-  add_group<G, kRows, kPanels>(codes, panel_stride, x, count, sums);
-#pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
-    for (int p = 0; p < kPanels; ++p) {
-#pragma GCC unroll 2
-      for (int v = 0; v < 2; ++v) {
-        if constexpr (G::kShortSums) {
-          whole.at[p][v][r] = Vec::widen_sums(sums.at[p][v][r], offsets[r]);
-        } else {
-          whole.at[p][v][r] = sums.at[p][v][r];
-        }
-      }
-    }
-  }
-  return whole;
 }
 
-// Multiplies a block of rows by kPanels panels: `panel`, panel + apart, ... `weights`: of `panel`;
-// the others are panel_stride apart.
+// Adds the sums of a group, each times the scales of output and row, and the minima times the sums
+// of the row.
+template <class G, bool kMinima, int kRows, class Sum>
+[[gnu::always_inline]] inline void end_group(const RowGroup* groups, std::int64_t group_stride,
+                                             const Vec::I (&offsets)[kRows],
+                                             const Sum (&whole)[kRows], Vec::R scale,
+                                             Vec::R minimum, Vec::R (&sums)[kRows]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    const RowGroup& row = groups[r * group_stride];
+    Vec::I products;
+    if constexpr (G::kShortSums) {
+      products = Vec::widen_sums(whole[r], offsets[r]);
+    } else {
+      products = whole[r];
+    }
+    const Vec::R factor = Vec::mul(scale, Vec::set(row.scale));
+    Vec::R sum = Vec::fma(Vec::to_float(products), factor, sums[r]);
+    if (kMinima) sum = Vec::fma(minimum, Vec::set(row.sum), sum);
+    sums[r] = sum;
+  }
+}
+
+// Rows [row, row + kRows) of a block, which has block_rows.
+struct RowTile {
+  std::int32_t first_row, block_rows, row;
+};
+
+// Multiplies rows by kPanels panels: `panel`, panel + apart, ... `weights`: of `panel`; the others
+// are panel_stride apart.
 template <class G, int kRows, int kPanels>
 void grouped_panels(const LinearArgs& a, const char* weights, std::int64_t panel_stride,
-                    std::int32_t first_row, std::int32_t panel, std::int32_t apart) {
+                    RowTile tile, std::int32_t panel, std::int32_t apart) {
   const std::int64_t groups = num_groups(a.depth, G::kRows);
-  const auto* x = static_cast<const typename G::Row*>(a.rows) + block_at(first_row, a.depth);
-  const RowGroup* const row_groups = a.row_groups + first_row * groups;
+  constexpr int kChunk = kChunkBytes / static_cast<int>(sizeof(typename G::Row));
+  const auto* x = static_cast<const typename G::Row*>(a.rows) + block_at(tile.first_row, a.depth) +
+                  tile.row * kChunk;
+  const RowGroup* row_groups = a.row_groups + (tile.first_row + tile.row) * groups;
   const ScaleFormat format = a.scale_format;
   const std::int64_t group_bytes = scale_bytes(format);
-  const int minima_lanes = kPanelOutputs;
-  const char* steps = nullptr;
+  const int vectors = format.minima ? 4 : 2;
+  Vec::R steps[kPanels][4] = {};  // of scales, then of minima
   std::int64_t until_steps = 0;
   Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
-  for (std::int64_t g = 0; g < groups; ++g) {
+  for (std::int64_t g = 0; g < groups; ++g, ++row_groups) {
     if (format.type == ScaleType::kSteps && until_steps-- == 0) {
-      steps = weights;
+#pragma GCC unroll 8
+      for (int p = 0; p < kPanels; ++p) {
+        for (int i = 0; i < vectors; ++i)
+          steps[p][i] = Vec::load_halves(weights + p * panel_stride + 2 * Vec::kWidth * i);
+      }
       weights += step_bytes(format);
       until_steps = format.groups_per_step - 1;
     }
@@ -191,37 +256,59 @@ void grouped_panels(const LinearArgs& a, const char* weights, std::int64_t panel
     for (std::int64_t line = 0; line < group_bytes; line += kLine) {
       prefetch_weights<kPanels, kLine>(scales + line, panel_stride);
     }
-    const std::int64_t count = least(G::kDepth, a.depth - g * G::kDepth);
-    const auto whole =
-        grouped_sums<G, kRows, kPanels>(weights, panel_stride, x, row_groups + g, groups, count,
-                                        G::kNumBits == 8 || !format.minima);
+    Vec::I offsets[kRows];
+    GroupSums<G, kRows, kPanels> whole;
+    begin_group<G, kRows, kPanels>(row_groups, groups, G::kAlwaysZero || !format.minima, offsets,
+                                   whole);
+    add_group<G, kRows, kPanels>(weights, panel_stride, x, tile.block_rows * kChunk,
+                                 a.depth - g * G::kDepth, whole);
     weights += G::kCodeBytes;
-    x += G::kDepth * kRows;
+    x += G::kDepth * tile.block_rows;
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; ++p) {
 #pragma GCC unroll 2
       for (int v = 0; v < 2; ++v) {
         const int lane = v * Vec::kWidth;
         const char* const at = scales + p * panel_stride;
-        const char* const step = steps + p * panel_stride;
-        const Vec::R scale = load_scales(format.type, at, step, lane);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          const Vec::R factor = Vec::mul(scale, Vec::set(row_groups[r * groups + g].scale));
-          sums.at[p][v][r] = Vec::fma(Vec::to_float(whole.at[p][v][r]), factor, sums.at[p][v][r]);
-        }
-        if (!format.minima) continue;
-        const Vec::R minimum = load_scales(format.type, at, step, lane + minima_lanes);
-#pragma GCC unroll 16
-        for (int r = 0; r < kRows; ++r) {
-          const Vec::R sum = Vec::set(row_groups[r * groups + g].sum);
-          sums.at[p][v][r] = Vec::fma(minimum, sum, sums.at[p][v][r]);
+        const Vec::R scale = load_scales(format.type, at, lane, steps[p][v]);
+        if (format.minima) {
+          const Vec::R minimum =
+              load_scales(format.type, at, lane + kPanelOutputs, steps[p][2 + v]);
+          end_group<G, true, kRows>(row_groups, groups, offsets, whole.at[p][v], scale, minimum,
+                                    sums.at[p][v]);
+        } else {
+          end_group<G, false, kRows>(row_groups, groups, offsets, whole.at[p][v], scale, scale,
+                                     sums.at[p][v]);
         }
       }
     }
   }
 #pragma GCC unroll 8
-  for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p * apart, sums.at[p]);
+  for (int p = 0; p < kPanels; ++p)
+    finish<kRows>(a, tile.first_row + tile.row, panel + p * apart, sums.at[p]);
+}
+
+template <class G, int kWord>
+inline void widen_words(const char* codes, char* to) {
+  Vec::store_bytes(to, code_word<G, kWord>(codes));
+  Vec::store_bytes(to + 4 * Vec::kWidth, code_word<G, kWord>(codes + 4 * Vec::kWidth));
+  if constexpr (kWord + 1 < G::kDepth / 4) {
+    widen_words<G, kWord + 1>(codes, to + 4 * kPanelOutputs);
+  }
+}
+
+// The same panel with a byte for each code.
+template <class G>
+void widen_panel(const char* from, std::int64_t depth, ScaleFormat format, char* to) {
+  const std::int64_t groups = num_groups(depth, G::kRows);
+  for (std::int64_t g = 0; g < groups; ++g) {
+    const bool begins = format.type == ScaleType::kSteps && g % format.groups_per_step == 0;
+    const std::int64_t bytes = scale_bytes(format) + (begins ? step_bytes(format) : 0);
+    memcpy(to, from, static_cast<size_t>(bytes));
+    widen_words<G, 0>(from + bytes, to + bytes);
+    from += bytes + G::kCodeBytes;
+    to += bytes + G::Widened::kCodeBytes;
+  }
 }
 
 // -- packing ---------------------------------------------------------------------------------
@@ -239,9 +326,10 @@ struct GroupedLane {
     if (tensor->minima != nullptr) return tensor->minima[group_of(k)];
     return tensor->bits == 4 ? -8.0F * scale(k) : 0.0F;
   }
-  // What is stored of four codes from k on, the first in the lowest byte; 0 behind the depth.
-  // Without minima a code's zero is 8 (of 4 bits) or 128.
+  // What is stored of four codes from k on, the first in the lowest byte; 0 behind the depth. The
+  // zero is in the middle of so many bits, but for short codes with minima.
   std::uint32_t codes(std::int64_t k, int bits, bool minima) const {
+    constexpr std::uint32_t kBytes = 0x01010101U;
     const std::uint8_t* const from = tensor->codes + output * tensor->inputs + k;
     std::uint32_t found = 0, mask = ~0U;
     if (const std::int64_t left = tensor->inputs - k; left >= 4) {
@@ -250,9 +338,9 @@ struct GroupedLane {
       mask = left <= 0 ? 0 : ~0U >> (32 - 8 * left);
       for (int i = 0; i < left; ++i) found |= std::uint32_t{from[i]} << 8 * i;
     }
-    if (tensor->bits == 8) return (found ^ 0x80808080U) & mask;
-    if (bits == 4) return found;
-    return (found + (minima ? 0x80808080U : 0x78787878U)) & mask;
+    const std::uint32_t zero = minima && bits < 8 ? 0 : kBytes << (bits - 1);
+    if (tensor->bits == 8) return (found ^ zero) & ((1U << bits) - 1) * kBytes & mask;
+    return (found + zero - (minima ? 0 : 8 * kBytes)) & mask;
   }
 };
 
@@ -282,12 +370,32 @@ inline void put_scale(ScaleType type, char* to, int lane, float value, float ste
   }
 }
 
+// Stores code word `word` of a group. `lane`: the stored words of the group and lane.
+template <class G>
+void put_codes(char* lane, std::int64_t word, std::uint32_t codes) {
+  const auto add = [&](std::int64_t stored, std::uint32_t bits) {
+    char* const to = lane + 4 * kPanelOutputs * stored;
+    std::uint32_t there;
+    memcpy(&there, to, sizeof there);
+    there |= bits;
+    memcpy(to, &there, sizeof there);
+  };
+  if constexpr (G::kNumBits == 8) {
+    add(word, codes);
+  } else if constexpr (G::kNumBits == 6) {
+    if (word % 4 < 3) return add(word, codes);
+    for (int i = 0; i < 3; ++i) add(i, (codes >> 2 * i & 0x03030303U) << 6);
+  } else {
+    add(word / 2, (codes & 0x0f0f0f0fU) << word % 2 * 4);
+    if (G::kNumBits == 5) add(4, (codes >> 4 & 0x01010101U) << word);
+  }
+}
+
 template <class G>
 void pack_grouped_lane(const PackArgs& a, const GroupedLane& from, int lane, char* at) {
   const std::int64_t depth = (a.depth + kDepthUnit - 1) / kDepthUnit * kDepthUnit;
   const ScaleFormat format = a.scale_format;
   const int vector = lane / Vec::kWidth, i = lane % Vec::kWidth;
-  constexpr int kHalves = 8 / G::kNumBits;
   float steps[2] = {};
   for (std::int64_t first = 0, g = 0; first < depth; first += G::kDepth, ++g) {
     const bool inside = from.tensor != nullptr && first < a.depth;
@@ -310,14 +418,9 @@ void pack_grouped_lane(const PackArgs& a, const GroupedLane& from, int lane, cha
       }
     }
     at += scale_bytes(format);
-    for (std::int64_t word = 0; inside && word < G::kDepth / 4; word += kHalves) {
-      std::uint32_t stored = 0;
-      for (int half = 0; half < kHalves; ++half) {
-        const std::int64_t k = first + 4 * (word + half);
-        stored |= interleaved(from.codes(k, G::kNumBits, format.minima)) << 4 * half;
-      }
-      char* const to = at + ((word / kHalves * 2 + vector) * Vec::kWidth + i) * 4;
-      memcpy(to, &stored, sizeof stored);
+    for (std::int64_t word = 0; inside && word < G::kDepth / 4; ++word) {
+      put_codes<G>(at + (vector * Vec::kWidth + i) * 4, word,
+                   interleaved(from.codes(first + 4 * word, G::kNumBits, format.minima)));
     }
     at += G::kCodeBytes;
   }

@@ -25,7 +25,8 @@
 //               no_short_sums: zeros. widen_sums: a lane's sum as int32, and an offset
 //   store_integers  stores whole numbers as int16, or as int8 in the order of the products: the
 //               second and third of each four exchanged
-//   low_halves  the lower 4 bits of each byte; high_halves: the upper
+//   masked      those bits of each byte; merged: these of b beside all of a
+//   shifted     words of 16 bits, to the left
 //   load_halves, load_int8  kWidth numbers of half precision, or int8
 //
 // With kDotsPairs, a lane has two bfloat16 as load_bits loads them:
@@ -218,8 +219,14 @@ struct Vec {
     const __m128i bytes = _mm_shuffle_epi8(_mm_packs_epi16(words, words), order);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to), bytes);
   }
-  static S low_halves(S a) { return _mm256_and_si256(a, _mm256_set1_epi8(0x0f)); }
-  static S high_halves(S a) { return low_halves(_mm256_srli_epi16(a, 4)); }
+  static void store_bytes(void* to, S a) { _mm256_storeu_si256(static_cast<__m256i*>(to), a); }
+  static S masked(S a, char mask) { return _mm256_and_si256(a, _mm256_set1_epi8(mask)); }
+  static S merged(S a, S b, char mask) { return _mm256_or_si256(a, masked(b, mask)); }
+  template <int kLeft>
+  static S shifted(S a) {
+    return kLeft < 0 ? _mm256_srli_epi16(a, kLeft < 0 ? -kLeft : 0)
+                     : _mm256_slli_epi16(a, kLeft < 0 ? 0 : kLeft);
+  }
   static R load_halves(const void* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));
   }

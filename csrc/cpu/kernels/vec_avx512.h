@@ -186,25 +186,28 @@ struct Vec {
     memcpy(&lane, four_bytes, sizeof lane);
     return _mm512_set1_epi32(lane);
   }
+  // GCC 12 would delay the additions of several words and spill registers.
+  static I in_order(__m512i sum) {
+#ifndef VMSERVE_EMULATED_AVX512
+    asm("" : "+v"(sum));
+#endif
+    return reinterpret_cast<I>(sum);
+  }
 #ifdef VMSERVE_DOTS_BYTES
   static constexpr bool kDotsBytes = true;
   static I add_products(I sum, S weights, const std::int16_t* pair) {
-    return reinterpret_cast<I>(
+    return in_order(
         _mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum), weights, in_all_lanes(pair)));
   }
   static I add_products(I sum, S weights, const std::int8_t* quad) {
-    return reinterpret_cast<I>(
+    return in_order(
         _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum), weights, in_all_lanes(quad)));
   }
 #else
   static constexpr bool kDotsBytes = false;
   static I add_products(I sum, S weights, const std::int16_t* pair) {
     sum += reinterpret_cast<I>(_mm512_madd_epi16(weights, in_all_lanes(pair)));
-#ifndef VMSERVE_EMULATED_AVX512
-    // Orders the additions: GCC 12 would delay those of several words and spill registers.
-    asm("" : "+v"(sum));
-#endif
-    return sum;
+    return in_order(reinterpret_cast<__m512i>(sum));
   }
 #endif
   using N = std::int16_t __attribute__((vector_size(64)));
@@ -225,8 +228,16 @@ struct Vec {
     const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(whole, order));
   }
-  static S low_halves(S a) { return _mm512_and_si512(a, _mm512_set1_epi8(0x0f)); }
-  static S high_halves(S a) { return low_halves(_mm512_srli_epi16(a, 4)); }
+  static void store_bytes(void* to, S a) { _mm512_storeu_si512(to, a); }
+  static S masked(S a, char mask) { return _mm512_and_si512(a, _mm512_set1_epi8(mask)); }
+  static S merged(S a, S b, char mask) {
+    return _mm512_ternarylogic_epi32(a, b, _mm512_set1_epi8(mask), 0xf8);
+  }
+  template <int kLeft>
+  static S shifted(S a) {
+    return kLeft < 0 ? _mm512_srli_epi16(a, kLeft < 0 ? -kLeft : 0)
+                     : _mm512_slli_epi16(a, kLeft < 0 ? 0 : kLeft);
+  }
   static R load_halves(const void* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
   }

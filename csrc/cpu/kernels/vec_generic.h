@@ -282,12 +282,28 @@ struct Vec {
     for (int i = 0; i < 2 * kWidth; ++i) offset.x[i / 2] += sum.x[i];
     return offset;
   }
-  static S low_halves(S a) {
-    for (std::uint16_t& x : a.x) x &= 0x0f0f;
+  static void store_bytes(void* to, S a) {
+    auto* const bytes = static_cast<std::uint8_t*>(to);
+    for (int i = 0; i < 2 * kWidth; ++i) {
+      bytes[2 * i] = static_cast<std::uint8_t>(a.x[i]);
+      bytes[2 * i + 1] = static_cast<std::uint8_t>(a.x[i] >> 8);
+    }
+  }
+  static S masked(S a, char mask) {
+    for (std::uint16_t& x : a.x) x &= mask * 0x0101;
     return a;
   }
-  static S high_halves(S a) {
-    for (std::uint16_t& x : a.x) x = x >> 4 & 0x0f0f;
+  static S merged(S a, S b, char mask) {
+    const S some = masked(b, mask);
+    for (int i = 0; i < 2 * kWidth; ++i) a.x[i] |= some.x[i];
+    return a;
+  }
+  template <int kLeft>
+  static S shifted(S a) {
+    for (std::uint16_t& x : a.x) {
+      x = static_cast<std::uint16_t>(kLeft < 0 ? x >> (kLeft < 0 ? -kLeft : 0)
+                                               : x << (kLeft < 0 ? 0 : kLeft));
+    }
     return a;
   }
   static R load_halves(const void* from) {

@@ -1,8 +1,9 @@
 """Quantized blocks of GGUF as two forms that kernels multiply by.
 
 4 bits with a scale and a minimum per group (Q4_0, Q4_1, Q4_K), and 8 bits with a scale, and perhaps
-a minimum, per group (Q8_0, Q5_0, Q5_1, Q5_K, Q6_K). A weight is ``quant * scale + minimum``, with
-the numbers that the file has: nothing is rounded a second time.
+a minimum, per group (Q8_0, Q5_0, Q5_1, Q5_K, Q6_K; packed in as few bits as the codes take). A
+weight is ``quant * scale + minimum``, with the numbers that the file has: nothing is rounded a
+second time.
 """
 
 from __future__ import annotations
