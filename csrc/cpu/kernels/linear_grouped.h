@@ -86,12 +86,18 @@ struct GroupSums {
   typename SumType<G::kShortSums>::T at[kPanels][2][kRows];
 };
 
-// Everything between here and grouped_panels is inlined, or sums would go through memory.
+// Functions that take or make sums are inlined, or sums would go through memory. Those of plain C++
+// do so anyway, and inlining eight words of it takes the compiler minutes.
+#ifdef VMSERVE_GENERIC_WIDTH
+#define VMSERVE_WITH_SUMS [[gnu::noinline]] inline
+#else
+#define VMSERVE_WITH_SUMS [[gnu::always_inline]] inline
+#endif
 
 // Codes of four elements of the depth, the kWord-th of a group, one to a byte. `codes`: of the
 // group and the vector of outputs.
 template <class G, int kWord>
-[[gnu::always_inline]] inline Vec::S code_word(const char* codes) {
+VMSERVE_WITH_SUMS Vec::S code_word(const char* codes) {
   const auto stored = [&](int i) { return Vec::load_bytes(codes + 4 * kPanelOutputs * i); };
   if constexpr (G::kNumBits == 8) {
     return stored(kWord);
@@ -111,9 +117,9 @@ template <class G, int kWord>
 
 // Adds the products of a code word. `chunk_stride`: from chunk to chunk of the block's rows.
 template <class G, int kRows, int kPanels, int kWord>
-[[gnu::always_inline]] inline void add_word(const char* codes, std::int64_t panel_stride,
-                                            const typename G::Row* x, std::int64_t chunk_stride,
-                                            GroupSums<G, kRows, kPanels>& sums) {
+VMSERVE_WITH_SUMS void add_word(const char* codes, std::int64_t panel_stride,
+                                const typename G::Row* x, std::int64_t chunk_stride,
+                                GroupSums<G, kRows, kPanels>& sums) {
   constexpr int kWords = G::kOfBytes ? 1 : 2;  // of a row, for four codes
   constexpr int kWordDepth = 4 / kWords;
   Vec::S bytes[kPanels][2];
@@ -151,9 +157,9 @@ template <class G, int kRows, int kPanels, int kWord>
 
 // Sixteen elements of the depth: words kWord to kWord + 3.
 template <class G, int kRows, int kPanels, int kWord>
-[[gnu::always_inline]] inline void add_words(const char* codes, std::int64_t panel_stride,
-                                             const typename G::Row* x, std::int64_t chunk_stride,
-                                             GroupSums<G, kRows, kPanels>& sums) {
+VMSERVE_WITH_SUMS void add_words(const char* codes, std::int64_t panel_stride,
+                                 const typename G::Row* x, std::int64_t chunk_stride,
+                                 GroupSums<G, kRows, kPanels>& sums) {
   add_word<G, kRows, kPanels, kWord>(codes, panel_stride, x, chunk_stride, sums);
   add_word<G, kRows, kPanels, kWord + 1>(codes, panel_stride, x, chunk_stride, sums);
   add_word<G, kRows, kPanels, kWord + 2>(codes, panel_stride, x, chunk_stride, sums);
@@ -161,10 +167,9 @@ template <class G, int kRows, int kPanels, int kWord>
 }
 
 template <class G, int kRows, int kPanels>
-[[gnu::always_inline]] inline void add_group(const char* codes, std::int64_t panel_stride,
-                                             const typename G::Row* x, std::int64_t chunk_stride,
-                                             std::int64_t count,
-                                             GroupSums<G, kRows, kPanels>& sums) {
+VMSERVE_WITH_SUMS void add_group(const char* codes, std::int64_t panel_stride,
+                                 const typename G::Row* x, std::int64_t chunk_stride,
+                                 std::int64_t count, GroupSums<G, kRows, kPanels>& sums) {
 #pragma GCC unroll 16
   for (std::int64_t line = 0; line < G::kCodeBytes; line += kLine) {
     prefetch_weights<kPanels, kLine>(codes + line, panel_stride);
@@ -178,9 +183,8 @@ template <class G, int kRows, int kPanels>
 
 // Sums that have the zero of the codes subtracted, where they are not short.
 template <class G, int kRows, int kPanels>
-[[gnu::always_inline]] inline void begin_group(const RowGroup* groups, std::int64_t group_stride,
-                                               bool has_zero, Vec::I (&offsets)[kRows],
-                                               GroupSums<G, kRows, kPanels>& sums) {
+VMSERVE_WITH_SUMS void begin_group(const RowGroup* groups, std::int64_t group_stride, bool has_zero,
+                                   Vec::I (&offsets)[kRows], GroupSums<G, kRows, kPanels>& sums) {
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     // RowGroup::offset is for a zero of 128.
@@ -200,10 +204,9 @@ template <class G, int kRows, int kPanels>
 // Adds the sums of a group, each times the scales of output and row, and the minima times the sums
 // of the row.
 template <class G, bool kMinima, int kRows, class Sum>
-[[gnu::always_inline]] inline void end_group(const RowGroup* groups, std::int64_t group_stride,
-                                             const Vec::I (&offsets)[kRows],
-                                             const Sum (&whole)[kRows], Vec::R scale,
-                                             Vec::R minimum, Vec::R (&sums)[kRows]) {
+VMSERVE_WITH_SUMS void end_group(const RowGroup* groups, std::int64_t group_stride,
+                                 const Vec::I (&offsets)[kRows], const Sum (&whole)[kRows],
+                                 Vec::R scale, Vec::R minimum, Vec::R (&sums)[kRows]) {
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) {
     const RowGroup& row = groups[r * group_stride];
