@@ -74,8 +74,11 @@ void Plan::add_tiles(const CpuBatch& batch, std::int32_t seq) {
   const std::int64_t past = batch.num_past(seq), num_new = batch.num_new(seq);
   const std::int64_t tile_rows = std::max(1, kTileRows / group_);
   const std::int64_t num_tiles = divide_up(num_new, tile_rows) * kv_heads_;
-  const std::int64_t splits = divide_up(kEnoughTiles, num_tiles);
-  const std::int64_t min_parts = batch.view().values_in_keys() ? kMinLatentParts : kMinTileParts;
+  const bool latent = batch.view().values_in_keys();
+  // Each sequence has tiles then, also one that decodes.
+  const std::int64_t all_tiles = latent ? num_tiles * batch.num_sequences() : num_tiles;
+  const std::int64_t splits = divide_up(kEnoughTiles, all_tiles);
+  const std::int64_t min_parts = latent ? kMinLatentParts : kMinTileParts;
   for (std::int64_t row = 0; row < num_new; row += tile_rows) {
     for (std::int32_t head = 0; head < kv_heads_; ++head) {
       WorkItem item;

@@ -130,7 +130,7 @@ inline Panel panel_at(const TileArgs& a, const TileScratch& s, int index) {
 }
 
 inline void start_part(const Panel& p, int stride) {
-  memset(p.sums, 0, sizeof(float) * static_cast<size_t>(stride * kPanelLanes));
+  memset(p.sums, 0, sizeof(float) * static_cast<size_t>(stride * p.vectors * Vec::kWidth));
   for (int lane = 0; lane < kPanelLanes; ++lane) {
     p.maxima[lane] = kLowest;
     p.totals[lane] = 0.0F;
@@ -157,8 +157,8 @@ void start_panel(const TileArgs& a, const Panel& p, const TileScratch& s, int in
                  std::int64_t base) {
   const int width = p.vectors * Vec::kWidth;
   start_part(p, s.v_stride);
-  memset(p.q, 0, sizeof(float) * static_cast<size_t>(s.stride * kPanelLanes));
-  memset(p.folded, 0, sizeof(float) * static_cast<size_t>(s.v_stride * kPanelLanes));
+  memset(p.q, 0, sizeof(float) * static_cast<size_t>(s.stride * width));
+  memset(p.folded, 0, sizeof(float) * static_cast<size_t>(s.v_stride * width));
   const float factor = prescale(a.scale, a.softcap);
   float row[kMaxHeadDim];
   for (int lane = 0; lane < p.lanes; ++lane) {
