@@ -33,7 +33,17 @@ from vmserve.bench.lab.rounds import ManyResult, compare_many
 from vmserve.bench.lab.table import markdown_table
 
 MODES = ("off", "prompt-lookup", "auto")
-LLAMA_MODES = ("none", "ngram-simple", "ngram-map-k")
+#: Lookup of llama.cpp: as it comes (matches of 12 tokens, drafts of 48), as short as ours, and by
+#: the statistics of its ``llama-lookup``.
+LLAMA_MODES = {
+    "none": (),
+    "ngram-simple": ("--spec-type", "ngram-simple"),
+    "ngram-simple 4/8": (
+        *("--spec-type", "ngram-simple"),
+        *("--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "8"),
+    ),
+    "ngram-cache": ("--spec-type", "ngram-cache"),
+}
 _COUNTERS = {
     "drafted": "spec_decode_num_draft_tokens_total",
     "accepted": "spec_decode_num_accepted_tokens_total",
@@ -81,7 +91,7 @@ class LlamaServer:
         port = free_port()
         command = [args.llama_server, "-m", args.gguf, "--port", str(port), "-np", str(streams)]
         command += ["-c", str(args.max_model_len * streams), "-t", str(args.threads)]
-        command += ["--spec-type", mode] if mode != "none" else []
+        command += LLAMA_MODES[mode]
         self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

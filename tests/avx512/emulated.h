@@ -161,6 +161,14 @@ inline __m512 _mm512_or_ps(__m512 a, __m512 b) {
 inline __m512 _mm512_andnot_ps(__m512 a, __m512 b) {
   return bits_of<__m512>(~bits_of<Ints>(a) & bits_of<Ints>(b));
 }
+// `table` has a bit for each combination of the three bits, a's counted as 4.
+inline __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int table) {
+  __m512i to = {};
+  for (int bits = 0; bits < 8; ++bits) {
+    if (table >> bits & 1) to |= (bits & 4 ? a : ~a) & (bits & 2 ? b : ~b) & (bits & 1 ? c : ~c);
+  }
+  return to;
+}
 
 inline __mmask16 mask_of(Ints lanes) {
   unsigned mask = 0;
@@ -196,6 +204,9 @@ inline __m512i _mm512_slli_epi32(__m512i a, int count) {
 }
 inline __m512i _mm512_srli_epi32(__m512i a, int count) {
   return bits_of<__m512i>(bits_of<Words>(a) >> count);
+}
+inline __m512i _mm512_slli_epi16(__m512i a, int count) {
+  return bits_of<__m512i>(bits_of<ShortWords>(a) << count);
 }
 inline __m512i _mm512_srli_epi16(__m512i a, int count) {
   return bits_of<__m512i>(bits_of<ShortWords>(a) >> count);

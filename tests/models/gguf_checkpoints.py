@@ -159,7 +159,8 @@ def convert(
             writer.add_rope_dimension_count(rope.rotary_dim)
         if is_gemma:
             if architecture == "gemma3":
-                writer.add_uint32("gemma3.attention.sliding_window_pattern", 2)
+                pattern = 1 + [layer.window for layer in network.layers].index(None)
+                writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
             if network.logits_softcap is not None:
                 writer.add_final_logit_softcapping(network.logits_softcap)
             if network.layers[0].softcap is not None:

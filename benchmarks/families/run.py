@@ -1,0 +1,217 @@
+"""How fast is each family of models, beside llama.cpp on the same file?
+
+    python benchmarks/families/run.py [--families llama gemma3 ...] [--weights Q4_0 BF16]
+        [--rounds 3] [--threads 2] [--out DIRECTORY]
+
+Writes a random checkpoint of each family, of one size, and its GGUF file, which both engines read.
+Each is run in a process of its own by the workers of ``benchmarks/peers``, in turns; files and
+llama.cpp are kept in ``$VMSERVE_PEERS_CACHE``. Writes ``results/<date>-<cpu>/`` beside this file,
+or prints only with ``--out -``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks" / "peers")]
+
+from environments import ensure, stamp  # noqa: E402
+from launch import run_engine, variables  # noqa: E402
+from subjects import Subject  # noqa: E402
+from summary import metrics_of  # noqa: E402
+from traffic import Sizes, longest, make_workloads, warmup_requests  # noqa: E402
+
+from tests.models import gguf_checkpoints  # noqa: E402
+from vmserve.bench.lab.machine import machine_info  # noqa: E402
+from vmserve.bench.lab.report import keep, results_directory  # noqa: E402
+from vmserve.bench.lab.rounds import orders  # noqa: E402
+from vmserve.bench.lab.table import markdown_table  # noqa: E402
+
+Json = dict[str, Any]
+
+VOCABULARY, CONTEXT = 2048, 4096  # the vocabulary of the embedded tokenizer
+#: 88 million parameters that a token reads; those with experts have 244 million.
+SIZES: Json = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+GEMMA: Json = {**SIZES, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 512}
+#: By name: the class of the configuration, and its fields.
+FAMILIES: dict[str, tuple[str, Json]] = {
+    "llama": ("LlamaConfig", SIZES),
+    "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 64}),
+    "phi3": ("Phi3Config", {**SIZES, "pad_token_id": 0}),
+    "gemma2": ("Gemma2Config", GEMMA),
+    "gemma3": ("Gemma3TextConfig", GEMMA),
+    "mixtral": (
+        "MixtralConfig",
+        {**SIZES, "intermediate_size": 1024, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "qwen3moe": (
+        "Qwen3MoeConfig",
+        {
+            **SIZES,
+            "head_dim": 64,
+            "moe_intermediate_size": 256,
+            "num_experts": 32,
+            "num_experts_per_tok": 8,
+        },
+    ),
+}
+ENGINES = ("vmserve", "llama.cpp")
+SHORT = Sizes(
+    num_decodes=2,
+    decode_context=128,
+    decode_tokens=64,
+    num_prefills=2,
+    prefill_tokens=1024,
+    num_streams=8,
+    stream_context=64,
+    stream_tokens=64,
+)
+#: Beyond the windows: one stream whose attention reads much.
+LONG = replace(SHORT, decode_context=3072, decode_tokens=32)
+#: By workload.
+FIGURES = {
+    "decode": "one stream, tokens/s",
+    "long": f"at {LONG.decode_context:,} tokens",
+    "streams": f"{SHORT.num_streams} streams, tokens/s",
+    "prefill": "prompt, tokens/s",
+}
+
+
+def main() -> None:
+    args = parse()
+    asked = make_workloads(["decode", "prefill", "streams"], SHORT, VOCABULARY, 0, 1.0)
+    asked["long"] = make_workloads(["decode"], LONG, VOCABULARY, 0, 1.0)["decode"]
+    environments = {engine: ensure(engine, args.cache_dir, print) for engine in ENGINES}
+    rng = np.random.default_rng(0)
+    runs: list[Json] = []
+    for weights in args.weights:
+        for family in args.families:
+            job = job_of(ensure_file(family, weights, args.cache_dir), weights, asked, args.threads)
+            for _, order in zip(range(args.rounds), orders(len(ENGINES), rng), strict=False):
+                for engine in (ENGINES[index] for index in order):
+                    subject = Subject(engine, weights.lower())
+                    environment = environments[engine]
+                    added = variables(subject, environment, args.threads, args.cache_dir, 0)
+                    run = run_engine(environment.python, job, subject, added, args.time_limit)
+                    figures = {} if "error" in run else figures_of(run, asked)
+                    runs.append(
+                        {"family": family, "weights": weights, "engine": engine, **figures}
+                        | {name: run[name] for name in ("error",) if name in run}
+                    )
+                    print(runs[-1], file=sys.stderr, flush=True)
+    text = table(runs)
+    print(text)
+    if args.out != "-":
+        arguments = {**vars(args), "cache_dir": "", "out": ""}
+        described = {"arguments": arguments, "machine": machine_info(), "runs": runs}
+        keep(results_directory(__file__, root=args.out), described, text + "\n")
+    if any("error" in run for run in runs):
+        raise SystemExit(1)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--weights", nargs="+", default=["Q4_0"], help="types of gguf's quantizer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--time-limit", type=float, default=600, help="seconds a process")
+    cache = os.environ.get("VMSERVE_PEERS_CACHE", Path(tempfile.gettempdir()) / "vmserve-peers")
+    parser.add_argument("--cache-dir", type=Path, default=Path(cache))
+    parser.add_argument("--out", default="", help="a directory, or - to print only")
+    return parser.parse_args()
+
+
+def ensure_file(family: str, weights: str, cache_dir: Path) -> Path:
+    """The family's GGUF file, written now if it is not there."""
+    kind, fields = FAMILIES[family]
+    made_from = stamp(kind, repr(fields))["made_from"][:12]
+    path = cache_dir / "models" / f"{family}-{made_from}-{weights}.gguf"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            transformers.set_seed(0)
+            config = getattr(transformers, kind)(**fields)
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(scratch)
+            partial = Path(scratch) / path.name
+            add = gguf_checkpoints.add_embedded_tokenizer
+            gguf_checkpoints.convert(Path(scratch), partial, add, weights)
+            partial.replace(path)  # an interrupted conversion leaves nothing that looks complete
+    return path
+
+
+def job_of(file: Path, weights: str, asked: dict[str, list[Json]], num_threads: int) -> Json:
+    return {
+        "model": str(file),
+        "files": {"gguf": str(file)},
+        "weights": weights.lower(),
+        "isa": "",
+        "options": {},
+        "num_threads": num_threads,
+        "max_num_seqs": SHORT.num_streams,
+        "max_model_len": max(256 * -(-longest(each) // 256) for each in asked.values()),
+        "num_checked": 0,
+        "warmup": warmup_requests(VOCABULARY, 0),
+        "workloads": asked,
+    }
+
+
+def figures_of(run: Json, asked: dict[str, list[Json]]) -> dict[str, float]:
+    """Tokens per second, and processor seconds of each workload as a whole."""
+    measured = run["workloads"]
+    found = metrics_of(run, asked)
+    long = metrics_of({"workloads": {"decode": measured["long"]}}, {})
+    found["long_tokens_per_s"] = long["decode_tokens_per_s"]
+    figures = {name: found[f"{name}_tokens_per_s"] for name in FIGURES}
+    return figures | {f"{name}_cpu_s": measured[name]["cpu_s"] for name in FIGURES}
+
+
+def table(runs: list[Json]) -> str:
+    """Medians over rounds: ours, how many times llama.cpp's that is, and by how much more processor
+    time that takes for the workload, prompts included."""
+
+    def median(family: str, weights: str, engine: str, name: str) -> float:
+        wanted = (family, weights, engine)
+        found = [r[name] for r in runs if (r["family"], r["weights"], r["engine"]) == wanted
+                 and name in r]  # fmt: skip
+        return statistics.median(found) if found else float("nan")
+
+    def cells() -> Iterator[tuple[str, ...]]:
+        for family, weights in dict.fromkeys((r["family"], r["weights"]) for r in runs):
+            row = [family, weights]
+            for name in FIGURES:
+                ours, theirs = (median(family, weights, engine, name) for engine in ENGINES)
+                cpu, their_cpu = (
+                    median(family, weights, engine, f"{name}_cpu_s") for engine in ENGINES
+                )
+                row.append(f"{ours:,.0f} ({ours / theirs:.2f}; {their_cpu / cpu:.2f})")
+            yield tuple(row)
+
+    return "\n".join(markdown_table(("family", "weights", *FIGURES.values()), cells(), 2))
+
+
+if __name__ == "__main__":
+    main()
