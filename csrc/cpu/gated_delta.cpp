@@ -52,10 +52,9 @@ void GatedDelta::run(const LinearProducts& parallel, const DeltaWeights& weights
                       const std::int64_t column = item % items % strips * cpu::kDeltaColumns;
                       const float* const row = mixed_.data() + seq.first_row * channels;
                       cpu::DeltaArgs args;
-                      args.state =
-                          seq.state + shape_.window_floats() + head * key_dim * value_dim + column;
+                      args.state = seq.state + shape_.window_floats() +
+                                   (head * value_dim + column) * key_dim;
                       args.key_dim = key_dim;
-                      args.value_dim = value_dim;
                       args.num_columns = std::min(value_dim - column, cpu::kDeltaColumns);
                       args.is_fresh = seq.is_fresh;
                       args.num_tokens = seq.num_rows;

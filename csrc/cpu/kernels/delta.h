@@ -61,7 +61,8 @@ void gate_row(const T* x, const float* gate, std::int64_t size, float* out) {
 // Two sums, of even and of odd rows of the state, so that products do not wait for each other.
 template <int kVectors>
 void recur_columns(const DeltaArgs& a) {
-  const std::int64_t rows = a.key_dim, stride = a.value_dim;
+  constexpr std::int64_t stride = kVectors * Vec::kWidth;
+  const std::int64_t rows = a.key_dim;
   float* const state = a.state;
   for (std::int64_t i = 0; a.is_fresh && i < rows; ++i) {
     for (int c = 0; c < kVectors; ++c)

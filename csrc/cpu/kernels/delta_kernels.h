@@ -10,7 +10,8 @@
 namespace vmserve::cpu {
 
 constexpr std::int64_t kDeltaUnit = 16;
-// Columns of a state that one call of `recur` takes at most.
+// Columns of a state that one call of `recur` takes at most. They lie side by side: of rows as long
+// as a head is wide, which are a power of two apart, the first level keeps few.
 constexpr std::int64_t kDeltaColumns = 32;
 constexpr std::int64_t kMaxTaps = 8;
 
@@ -26,8 +27,8 @@ struct ConvolveArgs {
 // Some columns of one head's state, and successive tokens. Per token (Yang et al. 2024, equation
 // 10): S *= decay; S += k (beta (v - S^T k))^T; out = S^T q.
 struct DeltaArgs {
-  float* state;  // [key_dim, value_dim], its first column
-  std::int64_t key_dim, value_dim, num_columns;
+  float* state;  // [key_dim, num_columns]
+  std::int64_t key_dim, num_columns;
   bool is_fresh;  // the state before is 0, whatever the memory holds
   std::int64_t num_tokens;
   const float *q, *k, *v;  // of the first token: [key_dim], [key_dim], [num_columns]
