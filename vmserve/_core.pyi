@@ -484,8 +484,8 @@ class CpuKvView:
     ) -> None:
         """Layer ``i`` is read through ``block_tables[layer_tables[i]]``."""
 
-    def set_states(self, states: Sequence[_TensorTuple], table: NDArray[np.int32]) -> None:
-        """``states``: float32 ``[pages, floats]`` of each layer without K and V; ``table``:
+    def set_states(self, pages: _TensorTuple, table: NDArray[np.int32]) -> None:
+        """``pages``: float32 ``[pages, floats]``, the states of a sequence in each; ``table``:
         ``[sequences, blocks]``, of which the first block is a sequence's page."""
 
 class CpuBatch:

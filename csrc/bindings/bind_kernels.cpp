@@ -133,12 +133,12 @@ void bind_kernels(py::module_& m) {
            py::arg("block_tokens"), py::keep_alive<1, 4>())
       .def(
           "set_states",
-          [](CpuKvView& view, std::vector<TensorTuple> states, const Tables& table) {
+          [](CpuKvView& view, TensorTuple pages, const Tables& table) {
             if (table.ndim() != 2) throw MisuseError("a table of states is int32 [rows, blocks]");
-            view.set_states(as_tensors(std::move(states)), table.data(), table.shape(0),
+            view.set_states(as_tensor(std::move(pages)), table.data(), table.shape(0),
                             table.shape(1));
           },
-          py::arg("states"), py::arg("table").noconvert(), py::keep_alive<1, 3>());
+          py::arg("pages"), py::arg("table").noconvert(), py::keep_alive<1, 3>());
   py::class_<CpuBatch>(m, "CpuBatch")
       .def(py::init([](const std::shared_ptr<CpuKvView>& view, const IntArray& places,
                        const IntArray& num_past, const IntArray& num_new,

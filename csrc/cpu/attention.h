@@ -53,15 +53,15 @@ class CpuKvView {
             std::vector<const std::int32_t*> tables, std::vector<std::size_t> layer_tables,
             std::int64_t table_rows, std::int64_t table_width, std::int64_t block_tokens);
 
-  // States of constant size, in either view: float32 [pages, floats] of each layer without K and V,
-  // and a block table int32 [table_rows, table_width]. A block is a page; a sequence's first block
-  // has its state.
-  void set_states(std::vector<TensorRef> states, const std::int32_t* table, std::int64_t table_rows,
+  // States of constant size, in either view: pages float32 [pages, floats], each with a sequence's
+  // states of all layers without K and V, and a block table int32 [table_rows, table_width]. A
+  // block is a page; a sequence's first block has its states.
+  void set_states(const TensorRef& pages, const std::int32_t* table, std::int64_t table_rows,
                   std::int64_t table_width);
 
   bool paged() const { return !tables_.empty(); }
-  std::int64_t num_states() const { return static_cast<std::int64_t>(states_.size()); }
-  std::int64_t state_floats() const { return states_.empty() ? 0 : states_[0].shape[1]; }
+  // 0: it has none.
+  std::int64_t state_floats() const { return states_.shape.empty() ? 0 : states_.shape[1]; }
   std::int64_t num_layers() const { return static_cast<std::int64_t>(keys_.size()); }
   DType dtype() const { return keys_[0].dtype; }
   std::int64_t kv_heads() const { return keys_[0].shape[2]; }
@@ -77,7 +77,8 @@ class CpuKvView {
   friend class CpuBatch;
   void check_tensors() const;
 
-  std::vector<TensorRef> keys_, values_, states_;
+  std::vector<TensorRef> keys_, values_;
+  TensorRef states_;
   const std::int32_t* state_table_ = nullptr;
   std::int64_t state_table_rows_ = 0, state_table_width_ = 0;
   std::vector<const std::int32_t*> tables_;
@@ -108,8 +109,8 @@ class CpuBatch {
 
   // Addresses of sequence i in a layer. Values in keys begin at element `value_offset`.
   cpu::Sequence sequence(std::int64_t layer, std::int64_t i, std::int64_t value_offset = 0) const;
-  // Sequence i's state in a layer, counted among those with states.
-  float* state(std::int64_t layer, std::int64_t i) const;
+  // The page of sequence i's states.
+  float* states(std::int64_t i) const;
   // The first position that sequence i's new tokens attend to through a window.
   std::int64_t first_seen(std::int64_t i, std::int64_t window) const;
   // The work items of a layer, computed for the first layer that asks. Throws MisuseError if a
@@ -128,7 +129,7 @@ class CpuBatch {
   std::vector<std::int64_t> places_, num_past_, num_new_, starts_;
   std::int64_t num_tokens_ = 0;
   std::vector<std::int32_t> blocks_;  // rows of the tables
-  std::vector<std::int64_t> state_rows_;
+  std::vector<std::int64_t> state_pages_;
   // Of each table's sequences, table after table:
   std::vector<std::int64_t> block_starts_;  // where their blocks begin in blocks_
   std::vector<std::int64_t> usable_from_;   // position after the last block outside the arena

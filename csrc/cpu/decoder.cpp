@@ -448,8 +448,7 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids,
                 view.values_in_keys() == (shape_.latent.rank > 0) &&
                 view.head_dim() == shape_.head_dim &&
                 view.num_layers() + num_deltas_ == static_cast<std::int64_t>(layers_.size()) &&
-                view.num_states() == num_deltas_ &&
-                (!delta_ || view.state_floats() == delta_->shape().state_floats()),
+                (!delta_ || view.state_floats() >= num_deltas_ * delta_->shape().state_floats()),
             "the KV cache is not this decoder's");
     check_positions(*part.batch);
   }
@@ -735,8 +734,8 @@ void CpuDecoder::mix_delta(const Layer& layer, const std::vector<Part>& parts,
   for (const Part& part : parts) {
     const CpuBatch& batch = *part.batch;
     for (std::int64_t i = 0; i < batch.num_sequences(); ++i) {
-      sequences_.push_back(
-          {batch.state(layer.index, i), first, batch.num_new(i), batch.num_past(i) == 0});
+      sequences_.push_back({batch.states(i) + layer.index * delta_->shape().state_floats(), first,
+                            batch.num_new(i), batch.num_past(i) == 0});
       first += batch.num_new(i);
     }
   }

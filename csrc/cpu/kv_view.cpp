@@ -97,15 +97,13 @@ void CpuKvView::check_tensors() const {
               " heads are more than the kernels count");
 }
 
-void CpuKvView::set_states(std::vector<TensorRef> states, const std::int32_t* table,
+void CpuKvView::set_states(const TensorRef& pages, const std::int32_t* table,
                            std::int64_t table_rows, std::int64_t table_width) {
+  require(pages.dtype == DType::kFloat32 && pages.shape.size() == 2 && pages.strides[1] == 1 &&
+              pages.shape[0] > 0 && pages.shape[1] > 0,
+          "pages of states are float32 [pages, floats]");
   require(table_rows > 0 && table_width > 0, "the table of states is empty");
-  for (const TensorRef& state : states) {
-    require(state.dtype == DType::kFloat32 && state.shape.size() == 2 &&
-                state.shape == states[0].shape && state.strides[1] == 1 && state.shape[0] > 0,
-            "states are float32 [pages, floats], all of one shape");
-  }
-  states_ = std::move(states);
+  states_ = pages;
   state_table_ = table;
   state_table_rows_ = table_rows;
   state_table_width_ = table_width;
@@ -126,7 +124,7 @@ CpuBatch::CpuBatch(std::shared_ptr<const CpuKvView> view, std::vector<std::int64
   }
   require(num_tokens_ <= kMaxTokens, text(num_tokens_) + " tokens are more than a batch holds");
   if (view_->paged()) copy_tables();
-  if (view_->num_states() > 0) find_states(state_places.empty() ? places_ : state_places);
+  if (view_->state_floats() > 0) find_states(state_places.empty() ? places_ : state_places);
 }
 
 CpuBatch::~CpuBatch() = default;
@@ -179,7 +177,7 @@ void CpuBatch::copy_tables() {
 
 void CpuBatch::find_states(const std::vector<std::int64_t>& state_places) {
   require(state_places.size() == places_.size(), "places and state_places differ in length");
-  const std::int64_t num_pages = view_->states_[0].shape[0];
+  const std::int64_t num_pages = view_->states_.shape[0];
   for (const std::int64_t place : state_places) {
     require_each(place >= 0 && place < view_->state_table_rows_, [&] {
       return "state place " + text(place) + " is outside 0 .. " +
@@ -190,18 +188,17 @@ void CpuBatch::find_states(const std::vector<std::int64_t>& state_places) {
       return "the state of place " + text(place) + " is page " + std::to_string(page) +
              ", outside 0 .. " + text(num_pages - 1);
     });
-    state_rows_.push_back(page);
+    state_pages_.push_back(page);
   }
-  std::vector<std::int64_t> sorted = state_rows_;
+  std::vector<std::int64_t> sorted = state_pages_;
   std::sort(sorted.begin(), sorted.end());
   require(std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end(),
           "two sequences of a batch have one state");
 }
 
-float* CpuBatch::state(std::int64_t layer, std::int64_t i) const {
-  const TensorRef& states = view_->states_[static_cast<std::size_t>(layer)];
-  return reinterpret_cast<float*>(states.data) +
-         state_rows_[static_cast<std::size_t>(i)] * states.strides[0];
+float* CpuBatch::states(std::int64_t i) const {
+  return reinterpret_cast<float*>(view_->states_.data) +
+         state_pages_[static_cast<std::size_t>(i)] * view_->states_.strides[0];
 }
 
 std::size_t CpuBatch::table_of(std::int64_t layer) const {

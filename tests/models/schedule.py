@@ -57,15 +57,14 @@ def view_for(model: LoadedModel, max_len: int) -> ContiguousView | HostView:
 
 
 def _with_states(view: ContiguousView, delta: DeltaConfig) -> HostView:
-    """Every number in the states is NaN at first; pages are padded, in another order than slots."""
+    """Every number in the states is NaN at first; pages are in another order than slots."""
     keys, values = (list(map(tensor_tuple, each)) for each in (view.keys, view.values))
     core = _core.CpuKvView(keys, values)
     slots = view.keys[0].shape[0]
-    shape = (len(delta.layers), slots + 1, delta.state_floats + 16)
-    pages = np.full(shape, np.nan, np.float32)
+    floats = len(delta.layers) * delta.state_floats
+    pages = np.full((slots + 1, floats + 16), np.nan, np.float32)
     table = np.random.default_rng(0).permutation(slots).astype(np.int32)[:, None] + 1
-    states = [array_tuple(layer[:, : delta.state_floats], DType.FLOAT32) for layer in pages]
-    core.set_states(states, table)
+    core.set_states(array_tuple(pages[:, :floats], DType.FLOAT32), table)
     return HostView(core, (view, pages, table))
 
 
