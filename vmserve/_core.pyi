@@ -331,6 +331,8 @@ class KVMemory(_Memory):
         max_len: int,
         limit_pages: int,
         max_pages: int,
+        state_bytes: int = 0,
+        checkpoint_tokens: int = 0,
         read_slack: int = 0,
         grow_pages: int = 1,
         ready_pages: int = 0,

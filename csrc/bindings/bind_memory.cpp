@@ -199,6 +199,8 @@ MemoryConfig as_config(const py::dict& kwargs) {
   take("max_len", config.max_len, true);
   take("limit_pages", config.limit_pages, true);
   take("max_pages", config.max_pages, true);
+  take("state_bytes", config.state_bytes);
+  take("checkpoint_tokens", config.checkpoint_tokens);
   take("read_slack", config.read_slack);
   take("grow_pages", config.grow_pages);
   take("ready_pages", config.ready_pages);

@@ -60,9 +60,9 @@ DriverWork::DriverWork(std::shared_ptr<PageDriver> page_driver, Ledger& ledger)
   space = std::make_shared<AddressSpace>(
       driver, AddressSpace::Shape{config_.num_groups, config_.num_slots, ledger.pages_per_slot,
                                   config_.max_pages});
-  const std::size_t block_bytes = static_cast<std::size_t>(config_.block_tokens) *
-                                  static_cast<std::size_t>(config_.token_bytes);
-  swap = std::make_unique<SwapSpace>(driver, config_.num_groups, block_bytes, config_.swap_blocks);
+  swap = std::make_unique<SwapSpace>(driver, config_.num_groups,
+                                     static_cast<std::size_t>(config_.block_bytes()),
+                                     config_.swap_blocks);
   mapper = std::make_unique<Mapper>(driver, config_.mapper);
   const std::int64_t most = driver->stats().max_mappings;
   if (driver->mapping_room() != kUnlimitedMappings) mapping_reserve = most / kReserveShare;
@@ -113,21 +113,21 @@ void DriverWork::map_runs(const Change& change, std::vector<MapRun>& runs) const
 }
 
 std::vector<CopyRun> DriverWork::copy_runs(const Change& change) const {
-  const auto block_bytes = static_cast<std::size_t>(config_.block_tokens * config_.token_bytes);
+  const auto block_bytes = static_cast<std::size_t>(config_.block_bytes());
   std::vector<CopyRun> runs;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const BlockCopy& copy : change.copies) {
       const BlockId block = seqs_[copy.seq].kv.blocks[copy.index];
       append(runs, {space->arena(group) + static_cast<std::size_t>(block) * block_bytes,
                     space->arena(group) + static_cast<std::size_t>(copy.source) * block_bytes,
-                    static_cast<std::size_t>(copy.num_tokens * config_.token_bytes)});
+                    static_cast<std::size_t>(config_.bytes_of(copy.num_tokens))});
     }
   }
   return runs;
 }
 
 std::vector<CopyRun> DriverWork::swap_runs(const std::vector<SwapCopy>& copies, bool out) const {
-  const auto block_bytes = static_cast<std::size_t>(config_.block_tokens * config_.token_bytes);
+  const auto block_bytes = static_cast<std::size_t>(config_.block_bytes());
   std::vector<CopyRun> runs;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const SwapCopy& copy : copies) {
@@ -168,7 +168,7 @@ void DriverWork::execute(Change& change) {
     for (const PageId page : change.zero_pages) {
       append(zeros, {space->arena(group, page), space->page_bytes()});
     }
-    const auto bytes = static_cast<std::size_t>(config_.block_tokens * config_.token_bytes);
+    const auto bytes = static_cast<std::size_t>(config_.block_bytes());
     for (const BlockId block : change.zero_blocks) {
       append(zeros, {space->arena(group) + static_cast<std::size_t>(block) * bytes, bytes});
     }

@@ -17,9 +17,13 @@ void require_alike(const KindConfig& kind, const KindConfig& first) {
   require(kind.window >= 0 && first.window == 0, [] {
     return std::string("the first kind has no window, others none or a positive one");
   });
-  require(a.block_tokens == b.block_tokens && a.blocks_per_page == b.blocks_per_page &&
+  require(!b.has_state() && (!a.has_state() || kind.window == 0),
+          [] { return std::string("a state has no window, and is not the first kind"); });
+  require(a.block_tokens == b.block_tokens &&
+              (a.has_state() ||
+               (a.blocks_per_page == b.blocks_per_page && a.null_page == b.null_page)) &&
               a.max_seqs == b.max_seqs && a.num_slots == b.num_slots && a.max_len == b.max_len &&
-              a.read_slack == b.read_slack && a.null_page == b.null_page &&
+              a.read_slack == b.read_slack &&
               a.prefix_caching == b.prefix_caching,
           [] {
             return std::string(
@@ -34,7 +38,7 @@ KindsMemory::KindsMemory(const std::vector<KindConfig>& kinds, std::int64_t limi
   for (const KindConfig& kind : kinds) {
     require_alike(kind, kinds.front());
     kinds_.push_back(std::make_unique<KVMemory>(kind.driver, kind.memory));
-    windows_.push_back(kind.window);
+    windows_.push_back(kind.memory.has_state() ? kWindowOfState : kind.window);
   }
   limit_bytes_ = limit_pages * whole_page_bytes();
   const auto locks = enter();
@@ -63,7 +67,7 @@ std::int64_t KindsMemory::page_bytes(const KVMemory& kind) const {
 
 std::int64_t KindsMemory::whole_page_bytes() const {
   std::int64_t bytes = 0;
-  for (const auto& kind : kinds_) bytes += page_bytes(*kind);
+  for (const auto& kind : kinds_) bytes += kind->config_.has_state() ? 0 : page_bytes(*kind);
   return bytes;
 }
 
@@ -599,7 +603,8 @@ void KindsMemory::check() {
       const Sequence &a = first.seqs[id], &b = other.seqs[id];
       const std::string name = "sequence " + std::to_string(id);
       law(a.open == b.open && a.kv.length == b.kv.length && a.kv.sealed == b.kv.sealed &&
-              a.kv.view == b.kv.view && a.kv.slot == b.kv.slot && a.kv.swapped == b.kv.swapped,
+              a.kv.swapped == b.kv.swapped &&
+              (other.config.has_state() || (a.kv.view == b.kv.view && a.kv.slot == b.kv.slot)),
           name + " differs between kinds");
       const std::int64_t seen =
           std::max<std::int64_t>(0, windows_[k] == 0 ? 0 : b.kv.length + 1 - windows_[k]);

@@ -31,6 +31,11 @@ void check_sizes(const MemoryConfig& config) {
       });
   require(config.reclaim_share >= 0 && config.reclaim_share < 1,
           [&] { return std::string("reclaim_share must lie between 0 and 1"); });
+  require(config.state_bytes >= 0 && config.checkpoint_tokens >= 0 &&
+              (!config.has_state() || (config.blocks_per_page == 1 && !config.null_page)),
+          [&] {
+            return std::string("a state is a page of one block, and no page is reserved for none");
+          });
 }
 
 // Pages per extent if mappings are limited, else 1: an eighth of a slot's share of the pool, which
@@ -46,8 +51,12 @@ std::int64_t extent_pages(const PageDriver& driver, const MemoryConfig& config) 
 MemoryConfig validated(const PageDriver& driver, MemoryConfig config) {
   check_sizes(config);
   require(
-      static_cast<std::size_t>(config.page_tokens() * config.token_bytes) == driver.frame_bytes(),
-      [&] {
+      static_cast<std::size_t>(config.bytes_of(config.page_tokens())) == driver.frame_bytes(), [&] {
+        if (config.has_state()) {
+          return "a state of " + with_commas(config.state_bytes) +
+                 " bytes is not the driver's frame of " +
+                 with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes";
+        }
         return "a page of " + with_commas(config.page_tokens()) + " tokens of " +
                with_commas(config.token_bytes) + " bytes is not the driver's frame of " +
                with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes";
@@ -66,6 +75,10 @@ MemoryConfig validated(const PageDriver& driver, MemoryConfig config) {
   });
   config.seal_read_only =
       config.seal_read_only && config.access_under_readers && driver.capabilities().read_only;
+  if (config.has_state()) {  // it has no slots
+    config.lookahead_tokens = 0;
+    config.eager_slots = 0;
+  }
   return config;
 }
 
@@ -133,9 +146,12 @@ std::optional<SeqId> KVMemory::open(Tenant tenant, View view, const std::string&
   fresh.open = true;
   fresh.generation = seqs_[id].generation + 1;
   fresh.tenant = tenant;
-  fresh.kv.view = view;
+  fresh.kv.view = config_.has_state() ? View::kPaged : view;
   fresh.tokens = tokens;
   fresh.tokens_unknown = tokens.empty();
+  const auto known = static_cast<std::int64_t>(tokens.size());
+  fresh.last_checkpoint = std::max<std::int64_t>(0, known - 1) / config_.block_tokens *
+                          config_.block_tokens;
   fresh.root = prefix_root(tenant, weights_epoch_, salt);
   ledger_.extend_digests(fresh);
   seqs_[id] = std::move(fresh);

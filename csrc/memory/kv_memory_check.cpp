@@ -209,7 +209,7 @@ MemoryStats KVMemory::stats() {
     s.parked_pages += slot.active() ? 0 : slot.size();
     s.spare_pages += slot.active() ? slot.size() - own : 0;
   }
-  const std::int64_t block_bytes = config_.num_groups * config_.block_tokens * config_.token_bytes;
+  const std::int64_t block_bytes = config_.num_groups * config_.block_bytes();
   for (const Sequence& seq : seqs_) {
     if (!seq.open) continue;
     (seq.kv.view == View::kVirtual ? s.virtual_seqs : s.paged_seqs) += 1;
@@ -217,6 +217,7 @@ MemoryStats KVMemory::stats() {
     if (seq.kv.swapped) continue;
     const auto there = static_cast<std::int64_t>(seq.kv.blocks.size());
     s.used_tokens += seq.kv.length;
+    if (config_.has_state()) continue;
     s.tail_waste_bytes +=
         there * block_bytes - seq.kv.length * config_.token_bytes * config_.num_groups;
   }

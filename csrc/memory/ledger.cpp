@@ -15,7 +15,7 @@ Ledger::Ledger(const MemoryConfig& options, std::int64_t extent_pages, bool read
            extent_pages),
       seqs(static_cast<std::size_t>(config.max_seqs)),
       slots(static_cast<std::size_t>(config.num_slots)),
-      pages_per_slot(round_up_div(config.max_len + config.read_slack, config.page_tokens())),
+      pages_per_slot(pages_for(config.max_len)),
       blocks_per_row(pages_per_slot * config.blocks_per_page),
       tables(config.max_seqs * blocks_per_row),
       row_sizes(static_cast<std::size_t>(config.max_seqs)) {}
@@ -34,12 +34,13 @@ Sequence& Ledger::open_seq(SeqId seq) {
 }
 
 std::int64_t Ledger::pages_for(std::int64_t num_tokens) const {
-  if (num_tokens == 0) return 0;
+  if (num_tokens == 0 || config.has_state()) return std::min<std::int64_t>(num_tokens, 1);
   return round_up_div(num_tokens + config.read_slack, config.page_tokens());
 }
 
 std::int64_t Ledger::blocks_for(std::int64_t num_tokens) const {
-  return round_up_div(num_tokens, config.block_tokens);
+  return config.has_state() ? std::min<std::int64_t>(num_tokens, 1)
+                            : round_up_div(num_tokens, config.block_tokens);
 }
 
 std::int64_t Ledger::num_pages(const Sequence& seq) const {
@@ -62,6 +63,7 @@ std::int64_t Ledger::num_matched(const Sequence& seq) const {
   // At least one token must be computed: the caller needs its logits.
   const auto most = (static_cast<std::int64_t>(seq.tokens.size()) - 1) / config.block_tokens;
   const std::int64_t end = std::min(most, static_cast<std::int64_t>(seq.digests.size()));
+  if (config.has_state()) return num_matched(seq, end, kWindowOfState);
   std::int64_t matched = 0;
   while (matched < end && pool.find(seq.digests[matched]) != kNoBlock) ++matched;
   return matched;
@@ -99,7 +101,22 @@ void Ledger::seal(SeqId id, std::int64_t length) {
   length = std::min(length, seq.kv.seal_limit);
   if (seq.kv.swapped || length <= seq.kv.sealed) return;
   seq.kv.sealed = length;
-  publish(seq);
+  config.has_state() ? publish_state(seq) : publish(seq);
+}
+
+// Publishes the state at a checkpoint, unless a later step has begun to overwrite it.
+void Ledger::publish_state(const Sequence& seq) {
+  const std::int64_t at = seq.kv.sealed;
+  const std::int64_t full = at / config.block_tokens;
+  const bool is_checkpoint =
+      at % config.block_tokens == 0 &&
+      (at == seq.last_checkpoint ||
+       (config.checkpoint_tokens > 0 && at % config.checkpoint_tokens == 0));
+  if (!is_checkpoint || at != seq.kv.length || pool.is_published(seq.kv.blocks[0]) ||
+      full > static_cast<std::int64_t>(seq.digests.size())) {
+    return;
+  }
+  totals.published_blocks += pool.publish(seq.kv.blocks[0], seq.digests[full - 1]) ? 1 : 0;
 }
 
 void Ledger::publish(Sequence& seq) {
@@ -114,6 +131,7 @@ void Ledger::publish(Sequence& seq) {
 
 std::vector<BlockId> Ledger::matched_blocks(const Sequence& seq, std::int64_t num_tokens,
                                             std::int64_t first_token) const {
+  if (config.has_state()) return {pool.find(seq.digests[num_tokens / config.block_tokens - 1])};
   std::vector<BlockId> blocks(static_cast<std::size_t>(first_token / config.block_tokens),
                               kNoBlock);
   for (auto i = static_cast<std::int64_t>(blocks.size()); i < num_tokens / config.block_tokens;
@@ -253,6 +271,7 @@ void Ledger::inherit_prefix(const Forked& fork) {
 // Drops pages (virtual) or blocks (paged) that lie wholly before the token.
 void Ledger::trim_front(SeqId id, std::int64_t first_token) {
   Sequence& seq = seqs[id];
+  if (config.has_state()) return;
   const std::int64_t unit =
       seq.kv.view == View::kVirtual ? config.page_tokens() : config.block_tokens;
   const std::int64_t stop = std::min(first_token / unit * unit / config.block_tokens,

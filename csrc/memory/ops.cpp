@@ -98,7 +98,7 @@ void Ops::stage_attach(Change& change, const Op& op) {
   const auto attached =
       std::find_if(change.attached.begin(), change.attached.end(),
                    [&](const Attached& candidate) { return candidate.seq == op.seq; });
-  seq.kv.num_trimmed = op.first_token / config_.block_tokens;
+  seq.kv.num_trimmed = config_.has_state() ? 0 : op.first_token / config_.block_tokens;
   bind(change, op.seq, attached->blocks, op.num_tokens, /*own=*/false);
   seq.kv.length = seq.kv.sealed = op.num_tokens;
   seq.kv.num_published = op.num_tokens / config_.block_tokens;
@@ -142,7 +142,7 @@ void Ops::seal_shared(Change& change, const Sequence& parent, const Op& op) {
 
 void Ops::stage_convert(Change& change, const Op& op) {
   Sequence& seq = seqs_[op.seq];
-  if (seq.kv.view == op.view) return;
+  if (seq.kv.view == op.view || config_.has_state()) return;
   change.save(op.seq);
   if (op.view == View::kVirtual) {
     const std::vector<BlockId> before = seq.kv.blocks;
@@ -335,8 +335,10 @@ void Ops::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
   const auto have = static_cast<std::int64_t>(seq.kv.blocks.size());
   const std::int64_t want = ledger_.blocks_for(num_tokens);
   Change::Grown grown{id, seq.kv.blocks.size(), -1, kNoBlock};
-  const std::int64_t tail = seq.kv.length / config_.block_tokens;
-  const std::int64_t written = seq.kv.length % config_.block_tokens;
+  // A state is the partial last block of any length.
+  const std::int64_t block_tokens = config_.has_state() ? config_.max_len + 1 : config_.block_tokens;
+  const std::int64_t tail = seq.kv.length / block_tokens;
+  const std::int64_t written = seq.kv.length % block_tokens;
   if (written > 0 && seq.kv.blocks[tail] != kNoBlock && needs_copy(change, seq.kv.blocks[tail])) {
     grown.cow_index = tail;
     grown.cow_block = seq.kv.blocks[tail];

@@ -15,11 +15,18 @@ std::string name(SeqId seq) {
 
 // Tokens up to which all blocks are cached but those wholly before `first_token`.
 std::int64_t Planner::num_cached(const Sequence& seq, std::int64_t first_token) const {
-  if (first_token == 0) return ledger_.num_matched(seq) * config_.block_tokens;
+  if (first_token == 0 && !config_.has_state()) {
+    return ledger_.num_matched(seq) * config_.block_tokens;
+  }
   const auto end = static_cast<std::int64_t>(seq.digests.size());
   std::int64_t block = first_token / config_.block_tokens;
   while (block < end && pool_.find(seq.digests[block]) != kNoBlock) ++block;
   return block * config_.block_tokens;
+}
+
+// The first token whose block an attach needs: of a state, the block of the last one.
+std::int64_t Planner::first_needed(const Op& op) const {
+  return config_.has_state() ? std::max<std::int64_t>(0, op.num_tokens - 1) : op.first_token;
 }
 
 void Planner::validate(const std::vector<Op>& ops) const {
@@ -35,6 +42,8 @@ void Planner::validate(const std::vector<Op>& ops) const {
               [&] { return name(op.seq) + " is swapped out"; });
       require(op.num_drafted >= 0 && op.num_drafted <= op.num_tokens,
               [&] { return name(op.seq) + " grows by fewer tokens than are drafted"; });
+      require(op.num_drafted == 0 || !config_.has_state(),
+              [&] { return name(op.seq) + " has a state, which rejected drafts would change"; });
       require(op.first_token >= 0 && op.first_token <= std::max(op.kept_tokens(), seq.kv.length),
               [&] { return name(op.seq) + " cannot drop tokens that it does not have"; });
       continue;
@@ -49,9 +58,10 @@ void Planner::validate(const std::vector<Op>& ops) const {
           return "a cached prefix has whole blocks of " + std::to_string(config_.block_tokens) +
                  " tokens, not " + with_commas(op.num_tokens);
         });
-        require(op.num_tokens <= num_cached(seq, op.first_token), [&] {
+        require(op.num_tokens <= num_cached(seq, first_needed(op)), [&] {
           return name(op.seq) + " asks for " + with_commas(op.num_tokens) +
-                 " cached tokens: " + with_commas(num_cached(seq, op.first_token)) + " are cached";
+                 " cached tokens: " + with_commas(num_cached(seq, first_needed(op))) +
+                 " are cached";
         });
         break;
       case OpKind::kFork: {
@@ -65,6 +75,11 @@ void Planner::validate(const std::vector<Op>& ops) const {
           return "cannot fork " + name(op.other) + " at " + with_commas(op.num_tokens) +
                  " tokens: it holds " + with_commas(parent.kv.length);
         });
+        require(!config_.has_state() || op.num_tokens == 0 || op.num_tokens == parent.kv.length,
+                [&] {
+                  return "cannot fork " + name(op.other) + " at " + with_commas(op.num_tokens) +
+                         " tokens: its state is that of " + with_commas(parent.kv.length);
+                });
         break;
       }
       case OpKind::kSwapIn:

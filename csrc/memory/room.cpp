@@ -303,7 +303,7 @@ std::int64_t Room::compact(std::vector<PageId> pages, Change* trial) {
 }
 
 void Room::copy_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves) {
-  const auto bytes = static_cast<std::size_t>(config_.block_tokens * config_.token_bytes);
+  const auto bytes = static_cast<std::size_t>(config_.block_bytes());
   std::vector<CopyRun> copies;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const auto& [from, to] : moves) {

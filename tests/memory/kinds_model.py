@@ -4,7 +4,7 @@ The core chooses pages, blocks and slots; the model says what every sequence mus
 its view, and the contents that the next token of each kind sees through the kind's window. A
 position's value depends on all that KV depends on (tenant, salt, weights, tokens up to it, kind and
 group), so that right contents prove the right block. Positions behind a window may be gone, and are
-not read.
+not read. A state depends on all tokens up to the sequence's length.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from tests.memory.support import BLOCK_TOKENS, PAGE, Memory
 from vmserve import _core
 from vmserve._core import MapperMode, View, ZeroPolicy
 
-#: (window, groups of layers) of each kind.
+#: (window, groups of layers) of each kind that keeps tokens.
 KINDS = ((0, 1), (6, 2), (11, 1))
 WHOLE_GROUPS = sum(groups for _, groups in KINDS)
+#: The kind after these, with a state of a page, and the tokens between its checkpoints.
+STATE = len(KINDS)
+CHECKPOINT_TOKENS = 8
 
 
 @dataclass
@@ -52,6 +55,16 @@ class KindsRig:
         word = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8).digest(), np.uint8)
         return np.resize(word, self.parts[kind].token_bytes)
 
+    def state_value(self, seq: Expected) -> NDArray[np.uint8]:
+        name = repr((seq.tenant, seq.salt, seq.weights, seq.tokens[: seq.length], "state"))
+        word = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8).digest(), np.uint8)
+        return np.resize(word, PAGE)
+
+    def state_page(self, number: int) -> NDArray[np.uint8]:
+        [block] = self.parts[STATE].blocks(number)
+        page: NDArray[np.uint8] = self.parts[STATE].core.arena_buffer(0)[block]
+        return page
+
     def first_seen(self, seq: Expected, kind: int) -> int:
         """The first position that the next token sees."""
         window = KINDS[kind][0]
@@ -65,11 +78,15 @@ class KindsRig:
                     self.parts[kind].row(number, group, position)[:] = self.value(
                         seq, position, kind, group
                     )
+        if len(self.parts) > STATE and seq.length > start:
+            self.state_page(number)[:] = self.state_value(seq)
 
     def check(self) -> None:
         """The core's own laws, and what the next tokens see."""
         self.core.check()
         for number, seq in self.seqs.items():
+            if len(self.parts) > STATE and seq.length > 0 and not seq.swapped:
+                assert (self.state_page(number) == self.state_value(seq)).all(), number
             for kind, (_, groups) in enumerate(KINDS):
                 part = self.parts[kind]
                 assert part.core.length(number) == seq.length
@@ -98,10 +115,11 @@ def make_kinds(
     max_pages: int = 32,
     zero_policy: ZeroPolicy = ZeroPolicy.ALWAYS,
     mapper: MapperMode = MapperMode.OFF,
+    has_state: bool = False,
     **options: int,
 ) -> KindsRig:
     faults, described = [], []
-    for window, groups in KINDS:
+    for window, groups in (*KINDS, (0, 1))[: STATE + has_state]:
         most = max_pages * WHOLE_GROUPS // groups
         driver = _core.FaultInjectingDriver(_core.HostDriver(PAGE, most * groups))
         own = {
@@ -118,6 +136,9 @@ def make_kinds(
             "mapper": mapper,
             **options,
         }
+        if len(described) == STATE:
+            own |= {"state_bytes": PAGE, "checkpoint_tokens": CHECKPOINT_TOKENS}
+            own |= {"blocks_per_page": 1, "null_page": False}
         faults.append(driver)
         described.append((driver, window, own))
     core = _core.KindsMemory(described, limit_pages)

@@ -10,9 +10,18 @@ import os
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.memory.kinds_model import KINDS, WHOLE_GROUPS, Expected, KindsRig, blocks_of, make_kinds
+from tests.memory.kinds_model import (
+    KINDS,
+    STATE,
+    WHOLE_GROUPS,
+    Expected,
+    KindsRig,
+    blocks_of,
+    make_kinds,
+)
 from tests.memory.support import PAGE, Op, attach, convert, fork, grow, swap_in, swap_out
 from vmserve._core import Health, MapperMode, View, ZeroPolicy
 from vmserve.errors import DriverError, OutOfMemoryError
@@ -168,6 +177,86 @@ def test_a_failed_plan_is_not_applied_by_the_next() -> None:
     rig.check()
 
 
+def state_rig(**options: int) -> KindsRig:
+    return make_kinds(limit_pages=32, num_slots=4, has_state=True, **options)
+
+
+def matched(rig: KindsRig, prompt: list[int]) -> int:
+    seq = rig.core.open(0, View.PAGED, b"", prompt)
+    assert seq is not None
+    found = rig.core.match(seq)
+    rig.core.release(seq)
+    return found
+
+
+@pytest.mark.parametrize("view", [View.VIRTUAL, View.PAGED])
+def test_a_state_is_one_page_of_any_length(view: View) -> None:
+    rig = state_rig()
+    seq = start(rig, list(range(1, 41)), view, to=5)
+    [page] = blocks_of(rig, STATE, seq)
+    for to in range(6, 41):
+        if to == 20:
+            rig.seqs[seq].view = View.PAGED
+        step(rig, [(seq, to)], [convert(seq, rig.seqs[seq].view)])
+        published = to - 1 in (8, 16, 24, 32, 36)
+        [now] = blocks_of(rig, STATE, seq)
+        assert (now != page) is published, to  # a checkpoint stays as it was
+        page = now
+    assert rig.parts[STATE].core.stats().used_pages == 1
+
+
+def test_a_state_is_hit_at_its_checkpoints() -> None:
+    rig = state_rig()
+    prompt = list(range(1, 31))
+    seq = rig.core.open(0, View.PAGED, b"", prompt)
+    assert seq == 0
+    rig.seqs[0] = Expected(0, b"", 0, View.PAGED, prompt)
+    for to in (8, 15, 20, 28, 30):
+        step(rig, [(0, to)])
+    # Steps ended at 8, a multiple, and 28, the last whole block before the last token; at 20, too,
+    # which is neither.
+    assert [matched(rig, prompt[:n]) for n in (30, 29, 28, 9, 8)] == [28, 28, 8, 8, 0]
+    again = start(rig, prompt[:29])
+    rig.check()
+    assert rig.parts[STATE].core.stats().cow_blocks_total == 3  # behind 8, 28 and the hit
+    rig.core.release(again)
+    del rig.seqs[again]
+
+
+def test_a_state_that_the_next_step_overwrites_is_no_checkpoint() -> None:
+    """Steps that are begun before the one before them is complete."""
+    rig = state_rig()
+    prompt = list(range(1, 13))
+    seq = rig.core.open(0, View.PAGED, b"", prompt)
+    assert seq is not None
+    for to in (8, 12):
+        plan = rig.core.plan([grow(seq, to)])
+        epoch = rig.core.apply([grow(seq, to)], plan.version)
+    rig.core.complete(epoch)
+    assert matched(rig, prompt) == 0
+
+
+def test_sequences_that_share_a_state_write_to_copies() -> None:
+    rig = state_rig()
+    parent = start(rig, list(range(1, 15)), to=10)
+    child = rig.core.open(0, View.VIRTUAL, b"", [])
+    assert child is not None
+    rig.seqs[child] = Expected(0, b"", 0, View.VIRTUAL, [*range(1, 11), 7, 7])
+    step(rig, [(child, 12), (parent, 11)], [fork(child, parent, 10)])
+    assert blocks_of(rig, STATE, child) != blocks_of(rig, STATE, parent)
+    again = rig.core.open(0, View.VIRTUAL, b"", [])
+    assert again is not None
+    with pytest.raises(ValueError, match="its state is that of 11"):
+        rig.core.plan([fork(again, parent, 10)])
+
+
+def test_a_state_takes_no_drafts() -> None:
+    rig = state_rig()
+    seq = start(rig, list(range(1, 15)), to=10)
+    with pytest.raises(ValueError, match="rejected drafts"):
+        rig.core.plan_step(np.array([[seq, 12, 0, 1]]))
+
+
 class Walk:
     """A random life of a memory: plans of several sequences, refusals, lowered limits."""
 
@@ -187,6 +276,7 @@ class Walk:
             null_page=rng.random() < 0.3,
             deferred_reclamation=rng.random() < 0.8,
             seal_read_only=True,  # as engines have it
+            has_state=rng.random() < 0.5,
         )
         self.whole = self.rig.core.stats().page_bytes
         self.limit = self.rig.core.stats().limit_pages * self.whole

@@ -2,17 +2,19 @@
 // all.
 //
 // Glossary
-//   kind       layers whose sequences keep the same positions: all, or those of a sliding window.
-//              Each kind has its own pages, arena, slots and driver
+//   kind       layers whose sequences keep the same positions: all, those of a sliding window, or
+//              the state after the last. Each kind has its own pages, arena, slots and driver
 //   window     tokens that a query of the kind sees, its own included; 0: all
-//   whole page one page of every kind: page_tokens tokens of all layers. The unit of plans,
-//              limits and statistics, because it is what a sequence takes within its windows
+//   whole page one page of every kind but states: page_tokens tokens of all layers. The unit of
+//              plans, limits and statistics, because it is what a sequence takes within its windows.
+//              States count as the whole pages of as many bytes
 //
 // Laws
 //   * the laws of KVMemory, for each kind
 //   * bytes committed in all kinds <= the limit. Above a lowered one, nothing is free or idle after
 //     a plan without attach, an apply or a release (unless a driver refused to take pages back)
-//   * a sequence has the same length, view and slot in all kinds, and epochs have the same numbers
+//   * a sequence has the same length, view and slot in all kinds (states have no slots), and epochs
+//     have the same numbers
 //   * a kind has the blocks of a sequence that the next token sees through its window
 //
 // A page that is idle in one kind becomes another's when that one is short: it is evicted, its
@@ -41,8 +43,8 @@ struct KindConfig {
 // comment do what those of KVMemory do; pages are whole pages.
 class KindsMemory {
  public:
-  // Pre: kinds differ in groups, token bytes, windows and limits alone; the first has no window,
-  // and keeps the books of tokens. The limits of all kinds are replaced by `limit_pages`.
+  // Pre: kinds differ in groups, bytes, windows and limits alone; the first sees all positions, and
+  // keeps the books of tokens. The limits of all kinds are replaced by `limit_pages`.
   KindsMemory(const std::vector<KindConfig>& kinds, std::int64_t limit_pages);
   KindsMemory(const KindsMemory&) = delete;
   KindsMemory& operator=(const KindsMemory&) = delete;

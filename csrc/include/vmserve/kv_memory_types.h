@@ -19,6 +19,12 @@ struct MemoryConfig {
   std::int32_t block_tokens = 16;
   std::int32_t blocks_per_page = 1;
   std::int64_t token_bytes = 0;  // bytes from one token to the next, in one group
+  // > 0: layers keep a state of this many bytes (in one group) instead of K and V of each token. A
+  // sequence has one block, a page, whatever its length; each step overwrites it.
+  std::int64_t state_bytes = 0;
+  // Positions at which the prefix cache gets the state of a sequence: the multiples of this, and
+  // the end of the last whole block before the last token known at open().
+  std::int64_t checkpoint_tokens = 0;
   std::int32_t max_seqs = 0;     // maximum of open sequences
   std::int32_t num_slots = 0;
   std::int64_t max_len = 0;      // tokens
@@ -45,6 +51,12 @@ struct MemoryConfig {
   double reclaim_share = 0.10;  // Below this share of available pages, parked slots are unmapped.
 
   std::int64_t page_tokens() const { return std::int64_t{block_tokens} * blocks_per_page; }
+  bool has_state() const { return state_bytes > 0; }
+  // Bytes of a block's first `num_tokens` tokens, or of a state, in one group.
+  std::int64_t bytes_of(std::int64_t num_tokens) const {
+    return has_state() ? state_bytes : num_tokens * token_bytes;
+  }
+  std::int64_t block_bytes() const { return bytes_of(block_tokens); }
 };
 
 enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, kGrow };
@@ -55,10 +67,10 @@ enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, 
 //             `seq` is empty before. Length and sealed become num_tokens. Blocks wholly before
 //             `first_token` are not taken, and need not be cached (sliding window)
 //   kFork     gives `seq` the first `num_tokens` (<= length) of `other`, its parent. `seq` is empty
-//             and of the same tenant. Whole pages (virtual) or blocks (paged) are shared. The rest
+//             and of the same tenant. A state is that of `other`'s length alone. Whole pages (virtual) or blocks (paged) are shared. The rest
 //             is copied at once (virtual) or when one of the two writes (paged). `seq` inherits
 //             the parent's known tokens up to num_tokens; append_tokens() adds later ones
-//   kConvert  changes the view of `seq` to `view`
+//   kConvert  changes the view of `seq` to `view`; no change for a state
 //   kSwapOut  copies the blocks of `seq` to host memory and releases its pages
 //   kSwapIn   copies them back, into the view that `seq` had
 //             NOTE: apply() requests these copies. Kernels of earlier epochs that are launched
@@ -67,7 +79,8 @@ enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, 
 //             begins writes those from the length on. Positions before `first_token` are no longer
 //             needed (sliding window): blocks or pages wholly before it are dropped. The last
 //             `num_drafted` positions may be rejected: the length does not count them, they are
-//             not sealed, and the next epoch writes them again unless keep() is called first
+//             not sealed, and the next epoch writes them again unless keep() is called first. A
+//             state takes no drafts: it would have seen those that are rejected
 struct Op {
   OpKind kind;
   SeqId seq;

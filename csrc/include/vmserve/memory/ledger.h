@@ -40,6 +40,7 @@ struct Sequence {
   KvState kv;
   std::vector<std::int32_t> tokens;
   bool tokens_unknown = false;  // No or not all token ids are known: nothing is published.
+  std::int64_t last_checkpoint = 0;  // a state's, besides the multiples of checkpoint_tokens
   Digest root{};
   std::vector<Digest> digests;  // of the leading full blocks
 };
@@ -90,6 +91,9 @@ inline std::int64_t round_up_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
+// A state is what the position before left: a window of that position and the query's own.
+constexpr std::int64_t kWindowOfState = 2;
+
 class Ledger {
  public:
   Ledger(const MemoryConfig& config, std::int64_t extent_pages, bool traps_writes);
@@ -133,6 +137,7 @@ class Ledger {
            pool.copies(block) > 0;
   }
   void publish(Sequence& seq);
+  void publish_state(const Sequence& seq);
   bool has_published_from(PageId page, std::int32_t count) const;
   bool zeroing_races_readers(PageId page) const;
   // A hash of all state that affects later decisions: equal before and after a trial.

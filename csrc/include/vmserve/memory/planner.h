@@ -41,6 +41,7 @@ class Planner : LedgerClient {
   Assessed trial(const std::vector<Op>& ops, Packing packing);
   std::int64_t max_mapping_runs(const Change& change) const;
   std::int64_t num_cached(const Sequence& seq, std::int64_t first_token) const;
+  std::int64_t first_needed(const Op& op) const;
 
   DriverWork& work_;
   Room& room_;
