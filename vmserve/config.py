@@ -481,6 +481,8 @@ def resolve(
             f"max_model_len: {max_model_len} is above the model's own context of {context} tokens: "
             f"lower --max-model-len to {context} or less"
         )
+    if model.state_bytes:
+        _check_states(config)
     on_gpu = gpu_bytes is not None
     max_num_seqs = config.max_num_seqs or (GPU_NUM_SEQS if on_gpu else DEFAULT_NUM_SEQS)
     default_batched = GPU_BATCHED_TOKENS if on_gpu else DEFAULT_BATCHED_TOKENS
@@ -533,6 +535,19 @@ def resolve(
         activation_bytes=activations,
         seed=config.seed,
     )
+
+
+def _check_states(config: EngineConfig) -> None:
+    if config.speculative != "off":
+        raise ConfigurationError(
+            f"speculative: {config.speculative}: a model with linear attention takes no drafts, "
+            "because its state cannot forget a token that is rejected: use off"
+        )
+    if config.async_scheduling == "on":
+        raise ConfigurationError(
+            "async_scheduling: a model with linear attention runs in the native CPU decoder, where "
+            "steps follow each other: use off"
+        )
 
 
 def _priority_max_wait(config: EngineConfig) -> float | None:
@@ -629,4 +644,5 @@ def _kv_limit_bytes(
     # of sequences can reach would only force larger pages. Counted in float32, the widest type.
     token_bytes = 4 * model.kv_elements
     share = max(MIN_KV_BYTES, int(CPU_KV_SHARE * free))
-    return min(share, num_slots * max_len * token_bytes)
+    # A checkpoint of a state lies beside the state itself.
+    return min(share, num_slots * (max_len * token_bytes + 2 * model.state_bytes))

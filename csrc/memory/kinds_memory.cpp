@@ -23,8 +23,7 @@ void require_alike(const KindConfig& kind, const KindConfig& first) {
               (a.has_state() ||
                (a.blocks_per_page == b.blocks_per_page && a.null_page == b.null_page)) &&
               a.max_seqs == b.max_seqs && a.num_slots == b.num_slots && a.max_len == b.max_len &&
-              a.read_slack == b.read_slack &&
-              a.prefix_caching == b.prefix_caching,
+              a.read_slack == b.read_slack && a.prefix_caching == b.prefix_caching,
           [] {
             return std::string(
                 "kinds must have equal pages in tokens, slots, sequences, lengths and caching");

@@ -50,17 +50,17 @@ std::int64_t extent_pages(const PageDriver& driver, const MemoryConfig& config) 
 
 MemoryConfig validated(const PageDriver& driver, MemoryConfig config) {
   check_sizes(config);
-  require(
-      static_cast<std::size_t>(config.bytes_of(config.page_tokens())) == driver.frame_bytes(), [&] {
-        if (config.has_state()) {
-          return "a state of " + with_commas(config.state_bytes) +
-                 " bytes is not the driver's frame of " +
-                 with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes";
-        }
-        return "a page of " + with_commas(config.page_tokens()) + " tokens of " +
-               with_commas(config.token_bytes) + " bytes is not the driver's frame of " +
-               with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes";
-      });
+  require(static_cast<std::size_t>(config.bytes_of(config.page_tokens())) == driver.frame_bytes(),
+          [&] {
+            if (config.has_state()) {
+              return "a state of " + with_commas(config.state_bytes) +
+                     " bytes is not the driver's frame of " +
+                     with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes";
+            }
+            return "a page of " + with_commas(config.page_tokens()) + " tokens of " +
+                   with_commas(config.token_bytes) + " bytes is not the driver's frame of " +
+                   with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes";
+          });
   require(config.limit_pages > 0 && config.limit_pages <= config.max_pages, [&] {
     return "limit_pages is " + with_commas(config.limit_pages) + ": it must lie between 1 and " +
            with_commas(config.max_pages);
@@ -150,8 +150,8 @@ std::optional<SeqId> KVMemory::open(Tenant tenant, View view, const std::string&
   fresh.tokens = tokens;
   fresh.tokens_unknown = tokens.empty();
   const auto known = static_cast<std::int64_t>(tokens.size());
-  fresh.last_checkpoint = std::max<std::int64_t>(0, known - 1) / config_.block_tokens *
-                          config_.block_tokens;
+  fresh.last_checkpoint =
+      std::max<std::int64_t>(0, known - 1) / config_.block_tokens * config_.block_tokens;
   fresh.root = prefix_root(tenant, weights_epoch_, salt);
   ledger_.extend_digests(fresh);
   seqs_[id] = std::move(fresh);

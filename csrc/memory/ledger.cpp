@@ -108,10 +108,9 @@ void Ledger::seal(SeqId id, std::int64_t length) {
 void Ledger::publish_state(const Sequence& seq) {
   const std::int64_t at = seq.kv.sealed;
   const std::int64_t full = at / config.block_tokens;
-  const bool is_checkpoint =
-      at % config.block_tokens == 0 &&
-      (at == seq.last_checkpoint ||
-       (config.checkpoint_tokens > 0 && at % config.checkpoint_tokens == 0));
+  const bool is_checkpoint = at % config.block_tokens == 0 &&
+                             (at == seq.last_checkpoint ||
+                              (config.checkpoint_tokens > 0 && at % config.checkpoint_tokens == 0));
   if (!is_checkpoint || at != seq.kv.length || pool.is_published(seq.kv.blocks[0]) ||
       full > static_cast<std::int64_t>(seq.digests.size())) {
     return;

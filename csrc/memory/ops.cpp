@@ -336,7 +336,8 @@ void Ops::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
   const std::int64_t want = ledger_.blocks_for(num_tokens);
   Change::Grown grown{id, seq.kv.blocks.size(), -1, kNoBlock};
   // A state is the partial last block of any length.
-  const std::int64_t block_tokens = config_.has_state() ? config_.max_len + 1 : config_.block_tokens;
+  const std::int64_t block_tokens =
+      config_.has_state() ? config_.max_len + 1 : config_.block_tokens;
   const std::int64_t tail = seq.kv.length / block_tokens;
   const std::int64_t written = seq.kv.length % block_tokens;
   if (written > 0 && seq.kv.blocks[tail] != kNoBlock && needs_copy(change, seq.kv.blocks[tail])) {

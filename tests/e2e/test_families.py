@@ -19,9 +19,10 @@ MODELS = {**VARIANTS, **NATIVE, **FOREIGN}
 #: Served by the decoder, and (the last three) by transformers over our memory.
 NAMES = ["llama-gqa-llama3", "opt", "opt-350m", "gpt2", "gpt2-scales"]
 NAMES += ["phi3", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "gpt-oss", "gemma2", "gemma3"]
+NAMES += ["qwen3-next", "qwen3.5"]
 NAMES += ["gpt-neox", "olmo2", "olmoe"]
 #: By the type of their configuration.
-NATIVE_ONLY = {"deepseek_v2"}
+NATIVE_ONLY = {"deepseek_v2", "qwen3_next", "qwen3_5_text"}
 NUM_TOKENS = 24
 
 
@@ -101,6 +102,16 @@ def test_latents_are_refused_where_torch_would_have_to_run(tmp_path: Path, model
     for options in ({"attention_backend": "sdpa"}, {"linear_backend": "torch"}):
         with pytest.raises(UnsupportedError, match=r"latent attention run in the native CPU"):
             engine(tmp_path, model_dir, **options)
+
+
+def test_states_are_refused_where_nothing_keeps_them(tmp_path: Path, model_dir: Path) -> None:
+    save(NATIVE["qwen3.5"], tmp_path)
+    for options in ({"attention_backend": "sdpa"}, {"linear_backend": "torch"}):
+        with pytest.raises(UnsupportedError, match=r"linear attention run in the native CPU"):
+            engine(tmp_path, model_dir, **options)
+    for option in ({"speculative": "auto"}, {"async_scheduling": "on"}):
+        with pytest.raises(ConfigurationError, match=r"a model with linear attention .*use off"):
+            engine(tmp_path, model_dir, **option)
 
 
 def test_learned_positions_bound_the_context(tmp_path: Path, model_dir: Path) -> None:

@@ -26,6 +26,7 @@ from tests.models.checkpoints import (
     gpt_oss,
     phi3,
     qwen3_moe,
+    qwen3_next,
     save,
 )
 from vmserve import LLM, RequestOutput, SamplingParams
@@ -48,6 +49,7 @@ FAMILIES = {
     "phi3": phi3(**_SIZES, partial_rotary_factor=0.75),
     "gpt-oss": gpt_oss(**_SIZES),
     "qwen3-moe": qwen3_moe(**_SIZES, num_experts=9, num_experts_per_tok=4),
+    "qwen3-next": qwen3_next(**_SIZES, num_experts=6, moe_intermediate_size=48),
     "deepseek-v3": deepseek_v3(**_SIZES, rope_parameters=DEEPSEEK_ROPE),
     "gemma3": gemma3(**_SIZES, sliding_window=24, final_logit_softcapping=20.0),
 }
@@ -60,6 +62,7 @@ KINDS = {
     "phi3": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
     "gpt-oss": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
     "qwen3-moe": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
+    "qwen3-next": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
     "deepseek-v3": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
     "gemma3": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
 }
@@ -199,9 +202,10 @@ def test_after_a_preemption(
         monkeypatch.setattr(PreemptionPolicy, measured, lambda *_: None)
     with workload.llm() as llm:
         stats = llm.stats()
+        states = 2 * llm.engine.memory.layout.state_bytes
     tokens = 576  # of the pool: one long request, or some short ones
     with workload.llm(
-        kv_cache_memory=tokens // stats["page_tokens"] * stats["page_bytes"],
+        kv_cache_memory=tokens // stats["page_tokens"] * stats["page_bytes"] + states,
         enable_prefix_caching=False,
         preemption=preemption,
         swap_space="64MiB" if preemption == "swap" else 0,

@@ -109,7 +109,11 @@ def qwen3_next(model_type: str = "qwen3_next", **changes: Any) -> PreTrainedConf
     linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
               "linear_value_head_dim": 48, "layer_types": ["linear_attention", "full_attention",
               "linear_attention"]}  # fmt: skip
-    return CONFIG_MAPPING[model_type](**{**_SMALL, "head_dim": 24, **linear, **changes})
+    experts = {"num_experts_per_tok": 3, "shared_expert_intermediate_size": 40}
+    small = {**_SMALL, "head_dim": 24, "pad_token_id": None, **linear}
+    if model_type == "qwen3_next":
+        small |= experts
+    return CONFIG_MAPPING[model_type](**{**small, **changes})
 
 
 def opt(**changes: Any) -> PreTrainedConfig:
@@ -283,9 +287,7 @@ NATIVE: dict[str, PreTrainedConfig] = {
     "qwen3-next": qwen3_next(
         hidden_size=64,
         num_experts=6,
-        num_experts_per_tok=3,
         moe_intermediate_size=48,
-        shared_expert_intermediate_size=40,
         mlp_only_layers=[0],
     ),
     "qwen3.5": qwen3_next(

@@ -41,6 +41,7 @@ class CountingMemory:
             block_tokens=page_tokens,
             total_page_bytes=4096,
             blocks_per_page=1,
+            state_blocks=0,
             pages_for=self._pages_for,
         )
         self.num_slots = num_slots

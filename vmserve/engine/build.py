@@ -137,9 +137,8 @@ def build(
             resolved.max_num_seqs,
             resolved.max_num_batched_tokens,
             window=widest_window(model_config, head_slack),
-            narrowest_window=min(
-                (kind.window for kind in memory.kinds if kind.window is not None), default=None
-            ),
+            narrowest_window=memory.narrowest_window,
+            checkpoints=memory.checkpoints,
             max_scored_tokens=max(1, SCORED_LOGITS // model_config.vocab_size),
             priority_max_wait=resolved.priority_max_wait,
             separates_phases=resolved.scheduling_policy == "v0",

@@ -11,7 +11,7 @@ from vmserve.attention.cpu import CpuBackend
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.dtypes import DType
 from vmserve.engine.pins import MAX_PINNED_PREFIXES
-from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.memory.device import MemoryDevice
 from vmserve.memory.layout import (
@@ -70,8 +70,6 @@ def create_memory(
 
     ``separates_kinds``: layers with a sliding window have pages of their own, if others have none.
     """
-    if isinstance(model.network, DecoderConfig) and model.network.delta is not None:
-        raise UnsupportedError("models with linear attention are not served yet")
     limit_bytes = resolved.kv_limit_bytes
     shape = (model.num_layers, model.kv_heads, model.head_dim, dtype, device.granularity)
     layout = plan_layout(
@@ -83,6 +81,7 @@ def create_memory(
         keys_only=model.keys_only,
         page_bytes=resolved.kv_page_bytes,
         block_tokens=resolved.block_tokens,
+        state_bytes=model.state_bytes,
         max_len=resolved.max_model_len + read_slack_tokens,
         # A GPU's mappings do not count for the system's limit.
         max_map_count=(max_map_count() if device.granularity == HOST_GRANULARITY else None),
@@ -124,18 +123,18 @@ def require_room(
 ) -> None:
     """Raises :class:`~vmserve.errors.ConfigurationError` unless the longest sequence fits beside
     the pinned prefixes."""
-    needed = layout.pages_for(max_len + read_slack_tokens)
+    needed = layout.pages_alone(max_len + read_slack_tokens)
     available = layout.num_pages(limit_bytes) - pinned_pages
     if needed <= available:
         return
-    fitting = max(0, available * layout.page_tokens - read_slack_tokens)
+    fitting = (available - layout.pages_alone(0)) * layout.page_tokens - read_slack_tokens
     beside = f" beside {pinned_pages} pages of pinned prefixes" if pinned_pages else ""
     raise ConfigurationError(
         f"a sequence of {max_len} tokens needs {needed} pages of "
         f"{format_size(layout.total_page_bytes)}, {max(0, available)} fit in the KV cache of "
         f"{format_size(limit_bytes)}{beside}: raise --kv-cache-memory to "
         f"{format_size((needed + pinned_pages) * layout.total_page_bytes)}"
-        + (f" or lower --max-model-len to {fitting}" if fitting else "")
+        + (f" or lower --max-model-len to {fitting}" if fitting > 0 else "")
     )
 
 

@@ -90,7 +90,7 @@ class PinnedPrefixes:
         plan = memory.plan([], [Attach(memory_id, hit)])
         assert isinstance(plan, MemoryPlan), "whole blocks are referenced, nothing is copied"
         memory.launched(memory.apply(plan))
-        needed = memory.layout.pages_for(resolved.max_model_len)
+        needed = memory.layout.pages_alone(resolved.max_model_len)
         left = memory.limit_pages - self._count_pages(memory_id, *self._held.values())
         if left < needed:
             raise InvalidRequestError(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Attach",
+    "Checkpoints",
     "Convert",
     "Fork",
     "Growth",
@@ -63,6 +64,25 @@ class Health(enum.Enum):
     HEALTHY = "healthy"
     DEGRADED = "degraded"
     FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """Positions at which the prefix cache keeps the state of a sequence: steps should end there.
+
+    These are the multiples of ``interval``, and the end of the last whole block before the last
+    known token, which a request with the same prompt can continue from.
+    """
+
+    interval: int
+    block_tokens: int
+
+    def last_reached(self, start: int, end: int, num_known: int) -> int:
+        """The last checkpoint in a chunk from ``start`` to ``end``; ``end`` if there is none."""
+        last = (num_known - 1) // self.block_tokens * self.block_tokens
+        if not start < last <= end:
+            last = end // self.interval * self.interval
+        return last if last > start else end
 
 
 class Growth(NamedTuple):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from vmserve import _core
-from vmserve.host_arrays import TensorTuple
+from vmserve.dtypes import DType
+from vmserve.host_arrays import TensorTuple, array_tuple
 from vmserve.memory.base import Regime
 from vmserve.memory.views import HostView
 
@@ -26,16 +29,26 @@ def host_view(memory: MemoryManager, regime: Regime) -> HostView:
     """
     if regime is Regime.VIRTUAL:
         slots = memory.slot_buffers()
-        return HostView(_core.CpuKvView(*_layers(memory, slots, memory.max_len)), slots)
+        core = _core.CpuKvView(*_layers(memory, slots, memory.max_len))
+        return HostView(core, (slots, _set_states(core, memory)))
     arena = memory.arena_buffers()
     keys, values = _layers(memory, arena, memory.layout.page_tokens)
-    tables = [memory.block_tables(kind) for kind in range(max(1, len(memory.kinds)))]
+    tables = [memory.block_tables(kind) for kind in range(memory.num_token_kinds)]
     layer_tables = [0] * len(keys)
     for index, kind in enumerate(memory.kinds):
         for layer in kind.layers:
             layer_tables[layer] = index
     core = _core.CpuKvView(keys, values, tables, memory.layout.block_tokens, layer_tables)
-    return HostView(core, (arena, tables))
+    return HostView(core, (arena, tables, _set_states(core, memory)))
+
+
+def _set_states(core: _core.CpuKvView, memory: MemoryManager) -> object:
+    """Returns what keeps their memory alive."""
+    if not memory.layout.state_bytes:
+        return None
+    pages, table = memory.state_buffer(), memory.block_tables(len(memory.kinds) - 1)
+    core.set_states(array_tuple(pages.view(np.float32), DType.FLOAT32), table)
+    return pages, table
 
 
 def _layers(

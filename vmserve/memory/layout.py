@@ -10,6 +10,9 @@ a group lie side by side for each token,
 * with ``keys_only`` K alone, ``[token, layer_in_group, kv_heads, head_dim]``: V is a slice of K's
   row (the latent of multi-head latent attention, arXiv 2405.04434 §2.1).
 
+Layers that keep a *state* of constant size instead (recurrent layers) are not among these. The
+states of a sequence lie in one page of their own, whatever its length.
+
 Each group has its own reservations. Page ``p`` is one physical page per group, all mapped together.
 So fewer groups mean fewer map calls, and more unused tokens in a short sequence's page.
 """
@@ -77,6 +80,8 @@ class KVLayout:
     tensor_parallel: int = 1
     #: V takes no memory: it is a slice of K's row.
     keys_only: bool = False
+    #: The page with the states of a sequence; 0: no layer has one.
+    state_bytes: int = 0
 
     @property
     def itemsize(self) -> int:
@@ -136,6 +141,18 @@ class KVLayout:
         """Pages of one sequence of ``num_tokens``."""
         return -(-num_tokens // self.page_tokens)
 
+    @property
+    def state_blocks(self) -> int:
+        """A sequence's states in blocks of all layers, rounded up."""
+        return -(-self.state_bytes * self.blocks_per_page // self.total_page_bytes)
+
+    def pages_alone(self, num_tokens: int) -> int:
+        """Pages that a sequence of ``num_tokens`` needs if it has the pool for itself.
+
+        Its states take two pages for a moment: a checkpoint is kept, and the next step copies it.
+        """
+        return self.pages_for(num_tokens) - (-2 * self.state_bytes // self.total_page_bytes)
+
     def slot_mappings(self, num_tokens: int) -> int:
         """Mappings of a slot of ``num_tokens``, if no two of its pages adjoin."""
         return self.pages_for(num_tokens) * self.num_groups
@@ -165,14 +182,21 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Layers that keep the same positions of a sequence: all, or those of a sliding window."""
+    """Layers that keep the same positions of a sequence: all, those of a sliding window, or the
+    state after the last.
+    """
 
+    #: Of the layout, which does not count layers with a state.
     layers: tuple[int, ...]
-    #: How many positions a query sees, itself included; None: all.
+    #: How many positions a query sees, itself included; None: all. With a state 1: nothing of the
+    #: past but the state.
     window: int | None
+    has_state: bool = False
 
     @property
     def name(self) -> str:
+        if self.has_state:
+            return "state"
         return "all" if self.window is None else f"window {self.window}"
 
 
@@ -202,11 +226,13 @@ def plan_layout(
     block_tokens: int = 16,
     tensor_parallel: int = 1,
     keys_only: bool = False,
+    state_bytes: int = 0,
     max_len: int | None = None,
     max_map_count: int | None = None,
 ) -> KVLayout:
     """Choose the page of a model's KV cache.
 
+    ``state_bytes``: those of a sequence's states, all together; rounded up to a page.
     ``granularity``: bytes that the driver's pages are multiples of (4 KiB on the host, 2 MiB with
     stock CUDA). ``page_bytes`` (of one group) and ``page_tokens`` fix what they name. What is left
     open is chosen: at least 64 tokens a page, and up to 256 tokens the size with the least padding.
@@ -252,6 +278,7 @@ def plan_layout(
             granularity=granularity,
             tensor_parallel=tensor_parallel,
             keys_only=keys_only,
+            state_bytes=-(-state_bytes // granularity) * granularity,
         )
 
     planned = layout(tokens, size)

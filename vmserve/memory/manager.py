@@ -13,6 +13,7 @@ from vmserve import _core
 from vmserve.errors import ConfigurationError, DriverError, OutOfMemoryError
 from vmserve.memory.base import (
     Attach,
+    Checkpoints,
     Convert,
     Fork,
     Health,
@@ -25,6 +26,7 @@ from vmserve.memory.base import (
     SwapOut,
 )
 from vmserve.memory.device import MemoryDevice, memory_device
+from vmserve.memory.layout import LayerKind
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.memory.base import Growth, MemoryOp
-    from vmserve.memory.layout import KVLayout, LayerKind
+    from vmserve.memory.layout import KVLayout
 
 __all__ = ["MemoryManager", "MemoryOptions"]
 
@@ -64,6 +66,9 @@ class MemoryOptions:
     read_slack_tokens: int = 0
     zero_pages: Literal["always", "tenant", "never"] = "always"
     prefix_caching: bool = False
+    #: With layers that keep a state: tokens from one state in the prefix cache to the next, rounded
+    #: up to whole blocks.
+    checkpoint_tokens: int = 512
     #: Keep page 0 zero for ever: unused entries of block tables are block 0.
     null_page: bool = False
     #: Keep a finished sequence's slot mapped until its pages are needed.
@@ -92,8 +97,9 @@ class MemoryManager:
 
     ``limit_bytes`` limits the pool and can be changed while serving. ``num_seqs``: sequences that
     can be open (default: one for each slot). ``kinds``: kinds of layers that get pages of their own
-    from the pool, the first of which sees all positions (none: one page has all layers); only with
-    a layout of one layer per group, K beside V. ``limits`` and ``wrap_driver`` are seams for tests:
+    from the pool, the first of which sees all positions (none: one page has all layers); several
+    only with a layout of one layer per group, K beside V. The layout's states are a kind of their
+    own, after these. ``limits`` and ``wrap_driver`` are seams for tests:
     the system's limits, and a driver around the real one.
 
     Raises :class:`ConfigurationError` if not one page fits in the limit, and :class:`DriverError`
@@ -124,18 +130,24 @@ class MemoryManager:
         max_bytes = max(limit_bytes, options.max_limit_bytes or device.total_bytes)
         #: The highest possible limit: the reserved address space.
         self.max_pages = max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
-        self.kinds = tuple(kinds)
+        kinds = tuple(kinds)
+        #: How many kinds keep tokens; one more may keep states.
+        self.num_token_kinds = max(1, len(kinds))
         #: Groups of layers of each kind.
-        sizes = [len(kind.layers) for kind in self.kinds] or [layout.num_groups]
+        sizes = [len(kind.layers) for kind in kinds] or [layout.num_groups]
         assert sum(sizes) == layout.num_groups
+        if layout.state_bytes:
+            kinds = kinds or (LayerKind(tuple(range(layout.num_layers)), None),)
+            kinds += (LayerKind((), 1, has_state=True),)
+        self.kinds = kinds
 
-        def create_driver(num_groups: int) -> _core.PageDriver:
+        def create_driver(num_groups: int, page_bytes: int) -> _core.PageDriver:
             # Any kind may take the whole pool.
-            num_frames = layout.num_groups * max_pages // num_groups * num_groups
-            driver = device.create_driver(layout.page_bytes, num_frames, limits)
+            most = layout.total_page_bytes * max_pages // (num_groups * page_bytes)
+            driver = device.create_driver(page_bytes, most * num_groups, limits)
             return driver if wrap_driver is None else wrap_driver(driver)
 
-        drivers = [create_driver(size) for size in sizes]
+        drivers = [create_driver(size, layout.page_bytes) for size in sizes]
         self._is_asynchronous = drivers[0].capabilities.asynchronous
         self._launched_epoch = 0
         self._least_told = self.limit_pages
@@ -173,7 +185,7 @@ class MemoryManager:
         self._core: _core.KVMemory | _core.KindsMemory
         #: Of each kind of layers.
         self._parts: list[_core.KVMemory]
-        if len(sizes) == 1:
+        if len(kinds) < 2:
             self._core = _core.KVMemory(
                 drivers[0],
                 num_groups=layout.num_groups,
@@ -184,7 +196,9 @@ class MemoryManager:
             self._parts = [self._core]
         else:
             of_kinds = []
-            for driver, kind, size in zip(drivers, self.kinds, sizes, strict=True):
+            if layout.state_bytes:  # half of the host's memory for each
+                common["swap_blocks"] //= 2
+            for driver, kind, size in zip(drivers, kinds, sizes, strict=False):
                 own = {
                     **common,
                     "num_groups": size,
@@ -192,8 +206,28 @@ class MemoryManager:
                     "max_pages": layout.num_groups * max_pages // size,
                 }
                 of_kinds.append((driver, kind.window or 0, own))
+            if layout.state_bytes:
+                driver = create_driver(1, layout.state_bytes)
+                of_kinds.append((driver, 0, common | self._states(max_pages)))
             self._core = _core.KindsMemory(of_kinds, self.limit_pages)
             self._parts = self._core.kinds
+
+    def _states(self, max_pages: int) -> dict[str, Any]:
+        """What the kind with states has of its own."""
+        layout, options = self.layout, self.options
+        most = layout.total_page_bytes * max_pages // layout.state_bytes
+        return {
+            "num_groups": 1,
+            "blocks_per_page": 1,
+            "state_bytes": layout.state_bytes,
+            "checkpoint_tokens": self._checkpoint_tokens,
+            "limit_pages": most,
+            "max_pages": most,
+            "grow_pages": 1,
+            "ready_pages": 0,
+            "null_page": False,
+            "swap_blocks": options.swap_bytes // 2 // layout.state_bytes,
+        }
 
     # -- sequences ----------------------------------------------------------------------
 
@@ -426,6 +460,37 @@ class MemoryManager:
         end."""
         return self._parts[kind].block_tables
 
+    @property
+    def narrowest_window(self) -> int | None:
+        """That of the kinds; None if there is only one, or all see everything."""
+        return min((kind.window for kind in self.kinds if kind.window is not None), default=None)
+
+    @property
+    def checkpoints(self) -> Checkpoints | None:
+        """Where steps should end, so that prefixes can be cached; None: anywhere."""
+        if not (self.layout.state_bytes and self.options.prefix_caching):
+            return None
+        return Checkpoints(self._checkpoint_tokens, self.layout.block_tokens)
+
+    @property
+    def _checkpoint_tokens(self) -> int:
+        block = self.layout.block_tokens
+        return -(-self.options.checkpoint_tokens // block) * block
+
+    def state_pages(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
+        """The rows of :meth:`state_buffer` with the sequences' states: int32 ``[len(seqs)]``.
+
+        To be asked for each step, after its plan is applied: a step may write to a copy. The first
+        step of a sequence starts from zeros, whatever is in the row.
+        """
+        rows: NDArray[np.int32] = self._parts[-1].block_tables[seqs, 0]
+        return rows
+
+    def state_buffer(self) -> NDArray[np.uint8]:
+        """States of all layers, a page per row: uint8 ``[pages, state_bytes]``."""
+        assert self.layout.state_bytes
+        return self._parts[-1].arena_buffer(0)
+
     def length(self, seq: int) -> int:
         """The tokens that the sequence was grown to."""
         return self._parts[0].length(seq)
@@ -436,11 +501,11 @@ class MemoryManager:
     @cached_property
     def _groups(self) -> list[tuple[_core.KVMemory, int]]:
         """The memory that has each group of layers, and its number there."""
-        if len(self._parts) == 1:
+        if self.num_token_kinds == 1:
             return [(self._parts[0], group) for group in range(self.layout.num_groups)]
         pairs = {
             layer: (part, group)
-            for part, kind in zip(self._parts, self.kinds, strict=True)
+            for part, kind in zip(self._parts, self.kinds, strict=False)
             for group, layer in enumerate(kind.layers)
         }
         return [pairs[layer] for layer in range(self.layout.num_layers)]

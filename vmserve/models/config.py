@@ -80,6 +80,12 @@ class ModelConfig:
         """Per layer, how many positions a query sees, itself included; None: all of them."""
         return tuple(layer.window for layer in self.attention)
 
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence keeps besides keys and values, whatever its length."""
+        delta = self.network.delta if isinstance(self.network, DecoderConfig) else None
+        return 0 if delta is None else 4 * delta.state_floats * len(delta.layers)
+
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
         """Read config.json and, where there is one, generation_config.json; or a GGUF file.

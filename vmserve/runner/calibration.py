@@ -61,7 +61,7 @@ def measure_profile(
     """
     slack = max(b.read_slack_tokens for b in backends.values())
     with runtime.active():
-        scratch = _Scratch(layout, max_len, slack, runtime)
+        scratch = _Scratch(dataclasses.replace(layout, state_bytes=0), max_len, slack, runtime)
         try:
             kernels = _measure_kernels(scratch, layout, backends, heads)
             map_page = scratch.map_page_seconds() * layout.num_groups

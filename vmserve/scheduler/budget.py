@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
+from vmserve.memory.base import Checkpoints
 from vmserve.scheduler.base import StepDraft, StepGrant
 from vmserve.scheduler.sequence import Sequence
 
@@ -24,6 +25,8 @@ class SchedulerLimits:
     window: int | None = None
     #: The narrowest window of layers that have pages of their own; None if there are none.
     narrowest_window: int | None = None
+    #: Where chunks of prompts should end; None: anywhere.
+    checkpoints: Checkpoints | None = None
     #: Seconds after which a waiting request goes before higher priorities; None: never.
     priority_max_wait: float | None = None
     #: Most prompt tokens scored in a step: each takes a row of logits.
@@ -37,13 +40,16 @@ class SchedulerLimits:
 class StepBudget:
     """What is left of a step: tokens to compute, and prompt tokens to score."""
 
-    def __init__(self, tokens: int, scored: int) -> None:
+    def __init__(self, tokens: int, scored: int, checkpoints: Checkpoints | None = None) -> None:
         self.tokens = tokens
         self.scored = scored
+        self._checkpoints = checkpoints
 
     @staticmethod
     def within(limits: SchedulerLimits) -> StepBudget:
-        return StepBudget(limits.max_num_batched_tokens, limits.max_scored_tokens)
+        return StepBudget(
+            limits.max_num_batched_tokens, limits.max_scored_tokens, limits.checkpoints
+        )
 
     def can_take(self, sequence: Sequence) -> bool:
         return self.tokens > 0 and (self.scored > 0 or not sequence.num_unscored)
@@ -53,6 +59,10 @@ class StepBudget:
         num_new = min(sequence.num_uncomputed, self.tokens, self.tokens if most is None else most)
         if sequence.num_unscored:
             num_new = min(num_new, self.scored)
+        if self._checkpoints is not None and num_new > 1:
+            start = sequence.num_computed
+            end = self._checkpoints.last_reached(start, start + num_new, sequence.num_tokens)
+            num_new = end - start
         self.spend([(sequence, num_new)])
         return sequence, num_new
 

@@ -30,12 +30,15 @@ class BlockForecast:
     def __init__(self, layout: KVLayout) -> None:
         self._layout = layout
         self.blocks_per_page = layout.blocks_per_page
+        self._state_blocks = layout.state_blocks
         self.block_bytes = layout.total_page_bytes // self.blocks_per_page
 
     def blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """Blocks of ``num_tokens`` in the sequence's regime."""
+        """Blocks of ``num_tokens`` in the sequence's regime, and of its state."""
+        if num_tokens == 0:
+            return 0
         unit = unit_tokens(self._layout, sequence.regime)
-        return -(-num_tokens // unit) * (unit // self._layout.block_tokens)
+        return -(-num_tokens // unit) * (unit // self._layout.block_tokens) + self._state_blocks
 
     def next_token(self, sequence: Sequence) -> int:
         """Blocks of all known tokens and the next one."""
@@ -49,12 +52,13 @@ class BlockForecast:
     def at_least(self, sequence: Sequence, num_shared: int) -> int:
         """Fewest blocks of a start that shares ``num_shared`` tokens with a sibling."""
         unit = unit_tokens(self._layout, Regime.PAGED)
-        return -(-(sequence.num_tokens + 1) // unit) - num_shared // unit
+        own = -(-(sequence.num_tokens + 1) // unit) - num_shared // unit
+        return own + self._state_blocks
 
     def at_most(self, sequence: Sequence) -> int:
         """Most blocks of a start that shares nothing, in any regime."""
         pages = self._layout.pages_for(sequence.num_tokens + 1)
-        return pages * self.blocks_per_page
+        return pages * self.blocks_per_page + self._state_blocks
 
     def owed(self, sequence: Sequence) -> int:
         """Blocks that a running sequence still lacks for its known tokens and the next one."""

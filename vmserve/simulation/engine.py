@@ -240,9 +240,8 @@ class SimulatedEngine:
             config.max_num_seqs,
             config.max_num_batched_tokens,
             watermark=config.watermark,
-            narrowest_window=min(
-                (kind.window for kind in config.kinds if kind.window is not None), default=None
-            ),
+            narrowest_window=self.memory.narrowest_window,
+            checkpoints=self.memory.checkpoints,
             priority_max_wait=resolved.priority_max_wait,
             separates_phases=config.policy == "v0",
         )

@@ -6,8 +6,8 @@
 //              the state after the last. Each kind has its own pages, arena, slots and driver
 //   window     tokens that a query of the kind sees, its own included; 0: all
 //   whole page one page of every kind but states: page_tokens tokens of all layers. The unit of
-//              plans, limits and statistics, because it is what a sequence takes within its windows.
-//              States count as the whole pages of as many bytes
+//              plans, limits and statistics, because it is what a sequence takes within its
+//              windows. States count as the whole pages of as many bytes
 //
 // Laws
 //   * the laws of KVMemory, for each kind

@@ -25,7 +25,7 @@ struct MemoryConfig {
   // Positions at which the prefix cache gets the state of a sequence: the multiples of this, and
   // the end of the last whole block before the last token known at open().
   std::int64_t checkpoint_tokens = 0;
-  std::int32_t max_seqs = 0;     // maximum of open sequences
+  std::int32_t max_seqs = 0;  // maximum of open sequences
   std::int32_t num_slots = 0;
   std::int64_t max_len = 0;      // tokens
   std::int64_t read_slack = 0;   // tokens past the length that kernels may read (virtual view)
@@ -67,9 +67,10 @@ enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, 
 //             `seq` is empty before. Length and sealed become num_tokens. Blocks wholly before
 //             `first_token` are not taken, and need not be cached (sliding window)
 //   kFork     gives `seq` the first `num_tokens` (<= length) of `other`, its parent. `seq` is empty
-//             and of the same tenant. A state is that of `other`'s length alone. Whole pages (virtual) or blocks (paged) are shared. The rest
-//             is copied at once (virtual) or when one of the two writes (paged). `seq` inherits
-//             the parent's known tokens up to num_tokens; append_tokens() adds later ones
+//             and of the same tenant. A state is that of `other`'s length alone. Whole pages
+//             (virtual) or blocks (paged) are shared. The rest is copied at once (virtual) or when
+//             one of the two writes (paged). `seq` inherits the parent's known tokens up to
+//             num_tokens; append_tokens() adds later ones
 //   kConvert  changes the view of `seq` to `view`; no change for a state
 //   kSwapOut  copies the blocks of `seq` to host memory and releases its pages
 //   kSwapIn   copies them back, into the view that `seq` had

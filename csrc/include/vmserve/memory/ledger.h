@@ -39,7 +39,7 @@ struct Sequence {
   Tenant tenant = 0;
   KvState kv;
   std::vector<std::int32_t> tokens;
-  bool tokens_unknown = false;  // No or not all token ids are known: nothing is published.
+  bool tokens_unknown = false;       // No or not all token ids are known: nothing is published.
   std::int64_t last_checkpoint = 0;  // a state's, besides the multiples of checkpoint_tokens
   Digest root{};
   std::vector<Digest> digests;  // of the leading full blocks
