@@ -9,6 +9,11 @@
 #include "vmserve/text.h"
 
 namespace vmserve {
+namespace {
+
+constexpr std::int64_t kKeptShare = 8;  // kept pages are at most one of so many
+
+}  // namespace
 
 BlockPool::BlockPool(std::int64_t max_pages, std::int32_t blocks_per_page, std::int64_t limit,
                      ZeroPolicy policy, std::int64_t extent_pages)
@@ -152,6 +157,9 @@ void BlockPool::leave_state(PageId id) noexcept {
   if (page.state == PageState::kIdle) {
     if (summary_.last_expendable == id) summary_.last_expendable = page.prev;
     page.expendable = false;
+    if (summary_.first_kept == id) summary_.first_kept = page.next;
+    summary_.num_kept -= page.kept ? 1 : 0;
+    page.kept = false;
     unlink(summary_.idle, id);
     summary_.num_idle_mapped -= page.counted_mapped ? 1 : 0;
     page.counted_mapped = false;
@@ -171,14 +179,35 @@ void BlockPool::enter_state(PageId id) noexcept {
   if (page.state == PageState::kFree) {
     set_free(id, true);
     page.owner = kNoSeq;
+    page.found = false;
   }
-  if (page.state == PageState::kIdle && page.expendable) {
+  if (page.state == PageState::kIdle) enter_idle(id);
+  if (page.state == PageState::kSplit) link(change_split(page.tenant), id);
+}
+
+void BlockPool::enter_idle(PageId id) noexcept {
+  Page& page = change(id);
+  if (page.expendable) {
     link_after(summary_.idle, id, summary_.last_expendable);
     summary_.last_expendable = id;
-  } else if (page.state == PageState::kIdle) {
-    link(summary_.idle, id);
+    return;
   }
-  if (page.state == PageState::kSplit) link(change_split(page.tenant), id);
+  if (!page.found) {
+    const PageId kept = summary_.first_kept;
+    return link_after(summary_.idle, id, kept == kNoPage ? summary_.idle.tail : pages_[kept].prev);
+  }
+  link(summary_.idle, id);
+  page.kept = true;
+  ++summary_.num_kept;
+  if (summary_.first_kept == kNoPage) summary_.first_kept = id;
+  while (summary_.num_kept * kKeptShare > committed_.size()) drop_kept();
+}
+
+void BlockPool::drop_kept() noexcept {
+  Page& page = change(summary_.first_kept);
+  page.found = page.kept = false;
+  summary_.first_kept = page.next;
+  --summary_.num_kept;
 }
 
 void BlockPool::update_state(PageId id) noexcept {
@@ -309,6 +338,7 @@ void BlockPool::add_ref(BlockId id) noexcept {
   const PageId page_id = page_of(id);
   Page& page = change(page_id);
   ++block.refs;
+  page.found = page.found || (keeps_found_ && block.published);
   if (block.refs == 2) {
     ++summary_.num_shared_blocks;
     if (++page.shared == 1) ++summary_.num_shared_pages;
@@ -469,6 +499,7 @@ void BlockPool::check_page(PageId id) const {
 std::uint64_t BlockPool::fingerprint() const {
   Mix mix;
   mix.add(limit_, completed_, summary_.last_expendable, summary_.has_growing_runs);
+  mix.add(summary_.first_kept, summary_.num_kept);
   for (const std::int64_t count : summary_.counts) mix.add(count);
   mix.add(summary_.num_idle_mapped, summary_.num_shared_pages, summary_.num_used_blocks,
           summary_.num_shared_blocks, summary_.num_cached_blocks, summary_.num_copies);
@@ -483,7 +514,8 @@ std::uint64_t BlockPool::fingerprint() const {
     mix.add(id, page.used, page.cached, page.shared, page.held, page.maps, page.copying,
             page.index);
     mix.add(page.owner, page.offered_blocks, static_cast<int>(page.state), page.known_zero,
-            page.counted_mapped, page.expendable, page.tenant, page.retire, free_.contains(id));
+            page.counted_mapped, page.expendable, page.found, page.kept, page.tenant, page.retire,
+            free_.contains(id));
     if (page.state == PageState::kSplit && page.prev == kNoPage) add_list(split_.at(page.tenant));
     const BlockId first = first_block(static_cast<PageId>(id));
     for (BlockId b = first; b < first + blocks_per_page_; ++b) {
@@ -513,15 +545,24 @@ void BlockPool::check() const {
     }
   }
   std::int64_t idle = 0;
-  PageId last_expendable = kNoPage;
+  PageId last_expendable = kNoPage, first_kept = kNoPage;
+  std::int64_t num_kept = 0;
   for (PageId id = summary_.idle.head; id != kNoPage; id = pages_[id].next) {
     ++idle;
+    num_kept += pages_[id].kept ? 1 : 0;
+    if (pages_[id].kept && first_kept == kNoPage) first_kept = id;
+    if (!pages_[id].kept && first_kept != kNoPage) {
+      throw InvariantError("page " + std::to_string(id) + " lies behind kept ones and is not kept");
+    }
     if (!pages_[id].expendable) continue;
     if (pages_[id].prev != last_expendable) {
       throw InvariantError("page " + std::to_string(id) +
                            " is expendable but not in front of the idle list");
     }
     last_expendable = id;
+  }
+  if (first_kept != summary_.first_kept || num_kept != summary_.num_kept) {
+    throw InvariantError("the kept pages of the idle list are not the recorded ones");
   }
   if (last_expendable != summary_.last_expendable) {
     throw InvariantError("the last expendable page of the idle list is not the recorded one");

@@ -37,6 +37,7 @@ KindsMemory::KindsMemory(const std::vector<KindConfig>& kinds, std::int64_t limi
   for (const KindConfig& kind : kinds) {
     require_alike(kind, kinds.front());
     kinds_.push_back(std::make_unique<KVMemory>(kind.driver, kind.memory));
+    kinds_.back()->pool_.keep_found();
     windows_.push_back(kind.memory.has_state() ? kWindowOfState : kind.window);
   }
   limit_bytes_ = limit_pages * whole_page_bytes();
@@ -99,15 +100,16 @@ void KindsMemory::share_limit() {
   for (const auto& kind : kinds_) allow(*kind, uncommitted_bytes());
 }
 
-// Evicts the page that was used least recently. One without cached blocks goes first; of equally
-// old ones, that of the kind with the largest pages.
+// Evicts the page that was used least recently. One without cached blocks goes first, those that
+// their pool keeps last; of equally old ones, that of the kind with the largest pages.
 bool KindsMemory::evict_oldest() {
-  using Age = std::tuple<bool, Epoch, std::int64_t>;
+  using Age = std::tuple<bool, bool, Epoch, std::int64_t>;
   std::vector<std::pair<Age, KVMemory*>> oldest;
   for (const auto& kind : kinds_) {
     const PageId page = kind->pool_.oldest_idle();
     if (page == kNoPage) continue;
-    const Age age{kind->pool_.cached(page) > 0, kind->pool_.retire(page), -page_bytes(*kind)};
+    const Age age{kind->pool_.cached(page) > 0, kind->pool_.is_kept(page), kind->pool_.retire(page),
+                  -page_bytes(*kind)};
     oldest.emplace_back(age, kind.get());
   }
   std::sort(oldest.begin(), oldest.end(),

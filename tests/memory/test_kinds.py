@@ -138,6 +138,22 @@ def test_a_lowered_limit_takes_the_oldest_pages_of_all_kinds() -> None:
     assert matched == [0, 16]
 
 
+def test_pages_that_were_found_go_last_up_to_an_eighth() -> None:
+    """A prompt that was found once outlives two others that were used later, in a pool so large
+    that its pages are no more than an eighth."""
+    rig = make_kinds(limit_pages=64, max_pages=64)
+    for first in (*range(100, 240, 20), 1, 1, 60, 80):
+        rig.core.release(start(rig, list(range(first, first + 17)), View.PAGED))
+        rig.seqs.clear()
+    rig.core.trim(4, drop_idle=True)
+    matched = []
+    for first in (1, 60, 80):
+        seq = rig.core.open(0, View.PAGED, b"", list(range(first, first + 17)))
+        assert seq is not None
+        matched.append(rig.core.match(seq))
+    assert matched == [16, 0, 0]
+
+
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_a_refusal_in_any_kind_undoes_all(kind: int) -> None:
     """Of each driver call of a step that maps, copies and forks."""

@@ -8,7 +8,8 @@
 //   waiting  released, but a running epoch may read it or one of its blocks is being copied to host
 //            memory
 //   idle     evictable: it has cached blocks or is mapped in a slot. Evicted first: *expendable*
-//            pages (used before, nothing cached); then the others, least recently used first
+//            pages (used before, nothing cached); then the others, least recently used first; last
+//            those that keep_found() keeps
 //   held     without references, but reserved for a repair or a mapper command
 // Laws
 //   * the state is a function of the counters (state_for), and the page is in the list of its state
@@ -129,6 +130,11 @@ class BlockPool {
   // Completes epochs up to `epoch`: pages that waited for them become idle or free.
   void complete(Epoch epoch) noexcept;
 
+  // From now on pages of which somebody took a published block are evicted after the others, until
+  // they are more than an eighth of the committed pages: then the oldest is as the others.
+  void keep_found() { keeps_found_ = true; }
+  bool is_kept(PageId page) const { return pages_[page].kept; }
+
   // -- idle pages, in eviction order.
   PageId oldest_idle() const { return summary_.idle.head; }
   PageId next_idle(PageId page) const { return pages_[page].next; }
@@ -176,6 +182,8 @@ class BlockPool {
     bool known_zero;
     bool counted_mapped;  // counted in summary_.num_idle_mapped
     bool expendable;      // idle and evicted first: see summary_.last_expendable
+    bool found;           // a published block of it was taken by another sequence
+    bool kept;            // idle and evicted last: see summary_.first_kept
     Tenant tenant;        // tenant whose data it holds or held last
     Epoch retire;         // last epoch that may read it
     PageId prev, next;    // neighbours in the idle list or its tenant's split list
@@ -195,6 +203,9 @@ class BlockPool {
     // The idle list begins with expendable pages. Losing one costs at most a map call; losing a
     // cached block costs computing it again.
     PageId last_expendable = kNoPage;
+    // It ends with kept pages.
+    PageId first_kept = kNoPage;
+    std::int64_t num_kept = 0;
     bool has_growing_runs = false;
     std::int64_t counts[7] = {};
     std::int64_t num_idle_mapped = 0, num_shared_pages = 0, num_used_blocks = 0,
@@ -220,6 +231,9 @@ class BlockPool {
   // Moves the page to the state of its counters. Called after each change of a counter.
   void update_state(PageId page) noexcept;
   void enter_state(PageId page) noexcept;
+  void enter_idle(PageId page) noexcept;
+  // Makes the oldest kept page the youngest of the others.
+  void drop_kept() noexcept;
   void leave_state(PageId page) noexcept;
   void link(List& list, PageId page) noexcept;
   // `before` == kNoPage: at the head.
@@ -233,6 +247,7 @@ class BlockPool {
   std::int32_t blocks_per_page_;
   std::int64_t limit_;
   ZeroPolicy policy_;
+  bool keeps_found_ = false;
   Epoch completed_ = 0;
   PageSet committed_;
   PageSet free_;
