@@ -246,6 +246,7 @@ _VALUES = {
     "number?": st.sampled_from([None, 1, 0.5, 0.3, 0.0, 2]),
     "bool": st.booleans(),
     "str": st.sampled_from(["silu", "relu", "gelu", "gelu_new"]),
+    "str?": st.sampled_from([None, "greedy", "group_limited_greedy", "noaux_tc", "sigmoid"]),
     "ints?": st.sampled_from([None, [], [0], [1, 3], [-1]]),
     "ids": st.sampled_from([None, 0, 3, [1, 2], []]),
     "layer_types": st.sampled_from(

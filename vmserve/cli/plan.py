@@ -138,6 +138,8 @@ def _shape(name: str, dtype: str | None) -> tuple[ModelShape, int]:
         max_len=config.max_position_embeddings,
         windows=config.windows,
         keys_only=config.keys_only,
+        num_states=config.num_states,
+        state_bytes=config.state_bytes // max(1, config.num_states),
     )
     return _with_dtype(shape, dtype), HOST_GRANULARITY
 

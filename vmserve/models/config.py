@@ -81,10 +81,16 @@ class ModelConfig:
         return tuple(layer.window for layer in self.attention)
 
     @property
-    def state_bytes(self) -> int:
-        """What a sequence keeps besides keys and values, whatever its length."""
+    def num_states(self) -> int:
+        """Layers that keep a state in place of keys and values."""
         delta = self.network.delta if isinstance(self.network, DecoderConfig) else None
-        return 0 if delta is None else 4 * delta.state_floats * len(delta.layers)
+        return 0 if delta is None else len(delta.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        """What a sequence keeps in all of these, whatever its length."""
+        delta = self.network.delta if isinstance(self.network, DecoderConfig) else None
+        return 0 if delta is None else 4 * delta.state_floats * self.num_states
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelConfig:
