@@ -50,7 +50,8 @@ def view_for(model: LoadedModel, max_len: int) -> ContiguousView | HostView:
         as_torch(model.dtype),
     )
     network = config.network
-    assert isinstance(network, DecoderConfig)
+    if not isinstance(network, DecoderConfig):
+        return view
     if network.latent is not None:
         return ContiguousView(view.keys, view.keys)
     return view if network.delta is None else _with_states(view, network.delta)
