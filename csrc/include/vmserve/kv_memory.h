@@ -16,8 +16,7 @@
 //   sealed     positions that a completed epoch has written; they never change again
 //   published  a sealed block that the prefix cache finds by the digest of all tokens up to its end
 //   state      instead of K and V: one block for all tokens of a sequence, always in the paged
-//   view.
-//              Its kernels start a sequence's first step from zeros, whatever the block holds
+//              view. Its kernels start a sequence's first step from zeros, whatever the block holds
 //   checkpoint a position at which a state is published; the next step writes to a copy
 //   copied     being copied to host memory while kernels run. Until the copy ends, the block is
 //              not written, not handed out again, and its page is not compacted
