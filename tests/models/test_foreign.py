@@ -136,8 +136,6 @@ SMALL: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("model_type", "architecture", "changes", "reason"),
     [
-        ("deepseek_v3", "DeepseekV3ForCausalLM", {},
-         r"layer 0 has queries of 192, keys of 192 and values of 128 elements per head"),
         ("mamba", "MambaForCausalLM", {"max_position_embeddings": 64},
          r"its 3 layers call attention 0 times: each must once"),
         ("recurrent_gemma", "RecurrentGemmaForCausalLM", {},
