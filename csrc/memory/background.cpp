@@ -507,12 +507,14 @@ void Background::seal_now(const Command& command) {
 }
 
 // Without seal_read_only, a sequence may write again what it wrote. Pages that were read-only
-// because they were shared become writable when one sequence owns them. If the driver refuses, the
-// next change tries again.
+// because they were shared or published become writable when one sequence owns them. If the driver
+// refuses, the next change tries again.
 void Background::restore_write_access() {
-  if (!ledger_.may_restore_access || config_.seal_read_only || !work_.failure.empty()) return;
+  if (config_.seal_read_only || !work_.failure.empty()) return;
+  if (!ledger_.may_restore_access && !pool_.has_unpublished()) return;
   if (!config_.access_under_readers && ledger_.completed != ledger_.begun) return;
   ledger_.may_restore_access = false;
+  pool_.clear_has_unpublished();
   std::vector<std::pair<SlotId, std::int64_t>> reopened;
   std::vector<AccessRun> runs;
   for (SlotId id = 0; id < config_.num_slots; ++id) {

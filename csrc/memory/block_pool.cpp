@@ -430,6 +430,7 @@ void BlockPool::unpublish(BlockId id) noexcept {
   Block& block = change_block(id);
   set_digest(id, digests_[id], false);
   block.published = false;
+  has_unpublished_ = true;
   if (block.refs == 0) {
     --change(page_of(id)).cached;
     --summary_.num_cached_blocks;

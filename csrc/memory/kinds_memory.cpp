@@ -447,6 +447,7 @@ std::int64_t KindsMemory::trim(std::int64_t keep_pages, bool drop_idle) {
     for (const auto& kind : kinds_) {
       kind->background_.drain_mapper();
       kind->background_.finish_copies();
+      kind->work_.retry_repairs();
     }
     const std::int64_t total = drop_idle ? reclaimable_bytes() : free_bytes();
     std::int64_t bytes = total - keep_pages * whole_page_bytes();

@@ -370,9 +370,10 @@ void KVMemory::commit(Change& change) {
   for (auto block = change.drops.rbegin(); block != change.drops.rend(); ++block) {
     pool_.drop_ref(*block, ledger_.begun);
   }
-  // A conversion shares pages with the old blocks until these are dropped.
-  ledger_.may_restore_access =
-      ledger_.may_restore_access || !change.drops.empty() || change.counts.converted_to_virtual > 0;
+  // A conversion shares pages with the old blocks until these are dropped. A fork makes what its
+  // parent has sealed read-only, though the child may have dropped what is before its window.
+  ledger_.may_restore_access = ledger_.may_restore_access || !change.drops.empty() ||
+                               !change.forked.empty() || change.counts.converted_to_virtual > 0;
   for (const SwapId swap : change.swap_drops) work_.swap->drop(swap);
   for (const Change::SavedSlot& slot : change.slots) {
     if (!slots_[slot.slot].active()) ledger_.park(slot.slot, ledger_.begun);

@@ -116,7 +116,8 @@ void check_slots(const Ledger& ledger, DriverWork& work) {
       law(!entry.read_only || (i + 1) * ledger.config.page_tokens() <= seq.kv.length,
           name + " is read-only where its sequence writes");
       law(!entry.read_only || entry.page == kNoPage || ledger.config.seal_read_only ||
-              ledger.may_restore_access || !ledger.is_exclusive(entry.page),
+              ledger.may_restore_access || ledger.pool.has_unpublished() ||
+              !ledger.is_exclusive(entry.page),
           page_text(entry.page) + " belongs to one sequence but is read-only in its slot");
     }
   }

@@ -291,7 +291,7 @@ class Walk:
             swap_blocks=rng.choice([0, 12, 200]),
             null_page=rng.random() < 0.3,
             deferred_reclamation=rng.random() < 0.8,
-            seal_read_only=True,  # as engines have it
+            seal_read_only=rng.random() < 0.5,
             has_state=rng.random() < 0.5,
         )
         self.whole = self.rig.core.stats().page_bytes

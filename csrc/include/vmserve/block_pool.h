@@ -146,6 +146,9 @@ class BlockPool {
   // False, without effect, if another block has this digest.
   bool publish(BlockId block, const Digest& digest);
   void unpublish(BlockId block) noexcept;
+  // Since it was cleared: a block was unpublished, which may have left its page to one sequence.
+  bool has_unpublished() const { return has_unpublished_; }
+  void clear_has_unpublished() { has_unpublished_ = false; }
   // Unpublishes the page's blocks without references; returns their number.
   std::int32_t drop_cached(PageId page) noexcept;
   void clear_index() noexcept;
@@ -248,6 +251,7 @@ class BlockPool {
   std::int64_t limit_;
   ZeroPolicy policy_;
   bool keeps_found_ = false;
+  bool has_unpublished_ = false;
   Epoch completed_ = 0;
   PageSet committed_;
   PageSet free_;
