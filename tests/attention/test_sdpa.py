@@ -162,7 +162,7 @@ def test_registry_knows_its_names() -> None:
         ("auto", Regime.VIRTUAL, 64, torch.float16, "sdpa"),
         ("sdpa", Regime.VIRTUAL, 64, torch.float32, "sdpa"),
         ("sdpa", Regime.PAGED, 64, torch.float32, "cpu"),
-        ("sdpa", Regime.PAGED, 264, torch.float32, "reference"),
+        ("sdpa", Regime.PAGED, 584, torch.float32, "reference"),
         ("reference", Regime.PAGED, 64, torch.float32, "reference"),
     ],
 )

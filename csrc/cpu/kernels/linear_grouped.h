@@ -223,11 +223,6 @@ VMSERVE_WITH_SUMS void end_group(const RowGroup* groups, std::int64_t group_stri
   }
 }
 
-// Rows [row, row + kRows) of a block, which has block_rows.
-struct RowTile {
-  std::int32_t first_row, block_rows, row;
-};
-
 // Multiplies rows by kPanels panels: `panel`, panel + apart, ... `weights`: of `panel`; the others
 // are panel_stride apart.
 template <class G, int kRows, int kPanels>
@@ -287,8 +282,7 @@ void grouped_panels(const LinearArgs& a, const char* weights, std::int64_t panel
     }
   }
 #pragma GCC unroll 8
-  for (int p = 0; p < kPanels; ++p)
-    finish<kRows>(a, tile.first_row + tile.row, panel + p * apart, sums.at[p]);
+  for (int p = 0; p < kPanels; ++p) finish<kRows>(a, tile, panel + p * apart, sums.at[p]);
 }
 
 template <class G, int kWord>

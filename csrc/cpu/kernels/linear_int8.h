@@ -107,7 +107,8 @@ void panels(const LinearArgs& a, const Int8<Row>* weights, std::int32_t first_ro
     }
   }
 #pragma GCC unroll 8
-  for (int p = 0; p < kPanels; ++p) finish<kRows>(a, first_row, panel + p * apart, sums.at[p]);
+  for (int p = 0; p < kPanels; ++p)
+    finish<kRows>(a, {first_row, kRows, 0}, panel + p * apart, sums.at[p]);
 }
 
 }  // namespace

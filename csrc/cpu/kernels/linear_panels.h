@@ -146,10 +146,15 @@ inline void put_packed(T* block, std::int64_t first, std::int64_t r, std::int64_
 
 static_assert(Vec::kWidth <= kDepthUnit);
 
+// Rows [row, row + kRows) of a block, which has block_rows.
+struct RowTile {
+  std::int32_t first_row, block_rows, row;
+};
+
 template <class T, int kRows>
-void put_gated(const LinearArgs& a, std::int32_t first_row, std::int32_t first,
+void put_gated(const LinearArgs& a, RowTile tile, std::int32_t first,
                const Vec::R (&gated)[kRows]) {
-  T* const block = static_cast<T*>(a.out) + block_at(first_row, a.out_stride);
+  T* const block = static_cast<T*>(a.out) + block_at(tile.first_row, a.out_stride);
   const int count = least(Vec::kWidth, a.num_outputs - first);
   // The last panel also writes the zeros that pad the depth of the next product.
   const bool is_last = first + Vec::kWidth >= a.num_outputs;
@@ -159,13 +164,12 @@ void put_gated(const LinearArgs& a, std::int32_t first_row, std::int32_t first,
     T lanes[kDepthUnit];
     Vec::store(lanes, gated[r]);
     for (int i = count; i < padded_count; ++i) lanes[i] = T{};
-    put_packed(block, first, r, kRows, lanes, padded_count);
+    put_packed(block, first, tile.row + r, tile.block_rows, lanes, padded_count);
   }
 }
 
 template <int kRows>
-void gate(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
-          Vec::R (&sums)[2][kRows]) {
+void gate(const LinearArgs& a, RowTile tile, std::int32_t panel, Vec::R (&sums)[2][kRows]) {
   const std::int32_t first = panel * Vec::kWidth;
   Vec::R gated[kRows];
   if (a.gate.activation == Activation::kSilu) {
@@ -178,18 +182,18 @@ void gate(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
   }
   if (a.epilogue == Epilogue::kGateRows) {
     const int count = least(Vec::kWidth, a.num_outputs - first);
-    float* const to = static_cast<float*>(a.out) + block_at(first_row, a.out_stride) + first;
+    const std::int64_t at = (tile.first_row + tile.row) * a.out_stride + first;
+    float* const to = static_cast<float*>(a.out) + at;
     for (int r = 0; r < kRows; ++r) store_first(to + r * a.out_stride, count, gated[r]);
   } else if (a.pairs_out) {
-    put_gated<Bf16>(a, first_row, first, gated);
+    put_gated<Bf16>(a, tile, first, gated);
   } else {
-    put_gated<float>(a, first_row, first, gated);
+    put_gated<float>(a, tile, first, gated);
   }
 }
 
 template <int kRows>
-void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
-            Vec::R (&sums)[2][kRows]) {
+void finish(const LinearArgs& a, RowTile tile, std::int32_t panel, Vec::R (&sums)[2][kRows]) {
   const bool gated = a.epilogue == Epilogue::kGate || a.epilogue == Epilogue::kGateRows;
   const std::int32_t first = panel * kPanelOutputs;
   const int packed_outputs = gated ? 2 * a.num_outputs : a.num_outputs;
@@ -205,7 +209,7 @@ void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
     }
   }
   if (gated) {
-    gate<kRows>(a, first_row, panel, sums);
+    gate<kRows>(a, tile, panel, sums);
     return;
   }
   const int low = least(count, Vec::kWidth), high = most(0, count - Vec::kWidth);
@@ -213,7 +217,7 @@ void finish(const LinearArgs& a, std::int32_t first_row, std::int32_t panel,
     if (a.softcap != 0.0F) {
       for (int v = 0; v < 2; ++v) sums[v][r] = soft_capped(sums[v][r], a.softcap);
     }
-    const std::int64_t at = (first_row + r) * a.out_stride + first;
+    const std::int64_t at = (tile.first_row + tile.row + r) * a.out_stride + first;
     if (a.epilogue == Epilogue::kNarrow) {
       Bf16* const to = static_cast<Bf16*>(a.out) + at;
       store_first(to, low, sums[0][r]);
