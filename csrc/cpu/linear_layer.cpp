@@ -112,8 +112,9 @@ bool keep_minima(std::vector<GroupedTensor>& tensors) {
 // Bits of the shortest codes that have those of the tensors: 4 only if all have 4, so that the type
 // of the rows depends on no weight.
 int bits_of(const std::vector<GroupedTensor>& tensors, bool minima) {
+  const auto is_short = [](const GroupedTensor& tensor) { return tensor.bits == 4; };
+  if (std::all_of(tensors.begin(), tensors.end(), is_short)) return 4;
   int least = 0, most = 0;
-  bool long_codes = false;
   for (const GroupedTensor& tensor : tensors) {
     // As unsigned numbers, which compilers have vector instructions for.
     const std::uint8_t sign = tensor.bits == 8 ? 0x80 : 0;
@@ -123,13 +124,11 @@ int bits_of(const std::vector<GroupedTensor>& tensors, bool minima) {
       low = std::min(low, code);
       high = std::max(high, code);
     }
-    long_codes |= tensor.bits == 8;
     const int zero = tensor.bits == 8 ? 128 : minima ? 0 : 8;
     least = std::min(least, low - zero);
     most = std::max(most, high - zero);
   }
-  for (const int bits : {4, 5, 6}) {
-    if (bits == 4 && long_codes) continue;
+  for (const int bits : {5, 6}) {
     const int lowest = minima ? 0 : -(1 << (bits - 1));
     if (least >= lowest && most < lowest + (1 << bits)) return bits;
   }

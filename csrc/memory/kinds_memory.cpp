@@ -444,11 +444,7 @@ std::int64_t KindsMemory::trim(std::int64_t keep_pages, bool drop_idle) {
   std::vector<std::int64_t> keep;
   {
     const auto locks = enter();
-    for (const auto& kind : kinds_) {
-      kind->background_.drain_mapper();
-      kind->background_.finish_copies();
-      kind->work_.retry_repairs();
-    }
+    for (const auto& kind : kinds_) kind->finish_pending_work();
     const std::int64_t total = drop_idle ? reclaimable_bytes() : free_bytes();
     std::int64_t bytes = total - keep_pages * whole_page_bytes();
     while (drop_idle && free_bytes() < bytes && evict_oldest()) {
@@ -478,9 +474,7 @@ void KindsMemory::set_limit(std::int64_t limit_pages) {
   });
   for (const auto& kind : kinds_) {
     kind->work_.require_alive();
-    kind->background_.drain_mapper();
-    kind->background_.finish_copies();
-    kind->work_.retry_repairs();
+    kind->finish_pending_work();
     ++kind->ledger_.version;
   }
   limit_bytes_ = limit_pages * whole_page_bytes();

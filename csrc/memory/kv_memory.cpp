@@ -465,13 +465,17 @@ void KVMemory::clear_cache() {
 
 // -- the pool
 
+void KVMemory::finish_pending_work() {
+  background_.drain_mapper();
+  background_.finish_copies();
+  work_.retry_repairs();
+}
+
 std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle_too) {
   const auto lock = enter();
   require(keep_pages >= 0, [&] { return std::string("keep_pages must not be negative"); });
   work_.require_alive();
-  background_.drain_mapper();
-  background_.finish_copies();
-  work_.retry_repairs();
+  finish_pending_work();
   if (drop_idle_too) room_.evict_idle(keep_pages);
   if (work_.swap->num_used() == 0) {
     const auto driving = work_.lock();
@@ -490,9 +494,7 @@ void KVMemory::set_limit(std::int64_t limit_pages) {
            with_commas(config_.max_pages);
   });
   work_.require_alive();
-  background_.drain_mapper();
-  background_.finish_copies();
-  work_.retry_repairs();
+  finish_pending_work();
   pool_.set_limit(limit_pages);
   ++ledger_.version;
   room_.give_back_excess();

@@ -184,6 +184,7 @@ class KVMemory {
 
   std::unique_lock<std::mutex> enter() const;  // refuses forks and a closed memory, then locks
   bool wait_for_mapper(const std::vector<Op>& ops, const Plan& plan);
+  void finish_pending_work();  // mapper, copies to host memory, repairs. Pre: locked
   // The parts of plan() and apply(). Pre: locked.
   const Assessed& assess(const std::vector<Op>& ops);
   Assessed assess_again(const std::vector<Op>& ops, std::uint64_t version);
