@@ -87,11 +87,10 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[Wor
         with watch(len(options.workloads) * len(variants) * settings.num_runs) as progress:
             for name in options.workloads:
                 num_requests, max_len = SIZES[name]
+                few = max(2, num_requests // 8)
                 [source] = sources(
-                    [name], None, None,
-                    num_requests=max(2, num_requests // 8) if options.quick else num_requests,
-                    block_tokens=1, num_output_tokens=1, encode=lambda text: [],
-                )  # fmt: skip
+                    [name], None, None, num_requests=few if options.quick else num_requests
+                )
                 length = 256 if options.quick else max_len
                 workload = make_workload(source, LoadOptions(), max_len=length, scale=None)
                 results.append(run_workload(engines, workload, settings, progress))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -24,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from workloads import WORKLOADS, conversations
 
 import vmserve
 from vmserve.bench.lab.machine import free_port, machine_info
 from vmserve.bench.lab.report import keep, results_directory
 from vmserve.bench.lab.rounds import ManyResult, compare_many
 from vmserve.bench.lab.table import markdown_table
+from vmserve.workloads.texts import TEXTS, conversations
 
 MODES = ("off", "prompt-lookup", "auto")
 #: Lookup of llama.cpp: as it comes (matches of 12 tokens, drafts of 48), as short as ours, and by
@@ -66,8 +67,11 @@ class Engine:
         )
         self._max_tokens, self._temperature = args.max_tokens, args.temperature
         self.answers: list[list[int]] = []
+        #: Nanoseconds of this process, of each call.
+        self.cpu_ns: list[int] = []
 
     def answer(self, prompts: Prompts, streams: int) -> None:
+        began = time.process_time_ns()
         self.answers = []
         params = [
             vmserve.SamplingParams(
@@ -78,6 +82,7 @@ class Engine:
         for i in range(0, len(prompts), streams):
             done = self.llm.generate(prompts[i : i + streams], params[i : i + streams])
             self.answers += [each.outputs[0].token_ids for each in done]
+        self.cpu_ns.append(time.process_time_ns() - began)
 
     def counts(self) -> dict[str, float]:
         stats = self.llm.stats()
@@ -148,7 +153,7 @@ def main() -> None:
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": message}], add_generation_prompt=True
             )[1]
-            for message in conversations(workload, args.conversations)
+            for message in conversations(workload)[: args.conversations]
         ]
         for streams in map(int, args.streams.split(",")):
             measured = ours(engines, args, workload, prompts, streams)
@@ -172,7 +177,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--modes", default=",".join(MODES), help="the first is the baseline")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS))
+    parser.add_argument("--workloads", default=",".join(TEXTS))
     parser.add_argument("--streams", default="1,8")
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=192)
@@ -203,8 +208,16 @@ def ours(
         counts[mode] = {name: n - before[name] for name, n in engines[mode].counts().items()}
     first, *others = engines.values()
     assert all(each.answers == first.answers for each in others), "answers differ"
+    for engine in engines.values():
+        engine.cpu_ns.clear()
     timed = compare_many(calls, rounds=args.rounds, warmup=0)
-    return described("vmserve", workload, streams, timed, counts)
+    rows = described("vmserve", workload, streams, timed, counts)
+    for row, engine in zip(rows, engines.values(), strict=True):
+        ratios = [a / b for a, b in zip(first.cpu_ns, engine.cpu_ns, strict=True)]
+        row["faster_cpu"] = statistics.median(ratios)
+        tokens = counts[row["mode"]]["generated"]
+        row["cpu_ms_a_token"] = statistics.median(engine.cpu_ns) / tokens / 1e6
+    return rows
 
 
 def llama(args: argparse.Namespace, workload: str, prompts: Prompts, streams: int) -> list[Result]:
@@ -255,15 +268,17 @@ def described(
 
 def table(results: list[Result]) -> str:
     head = ("answers", "streams", "engine", "drafts", "tokens/s", "times off", "95 %")
-    head += ("tokens a step", "accepted")
+    head += ("by processor time", "tokens a step", "accepted")
 
     def cells() -> Iterator[tuple[str, ...]]:
         for r in results:
+            cpu = f"{r['faster_cpu']:.2f}" if "faster_cpu" in r else "–"
             accepted = "–" if r["accepted"] is None else f"{r['accepted']:.0%}"
             yield (
                 r["workload"], str(r["streams"]), r["engine"], r["mode"],
                 f"{r['tokens_per_second']:,.0f}", f"{r['faster']:.2f}",
-                f"{r['low']:.2f}–{r['high']:.2f}", f"{r['tokens_a_step']:.2f}", accepted,
+                f"{r['low']:.2f}–{r['high']:.2f}", cpu,
+                f"{r['tokens_a_step']:.2f}", accepted,
             )  # fmt: skip
 
     return "\n".join(markdown_table(head, cells(), 4))

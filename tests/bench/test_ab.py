@@ -280,6 +280,12 @@ def test_metrics_by_hand() -> None:
     }
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert list(found) == list(METRICS)
+    drafts = {"draft_tokens": 8, "accepted_tokens": 2}
+    counters = {f"spec_decode_num_{name}_total": count for name, count in drafts.items()}
+    counters |= {"generation_tokens_total": 12}
+    found = summarize(replace(by_hand(), counters=Counter(by_hand().counters) + Counter(counters)))
+    names = ("drafted_tokens", "accepted_share", "tokens_per_row")
+    assert [found[name] for name in names] == [8, 0.25, 1.2]
 
 
 def test_what_a_run_has_not_is_none() -> None:
@@ -677,6 +683,20 @@ def test_the_command_takes_traces_prompts_and_named_variants(tmp_path: Path) -> 
     assert (mine["load"]["is_open"], asked["load"]["is_open"]) == (True, False)
     assert mine["rounds"][0]["runs"]["off"]["requests"][0]["input_tokens"] == 30
     assert asked["rounds"][0]["runs"]["off"]["requests"][0]["output_tokens"] == 3
+
+
+def test_the_command_speculates_on_real_text(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    variants = ["--variants", "off=speculative=off", "--variants", "on=speculative=prompt-lookup"]
+    told = invoke(*SMALL, "--workload", "stories", *variants, "--max-len", "256",
+                  "--output-len", "40", "--output", str(out))  # fmt: skip
+    assert "at most 40 out" in told
+    assert "tokens drafted" in told
+    [stories] = json.loads((out / "results.json").read_text())["workloads"]
+    assert stories["same_answers"] == {"on": {"same": 2, "of": 2}}
+    metrics = stories["rounds"][0]["metrics"]
+    assert metrics["off"]["drafted_tokens"] is None
+    assert metrics["on"]["drafted_tokens"] > 0
 
 
 def test_the_command_makes_engines_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

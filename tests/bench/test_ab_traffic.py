@@ -12,10 +12,11 @@ import pytest
 
 from vmserve.bench.ab.jobs import Decoding, Job, Prompts, fit, generation_params, with_arrivals
 from vmserve.bench.ab.traces import at_rate, read_prompts, read_trace
-from vmserve.bench.ab.traffic import ARXIV, KINDS, MIX, get_kind, sessions
+from vmserve.bench.ab.traffic import ARXIV, KINDS, MIX, get_kind, sessions, text_jobs
 from vmserve.errors import ConfigurationError
 from vmserve.sampling import BeamSearchParams, SamplingParams
 from vmserve.workloads.shapes import RequestShape
+from vmserve.workloads.texts import TEXTS, conversations
 
 MANY = 20_000
 
@@ -130,6 +131,22 @@ def test_a_mix_has_every_part_in_its_share_and_conversations_whole() -> None:
     assert {str(job.decoding) for job in jobs} == {"greedy", "beam 4", "n = 4"}
     # Drawn order: parts do not come one after the other.
     assert len({job.part for job in jobs[:20]}) > 3
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_conversations_of_text_are_drawn_and_may_end(name: str) -> None:
+    def made(seed: int) -> list[Job]:
+        return text_jobs(name, 20, seed, 192, lambda message: list(message.encode()))
+
+    jobs = made(5)
+    assert jobs == made(5) != made(6)
+    messages = [bytes(job.token_ids or ()).decode() for job in jobs]
+    assert set(messages) <= set(conversations(name))
+    assert len(set(messages)) == 20
+    [fitted] = fit(jobs[:1], 0.1, 4096)
+    assert fitted.token_ids == jobs[0].token_ids
+    assert generation_params(fitted, 0).max_tokens <= 192
+    assert not generation_params(fitted, 0).ignore_eos
 
 
 def test_unknown_kinds_are_told_the_known() -> None:

@@ -1,1 +1,1 @@
-"""Request shapes with the lengths and arrivals of published traces."""
+"""Request shapes with the lengths and arrivals of published traces, and conversations of text."""

@@ -13,6 +13,8 @@ from vmserve.bench import options as opt
 from vmserve.bench.ab.experiment import Engines, Settings, run_workload
 from vmserve.bench.ab.plan import (
     EMBEDDED_MAX_LEN,
+    PROMPTS_OUTPUT,
+    TEXT_OUTPUT,
     LoadOptions,
     make_search,
     make_workload,
@@ -36,6 +38,7 @@ from vmserve.bench.lab.table import print_table
 from vmserve.cli.options import with_engine_options
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import is_embedded
+from vmserve.workloads.texts import TEXTS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,6 +58,7 @@ quiet cores. Options of the engine hold for all variants.
 \b
 Workloads:
 {chr(10).join(f"  {kind.name:<19}{kind.summary}" for kind in KINDS.values())}
+{chr(10).join(f"  {name:<19}{summary}" for name, summary in TEXTS.items())}
 
 \b
 Examples:
@@ -64,6 +68,8 @@ Examples:
   vmserve bench ab --variants virtual --variants small=kv_page_size=64KiB,kv_mapper=off
   vmserve bench ab --search --slo-ttft 200ms --slo-tpot 20ms --goodput 0.9
   vmserve bench ab --trace requests.jsonl --variants virtual,paged
+  vmserve bench ab --model PATH --workload copying,stories --concurrency 1
+    --variants off=speculative=off --variants auto=speculative=auto
 """
 
 
@@ -102,8 +108,13 @@ def ab_command(
     ] = None,
     scale: opt.Scale = None,
     output_len: Annotated[
-        int, typer.Option(min=1, help="Tokens of each answer to --prompts.")
-    ] = 64,
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Tokens of each answer to --prompts (default {PROMPTS_OUTPUT}) and to real text "
+            f"({TEXT_OUTPUT}).",
+        ),
+    ] = None,
     trace_block_size: Annotated[
         int, typer.Option(min=1, help="Tokens behind each of a trace's hash_ids.")
     ] = HASH_BLOCK_TOKENS,
@@ -179,7 +190,7 @@ def ab_command(
                 num_requests=num_requests,
                 block_tokens=trace_block_size,
                 num_output_tokens=output_len,
-                encode=engine.tokenizer.encode,
+                tokenizer=engine.tokenizer,
             )
         directory = output or fresh_output("vmserve-ab")
         make_directory(directory)
@@ -222,11 +233,12 @@ def _workload_names(text: str | None, *, has_files: bool) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         try:
-            get_kind(name)
+            if name not in TEXTS:
+                get_kind(name)
         except ValueError as error:
             raise ConfigurationError(f"--workload: {error}") from None
     if not names:
-        raise ConfigurationError(f"--workload: choose from {', '.join(KINDS)}")
+        raise ConfigurationError(f"--workload: choose from {', '.join([*KINDS, *TEXTS])}")
     return names
 
 

@@ -45,7 +45,8 @@ class Job:
     ``think_s`` after its end, and its prompt begins with that one's prompt and answer
     (``shape.num_input_tokens`` counts all of it). ``token_ids``: the prompt itself.
     ``hash_ids``: names of the prompt's blocks of ``block_tokens``; equal names, equal tokens.
-    ``source``: where a user wrote it, for errors. ``part``: of a mix.
+    ``source``: where it comes from, for errors. ``may_end``: the answer ends where the model ends
+    it, at ``shape.num_output_tokens`` at the latest. ``part``: of a mix.
     """
 
     shape: RequestShape
@@ -56,11 +57,12 @@ class Job:
     hash_ids: tuple[int, ...] = ()
     block_tokens: int = 0
     source: str = ""
+    may_end: bool = False
     part: str = ""
 
 
 def generation_params(job: Job, seed: int) -> GenerationParams:
-    """Sampling parameters for exactly the job's number of tokens, equal in every run.
+    """Sampling parameters for the job's number of tokens, equal in every run.
 
     Tokens are not turned into text: that costs the same whatever the memory looks like.
     """
@@ -75,7 +77,7 @@ def generation_params(job: Job, seed: int) -> GenerationParams:
         temperature=0.0 if is_greedy else 1.0,
         seed=seed * 1_000_003 + job.shape.index,
         max_tokens=num_tokens,
-        ignore_eos=True,
+        ignore_eos=not job.may_end,
         detokenize=False,
     )
 

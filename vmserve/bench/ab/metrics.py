@@ -114,6 +114,9 @@ _ALL = (
     Metric("attention_predicted", "attention, predicted of measured", "share"),
     Metric("forks", "forks", "count"),
     Metric("blocks_copied", "blocks copied", "count", "lower"),
+    Metric("drafted_tokens", "tokens drafted", "count"),
+    Metric("accepted_share", "of them accepted", "share", "higher"),
+    Metric("tokens_per_row", "tokens of a sequence and step", "count", "higher"),
     Metric("cpu_s", "processor time", "s", "lower", True),
     Metric("cost_per_million", "cost of a million output tokens", "money", "lower"),
 )
@@ -255,8 +258,23 @@ def _counts(record: RunRecord) -> dict[str, float | None]:
             counters["converted_to_virtual_total"] + counters["converted_to_paged_total"]
         ),
         **_attention(counters),
+        **_drafts(counters),
         "forks": counters["forks_total"],
         "blocks_copied": counters["copied_blocks_total"] + counters["cow_blocks_total"],
+    }
+
+
+def _drafts(counters: Mapping[str, float]) -> dict[str, float | None]:
+    """What came of drafted tokens, if there were any."""
+    drafted = counters["spec_decode_num_draft_tokens_total"]
+    if not drafted:
+        return {}
+    accepted = counters["spec_decode_num_accepted_tokens_total"]
+    generated = counters["generation_tokens_total"]
+    return {
+        "drafted_tokens": drafted,
+        "accepted_share": accepted / drafted,
+        "tokens_per_row": generated / (generated - accepted),
     }
 
 

@@ -79,7 +79,7 @@ def _workload(names: Sequence[str], workload: Json, plots: Any) -> Json:
         "name": workload["name"],
         "summary": (
             f"{described['num_requests']} requests, {described['mean_input_tokens']:.0f} tokens in "
-            f"and {described['mean_output_tokens']:.0f} out on average, "
+            f"and {described['most']}{described['mean_output_tokens']:.0f} out on average, "
             f"{', '.join(described['decoding'])}; {described['load']}; "
             f"{len(workload['rounds'])} rounds."
         ),

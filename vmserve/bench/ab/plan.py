@@ -13,18 +13,22 @@ from vmserve.bench.ab.experiment import Workload
 from vmserve.bench.ab.jobs import fit, with_arrivals
 from vmserve.bench.ab.metrics import Slo
 from vmserve.bench.ab.search import RateSearch
-from vmserve.bench.ab.traces import at_rate, read_prompts, read_trace
-from vmserve.bench.ab.traffic import get_kind
+from vmserve.bench.ab.traces import HASH_BLOCK_TOKENS, at_rate, read_prompts, read_trace
+from vmserve.bench.ab.traffic import get_kind, text_jobs
 from vmserve.errors import ConfigurationError
+from vmserve.workloads.texts import TEXTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vmserve.bench.ab.jobs import Job
     from vmserve.bench.ab.traffic import Kind
+    from vmserve.text.tokenizer import Tokenizer
 
 __all__ = [
     "EMBEDDED_MAX_LEN",
+    "PROMPTS_OUTPUT",
+    "TEXT_OUTPUT",
     "LoadOptions",
     "Source",
     "duration",
@@ -36,6 +40,8 @@ __all__ = [
 
 #: The context that workloads are scaled to on the embedded model: two cores serve it in seconds.
 EMBEDDED_MAX_LEN = 1024
+#: Tokens of an answer to a conversation of text, and to a prompt of the user's.
+TEXT_OUTPUT, PROMPTS_OUTPUT = 192, 64
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|ms|us)?")
 _UNITS = {"s": 1.0, None: 1.0, "ms": 1e-3, "us": 1e-6}
 
@@ -87,17 +93,29 @@ def sources(
     prompts: Path | None,
     *,
     num_requests: int,
-    block_tokens: int,
-    num_output_tokens: int,
-    encode: Callable[[str], list[int]],
+    block_tokens: int = HASH_BLOCK_TOKENS,
+    num_output_tokens: int | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> list[Source]:
-    """Raises ConfigurationError for an unknown workload or a file that cannot be read."""
-    found = [_of_kind(name, num_requests) for name in workloads]
+    """Make sources of workloads by name, and of files. Text takes a tokenizer.
+
+    ``num_output_tokens``: of answers to texts. Raises ConfigurationError for an unknown workload or
+    a file that cannot be read.
+    """
+    found = []
+    for name in workloads:
+        if name in TEXTS:
+            assert tokenizer is not None
+            num_output = num_output_tokens or TEXT_OUTPUT
+            found.append(_of_text(name, num_requests, num_output, tokenizer))
+        else:
+            found.append(_of_kind(name, num_requests))
     if trace is not None:
         jobs = read_trace(trace, block_tokens)
         found.append(Source(trace.stem, lambda seed: jobs, None, has_times=True))
     if prompts is not None:
-        given = read_prompts(prompts, encode, num_output_tokens)
+        assert tokenizer is not None
+        given = read_prompts(prompts, tokenizer.encode, num_output_tokens or PROMPTS_OUTPUT)
         found.append(Source(prompts.stem, lambda seed: given, None))
     return found
 
@@ -113,6 +131,17 @@ def _of_kind(name: str, num_requests: int) -> Source:
         kind.context,
         kind.concurrency,
         kind.burstiness,
+    )
+
+
+def _of_text(name: str, num_requests: int, num_output: int, tokenizer: Tokenizer) -> Source:
+    def encode_chat(message: str) -> list[int]:
+        if not tokenizer.chat_template_text:
+            return tokenizer.encode(message)
+        return tokenizer.apply_chat_template([{"role": "user", "content": message}])[1]
+
+    return Source(
+        name, lambda seed: text_jobs(name, num_requests, seed, num_output, encode_chat), None
     )
 
 
@@ -198,13 +227,14 @@ def _told(source: Source, load: Load, rate: float | None, burstiness: float) -> 
 
 def _described(jobs: list[Job], **more: Any) -> dict[str, Any]:
     """The first round's requests; ``num_requests`` may differ a little from round to round, where
-    conversations run out of context.
+    conversations run out of context. ``most``: answers may end before.
     """
     shapes = [job.shape for job in jobs]
     return {
         "num_requests": len(jobs),
         "mean_input_tokens": statistics.fmean(shape.num_input_tokens for shape in shapes),
         "mean_output_tokens": statistics.fmean(shape.num_output_tokens for shape in shapes),
+        "most": "at most " if any(job.may_end for job in jobs) else "",
         "decoding": sorted({str(job.decoding) for job in jobs}),
         **more,
     }

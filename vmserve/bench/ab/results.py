@@ -59,6 +59,9 @@ _ALWAYS_SHOWN = (
     "calls_unhidden",
     "calls_hidden",
     "conversions",
+    "drafted_tokens",
+    "accepted_share",
+    "tokens_per_row",
     "cost_per_million",
 )
 
@@ -229,7 +232,8 @@ def _title(result: WorkloadResult) -> str:
     return (
         f"{result.workload.name}: {described['num_requests']} requests, "
         f"{described['mean_input_tokens']:.0f} tokens in and "
-        f"{described['mean_output_tokens']:.0f} out on average, {described['load']}, "
+        f"{described['most']}{described['mean_output_tokens']:.0f} out on average, "
+        f"{described['load']}, "
         f"{len(result.rounds)} rounds"
     )
 

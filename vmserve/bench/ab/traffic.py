@@ -1,7 +1,8 @@
 """Kinds of traffic: how long requests are, how they are decoded and what they share.
 
 Lengths come from published traces (:mod:`vmserve.workloads.shapes`); what is our own assumption
-says so. Every kind is seeded: the same seed, the same requests.
+says so. Kinds of :mod:`vmserve.workloads.texts` have real prompts instead of lengths. Every kind is
+seeded: the same seed, the same requests.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from vmserve.bench.ab.jobs import GREEDY, Decoding, Job
 from vmserve.workloads import shapes as workloads
 from vmserve.workloads.distributions import LengthModel, PercentileTable
 from vmserve.workloads.shapes import RequestShape
+from vmserve.workloads.texts import TEXTS, conversations
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["ARXIV", "KINDS", "MIX", "Kind", "get_kind", "sessions"]
+__all__ = ["ARXIV", "KINDS", "MIX", "Kind", "get_kind", "sessions", "text_jobs"]
 
 #: Streams of a seed beside those of :mod:`vmserve.workloads.shapes`.
-_LONG, _WMT, _SESSIONS, _MIX = range(10, 14)
+_LONG, _WMT, _SESSIONS, _MIX, _TEXTS = range(10, 15)
 
 #: arXiv summarization: inputs of mean 2,588, p50 2,730, p90 3,702 tokens, outputs of mean 291,
 #: p50 167, p90 372. What these leave open is drawn straight so that both means are met.
@@ -270,5 +272,29 @@ KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _ALL})
 def get_kind(name: str) -> Kind:
     """The kind of that name; a ValueError lists the names there are."""
     if name not in KINDS:
-        raise ValueError(f"no workload is named {name!r}: choose from {', '.join(KINDS)}")
+        known = ", ".join([*KINDS, *TEXTS])
+        raise ValueError(f"no workload is named {name!r}: choose from {known}")
     return KINDS[name]
+
+
+def text_jobs(
+    name: str,
+    num_requests: int,
+    seed: int,
+    num_output_tokens: int,
+    encode_chat: Callable[[str], list[int]],
+) -> list[Job]:
+    """Conversations of a kind of text, drawn; again from the first when all were there.
+
+    An answer ends where the model ends it: behind that end a model repeats itself.
+    """
+    messages = conversations(name)
+    order = np.random.default_rng([seed, _TEXTS]).permutation(len(messages)).tolist()
+    jobs = []
+    for index in range(num_requests):
+        place = order[index % len(order)]
+        token_ids = tuple(encode_chat(messages[place]))
+        shape = RequestShape(len(token_ids), num_output_tokens, index=index)
+        source = f"{name}, conversation {place}"
+        jobs.append(Job(shape, token_ids=token_ids, source=source, may_end=True))
+    return jobs

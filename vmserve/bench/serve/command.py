@@ -15,7 +15,6 @@ from vmserve.bench.ab.client import RunFailedError
 from vmserve.bench.ab.command import check_positive, fresh_output
 from vmserve.bench.ab.jobs import Prompts
 from vmserve.bench.ab.plan import LoadOptions, make_workload, objectives, sources
-from vmserve.bench.ab.traces import HASH_BLOCK_TOKENS
 from vmserve.bench.ab.traffic import KINDS, get_kind
 from vmserve.bench.lab.report import check_writable, dump, make_console, watch, write_text
 from vmserve.bench.lab.table import print_table
@@ -23,6 +22,7 @@ from vmserve.bench.serve.client import ServedRun, Target, send_load
 from vmserve.bench.serve.results import ServedRound, document, table
 from vmserve.bench.serve.server import ServerInfo, api_url, look
 from vmserve.errors import ConfigurationError
+from vmserve.workloads.texts import TEXTS
 
 if TYPE_CHECKING:
     from vmserve.bench.ab.experiment import Workload
@@ -45,7 +45,8 @@ time per token is (end - first) / (tokens - 1) with the tokens of the server's u
 \b
 Workloads:
 {chr(10).join(f"  {kind.name:<19}{kind.summary}" for kind in KINDS.values())}
-Beam search is no part of that API: beam and mix are left to bench ab.
+Beam search is no part of that API: beam and mix are left to bench ab. So is real text, for which
+it has the tokenizer.
 
 \b
 Examples:
@@ -164,9 +165,6 @@ def serve_load_command(
         trace,
         None,
         num_requests=num_requests,
-        block_tokens=HASH_BLOCK_TOKENS,
-        num_output_tokens=1,
-        encode=lambda text: [],
     )
     if more:
         raise ConfigurationError("--workload and --trace exclude each other: give one")
@@ -252,6 +250,10 @@ class _Client:
 
 
 def _checked(name: str) -> str:
+    if name in TEXTS:
+        raise ConfigurationError(
+            f"--workload: {name} is text for the model's tokenizer: use bench ab for it"
+        )
     try:
         kind = get_kind(name)
     except ValueError as error:

@@ -1,19 +1,29 @@
-"""Conversations of four kinds: three whose answers repeat what was given, and one that cannot.
+"""Conversations of text: three kinds whose answers repeat what was given, and one that cannot.
 
-Texts are the repository's own: ``vmserve/assets/quality/text.md`` and functions of ``vmserve/``.
+Texts are those of the package: ``assets/quality/text.md`` and the functions of its modules.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 
-__all__ = ["WORKLOADS", "conversations"]
+__all__ = ["TEXTS", "conversations"]
 
-_PACKAGE = Path(__file__).resolve().parents[2] / "vmserve"
-WORKLOADS = ("copying", "editing", "summarising", "stories")
+#: By name, what is asked for.
+TEXTS: Mapping[str, str] = MappingProxyType(
+    {
+        "copying": "real text: repeat 900 characters word for word",
+        "editing": "real text: rename a variable of a function",
+        "summarising": "real text: summarise 2,500 characters with quotations",
+        "stories": "real text: write about something, with nothing to repeat",
+    }
+)
+_PACKAGE = Path(__file__).resolve().parents[1]
 _TOPICS = (
     "a fox who learns to read maps",
     "two brothers who repair a bridge",
@@ -24,17 +34,19 @@ _TOPICS = (
     "a letter that arrives forty years late",
     "a gardener on the moon",
 )
+_FORMS = ("story", "dialogue", "fairy tale", "letter", "newspaper report")
 
 
-def conversations(workload: str, num: int) -> list[str]:
-    """The user's message of each of ``num`` conversations."""
+@cache
+def conversations(kind: str) -> tuple[str, ...]:
+    """The user's message of every conversation of a kind, always in the same order."""
     made = {
         "copying": _copying,
         "editing": _editing,
         "summarising": _summarising,
         "stories": _stories,
-    }[workload]()
-    return [message for message, _ in zip(made, range(num), strict=False)]
+    }[kind]()
+    return tuple(dict.fromkeys(made))
 
 
 def _copying() -> Iterator[str]:
@@ -48,8 +60,9 @@ def _summarising() -> Iterator[str]:
 
 
 def _stories() -> Iterator[str]:
-    for topic in _TOPICS:
-        yield f"Write a story about {topic}."
+    for form in _FORMS:
+        for topic in _TOPICS:
+            yield f"Write a {form} about {topic}."
 
 
 def _editing() -> Iterator[str]:
@@ -71,11 +84,16 @@ def _editing() -> Iterator[str]:
 
 
 def _passages(num_chars: int) -> Iterator[str]:
-    """Paragraphs of the text together, as many as have about ``num_chars`` characters."""
+    """Paragraphs of the text together, as many as have about ``num_chars`` characters.
+
+    First one after the other, then from the second paragraph on, and so forth.
+    """
     text = (_PACKAGE / "assets" / "quality" / "text.md").read_text(encoding="utf-8")
-    gathered = ""
-    for paragraph in text.split("\n\n"):
-        gathered += paragraph.replace("\n", " ") + "\n\n"
-        if len(gathered) >= num_chars:
-            yield gathered.strip()
-            gathered = ""
+    paragraphs = text.split("\n\n")
+    for first in range(len(paragraphs)):
+        gathered = ""
+        for paragraph in paragraphs[first:]:
+            gathered += paragraph.replace("\n", " ") + "\n\n"
+            if len(gathered) >= num_chars:
+                yield gathered.strip()
+                gathered = ""
