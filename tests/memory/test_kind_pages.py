@@ -13,6 +13,7 @@ from vmserve import _core
 from vmserve.cli.main import app
 from vmserve.errors import ConfigurationError
 from vmserve.memory.kind_pages import (
+    KindPages,
     KindShape,
     equal_pages,
     held_bytes,
@@ -61,6 +62,20 @@ def test_equal_pages_of_windows_are_padded_to_whole_groups() -> None:
     # 12 and 13: groups of 13, not of 12.
     odd = [KindShape(num_layers=n, token_bytes=2048, window=w) for n, w in ((13, None), (12, 128))]
     assert {kind.page_bytes for kind in equal_pages(odd)} == {13 * 16 * 2048}
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 33])
+def test_a_window_is_held_beside_the_chunk_that_is_read(chunk: int) -> None:
+    shape = KindShape(num_layers=1, token_bytes=1, window=20)
+    for num_tokens in range(1, 120):
+        held = [
+            -(-min(num_tokens, first + chunk) // 16) - max(0, first - 19) // 16
+            for first in range(num_tokens)
+        ]
+        most = KindPages(shape, 16, 16).most_pages(num_tokens, chunk)
+        # The bound is reached where requests are long, whatever chunk comes first.
+        assert max(held) <= most <= -(-num_tokens // 16)
+        assert num_tokens < 80 or most == max(held)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +140,8 @@ def test_plan_shows_kinds_and_what_requests_waste() -> None:
 def test_kinds_that_cannot_fit_are_refused_with_what_each_needs() -> None:
     needs = (
         r"a request of 131,072 tokens needs 10 GiB in 2,048 pages of 5 MiB \(all: 10 layers\), "
-        r"416 MiB in 16 pages of 26 MiB \(window 1024: 52 layers\); the KV cache has 8 GiB: "
-        r"raise --kv-cache-memory to 10.4\d GiB or lower --max-model-len"
+        r"650 MiB in 25 pages of 26 MiB \(window 1024: 52 layers\); the KV cache has 8 GiB: "
+        r"raise --kv-cache-memory to 10.63 GiB or lower --max-model-len"
     )
     with pytest.raises(ConfigurationError, match=needs):
         plan_report(PRESETS["gemma-3-27b"], limit_bytes=8 << 30, max_len=131072)

@@ -17,6 +17,7 @@ from vmserve.memory.plan_report import (
     block_size_table,
     plan_report,
 )
+from vmserve.memory.together_report import ModelNeed, TogetherReport
 
 GIB = 1 << 30
 
@@ -115,3 +116,56 @@ def test_the_block_size_tables_are_printed() -> None:
     assert line_with(text, "yi-34b (TP-1)") == ["yi-34b (TP-1)", "32", "64", "128", "1,024"]
     waste = text[text.index("worst-case waste per request") :]
     assert line_with(waste, "yi-34b (TP-2)")[1:] == ["15 MiB", "30 MiB", "60 MiB", "480 MiB"]
+
+
+def test_keys_without_values_are_alone() -> None:
+    text = printed(plan_report(PRESETS["deepseek-v3"], granularity=CUDA_GRANULARITY))
+    assert line_with(text, "61", "alone")[2:5] == ["1", "18 MiB", "256"]
+
+
+def need(name: str, max_len: int, weight_bytes: int | None = 1 << 30) -> ModelNeed:
+    report = plan_report(PRESETS[name], granularity=CUDA_GRANULARITY, max_len=max_len)
+    return ModelNeed(
+        name=name, weight_bytes=weight_bytes, kinds=report.pages, max_len=max_len, chunk_tokens=512
+    )
+
+
+def together(*needs: ModelNeed, limit_bytes: int | None = None) -> TogetherReport:
+    return TogetherReport(
+        models=needs,
+        lengths=(1000,),
+        limit_bytes=limit_bytes,
+        free_bytes=8 * GIB,
+        whose="MemAvailable",
+    )
+
+
+def test_models_in_one_pool() -> None:
+    # 8,192 tokens of 128 KiB; 2,048 of 56 KiB: whole pages in both.
+    models = (need("llama-3-8b", 8192), need("qwen2.5-7b", 2048))
+    report = together(*models, limit_bytes=2 * GIB)
+    report.require_room()
+    values = json.loads(json.dumps(report.to_dict()))
+    assert [model["floor_bytes"] for model in values["models"]] == [GIB, 112 << 20]
+    assert [model["token_bytes"] for model in values["models"]] == [128 << 10, 56 << 10]
+    assert values["models"][1]["requests"] == [{"num_tokens": 1000, "bytes": 56 << 20}]
+    assert values["left_bytes"] == GIB - (112 << 20)
+    assert values["machine_left_bytes"] == 4 * GIB
+    text = printed(report)
+    assert "912 MiB of 2 GiB are left beside the floors" in text
+    assert "4 GiB are left of 8 GiB (MemAvailable) beside weights and the pool." in text
+    assert line_with(text, "all")[1:5] == ["2 GiB", "", "", "1.109 GiB"]
+    # Without a limit the floors count; of a shape's weights nothing is known.
+    assert together(*models).machine_left_bytes == 6 * GIB - GIB - (112 << 20)
+    assert together(need("yi-6b", 4096, None)).machine_left_bytes is None
+    assert "lack" in printed(together(*models, limit_bytes=7 * GIB))
+
+
+def test_models_that_do_not_fit_together_are_told_what_each_needs() -> None:
+    report = together(need("llama-3-8b", 8192), need("qwen2.5-7b", 2048), limit_bytes=GIB)
+    told = (
+        "need 1 GiB for 8,192 tokens of llama-3-8b, 112 MiB for 2,048 tokens of qwen2.5-7b; the KV "
+        "cache has 1 GiB: raise --kv-cache-memory to 1.109 GiB"
+    )
+    with pytest.raises(ConfigurationError, match=told):
+        report.require_room()

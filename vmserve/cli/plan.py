@@ -6,21 +6,26 @@ import dataclasses
 import enum
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from vmserve.config import DEFAULT_BATCHED_TOKENS, GPU_BATCHED_TOKENS
 from vmserve.errors import ConfigurationError
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY
-from vmserve.memory.limits import max_map_count
+from vmserve.memory.limits import available_memory, max_map_count
 from vmserve.memory.plan_report import (
     PRESETS,
     ModelShape,
+    PlanReport,
     block_size_report,
     block_size_table,
     plan_report,
+    usual_lengths,
 )
+from vmserve.memory.together_report import ModelNeed, TogetherReport
 from vmserve.sizes import parse_size
 
 __all__ = ["plan_command"]
@@ -38,7 +43,8 @@ def plan_command(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"As serve takes it, or a published shape ({', '.join(PRESETS)}); repeatable. "
+            help=f"As serve takes it, or a published shape ({', '.join(PRESETS)}); NAME=PATH "
+            "gives it a name. Several: also what they take together, and what is left. "
             "Default: the embedded model and all shapes."
         ),
     ] = None,
@@ -84,29 +90,72 @@ def plan_command(
         _print_paper_table(output_format)
         return
     lengths = _lengths(tokens)
-    reports = []
+    limit_bytes = _optional_size(kv_cache_memory, "kv_cache_memory")
+    reports, needs = [], []
     for name in model or ["embedded", *PRESETS]:
-        shape, default_granularity = _shape(name, dtype)
-        size = parse_size(granularity, "granularity") if granularity else default_granularity
-        reports.append(
-            plan_report(
-                shape,
-                granularity=size,
-                limit_bytes=_optional_size(kv_cache_memory, "kv_cache_memory"),
-                max_len=max_model_len,
-                tensor_parallel=tensor_parallel_size,
-                block_tokens=block_size,
-                max_map_count=(max_map_count() if size < CUDA_GRANULARITY else None),
-                page_bytes=_optional_size(kv_page_size, "kv_page_size"),
-                lengths=lengths,
-            )
+        found = _find(name, dtype)
+        size = parse_size(granularity, "granularity") if granularity else found.granularity
+        chunk = GPU_BATCHED_TOKENS if size >= CUDA_GRANULARITY else DEFAULT_BATCHED_TOKENS
+        report = plan_report(
+            found.shape,
+            granularity=size,
+            limit_bytes=limit_bytes,
+            max_len=max_model_len,
+            tensor_parallel=tensor_parallel_size,
+            block_tokens=block_size,
+            max_map_count=(max_map_count() if size < CUDA_GRANULARITY else None),
+            page_bytes=_optional_size(kv_page_size, "kv_page_size"),
+            lengths=lengths,
+            chunk_tokens=chunk,
         )
+        reports.append(report)
+        needs.append(_need(report, found.weight_bytes, chunk))
+    together = None
+    if model is not None and len(model) > 1 and all(report.pages for report in reports):
+        together = _together(needs, limit_bytes, lengths)
     if output_format is PlanFormat.json:
-        print(json.dumps([report.to_dict() for report in reports], indent=2))
+        described: object = [report.to_dict() for report in reports]
+        if together is not None:
+            described = {"models": described, "together": together.to_dict()}
+        print(json.dumps(described, indent=2))
         return
     console = _console()
     for report in reports:
         console.print(report)
+    if together is not None:
+        console.print(together)
+
+
+def _need(report: PlanReport, weight_bytes: int | None, chunk_tokens: int) -> ModelNeed:
+    return ModelNeed(
+        name=report.shape.name,
+        weight_bytes=weight_bytes,
+        kinds=report.pages,
+        max_len=report.max_len or 0,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _together(
+    needs: list[ModelNeed], limit_bytes: int | None, lengths: list[int]
+) -> TogetherReport:
+    """Raises :class:`ConfigurationError` for a name given twice, and for models that do not fit."""
+    names = [need.name for need in needs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigurationError(
+            f"model: two models are called {twice[0]}: give one another name, as in NAME=PATH"
+        )
+    free_bytes, whose = available_memory()
+    shortest = min(need.max_len for need in needs)
+    report = TogetherReport(
+        models=tuple(needs),
+        lengths=tuple(lengths) or usual_lengths(shortest),
+        limit_bytes=limit_bytes,
+        free_bytes=free_bytes,
+        whose=whose,
+    )
+    report.require_room()
+    return report
 
 
 def _print_paper_table(output_format: PlanFormat) -> None:
@@ -119,18 +168,29 @@ def _print_paper_table(output_format: PlanFormat) -> None:
     _console().print(block_size_report(rows))
 
 
-def _shape(name: str, dtype: str | None) -> tuple[ModelShape, int]:
-    """Shape of a model, and page granularity of the device that usually serves it."""
-    preset = PRESETS.get(name.lower())
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A model, the granularity of the device that usually serves it, and the size of its files."""
+
+    shape: ModelShape
+    granularity: int
+    weight_bytes: int | None = None
+
+
+def _find(given: str, dtype: str | None) -> _Found:
+    preset = PRESETS.get(given.lower())
     if preset is not None:
-        return _with_dtype(preset, dtype), CUDA_GRANULARITY
+        return _Found(_with_dtype(preset, dtype), CUDA_GRANULARITY)
     # Imported here since the presets need no model configuration.
     from vmserve.models.config import ModelConfig  # noqa: PLC0415
     from vmserve.models.hub import resolve_model  # noqa: PLC0415
+    from vmserve.models.inventory import stored_bytes  # noqa: PLC0415
 
-    config = ModelConfig.from_directory(resolve_model(None if name == "embedded" else name))
+    name, _, source = given.rpartition("=") if not Path(given).exists() else ("", "", given)
+    path = resolve_model(None if source == "embedded" else source)
+    config = ModelConfig.from_directory(path)
     shape = ModelShape(
-        name=name,
+        name=name or source,
         num_layers=config.num_layers,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
@@ -141,7 +201,7 @@ def _shape(name: str, dtype: str | None) -> tuple[ModelShape, int]:
         num_states=config.num_states,
         state_bytes=config.state_bytes // max(1, config.num_states),
     )
-    return _with_dtype(shape, dtype), HOST_GRANULARITY
+    return _Found(_with_dtype(shape, dtype), HOST_GRANULARITY, stored_bytes(path, config))
 
 
 def _lengths(tokens: str | None) -> list[int]:

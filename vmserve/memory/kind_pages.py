@@ -1,7 +1,8 @@
 """What each kind of layers takes of a pool, by arithmetic; and the same with pages of equal size.
 
 Lengths are those of a sequence that decodes: its last token sees the window that ends with it, and
-pages wholly before that are given up. While a prompt is computed, its chunk is held in addition.
+pages wholly before that are given up. While a prompt is computed, its chunk is held in addition
+(``most_bytes``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ from dataclasses import dataclass, replace
 
 from vmserve.memory.layout import CUDA_GRANULARITY, plan_layout
 
-__all__ = ["KindPages", "KindShape", "equal_pages", "held_bytes", "kind_pages", "needed_bytes"]
+__all__ = [
+    "KindPages",
+    "KindShape",
+    "equal_pages",
+    "held_bytes",
+    "kind_pages",
+    "most_bytes",
+    "needed_bytes",
+]
 
 #: Layers of the commonest kind, over those of the rarest, up to which all get groups of one size.
 _ONE_GROUP_EACH = 1.5
@@ -58,6 +67,20 @@ class KindPages:
         behind = 0 if self.shape.window is None else max(0, num_tokens - self.shape.window)
         return -(-num_tokens // self.page_tokens) - behind // self.page_tokens
 
+    def most_pages(self, num_tokens: int, chunk_tokens: int) -> int:
+        """The most while its prompt is read, ``chunk_tokens`` a step, and while it decodes.
+
+        The states are two for a moment: a checkpoint is kept, and the next step copies it.
+        """
+        if not self.page_tokens:
+            return 2
+        whole = -(-num_tokens // self.page_tokens)
+        if self.shape.window is None:
+            return whole
+        # Of the chunk and of the window before its first token, wherever they begin in a page.
+        touched = self.shape.window + chunk_tokens - 1
+        return min(whole, (touched - 2) // self.page_tokens + 2)
+
     def held_bytes(self, num_tokens: int) -> int:
         return self.pages(num_tokens) * self.page_bytes
 
@@ -75,6 +98,10 @@ def needed_bytes(kinds: Sequence[KindPages], num_tokens: int) -> int:
 
 def held_bytes(kinds: Sequence[KindPages], num_tokens: int) -> int:
     return sum(kind.held_bytes(num_tokens) for kind in kinds)
+
+
+def most_bytes(kinds: Sequence[KindPages], num_tokens: int, chunk_tokens: int) -> int:
+    return sum(kind.most_pages(num_tokens, chunk_tokens) * kind.page_bytes for kind in kinds)
 
 
 def kind_pages(

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from vmserve.errors import ConfigurationError
-from vmserve.memory.kind_pages import KindPages, held_bytes, needed_bytes
+from vmserve.memory.kind_pages import KindPages, held_bytes, most_bytes, needed_bytes
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ __all__ = ["KindsReport"]
 class KindsReport:
     """Pages by kind, and what requests of ``lengths`` tokens hold; prints itself with rich.
 
+    ``chunk_tokens``: of a prompt that a step reads, held beside the window before them.
     ``equal``: the same kinds in pages of one size (:func:`~vmserve.memory.kind_pages.equal_pages`).
     """
 
@@ -31,6 +32,7 @@ class KindsReport:
     equal: tuple[KindPages, ...]
     block_tokens: int
     lengths: tuple[int, ...]
+    chunk_tokens: int
     limit_bytes: int | None = None
     max_len: int | None = None
 
@@ -39,13 +41,14 @@ class KindsReport:
         request of ``max_len`` tokens does not fit in the limit."""
         if self.limit_bytes is None or self.max_len is None:
             return
-        needed = held_bytes(self.kinds, self.max_len)
+        needed = most_bytes(self.kinds, self.max_len, self.chunk_tokens)
         if needed <= self.limit_bytes:
             return
         each = ", ".join(
-            f"{format_size(kind.held_bytes(self.max_len))} in {kind.pages(self.max_len):,} pages "
+            f"{format_size(num_pages * kind.page_bytes)} in {num_pages:,} pages "
             f"of {format_size(kind.page_bytes)} ({kind.shape.name}: {kind.shape.num_layers} layers)"
             for kind in self.kinds
+            for num_pages in [kind.most_pages(self.max_len, self.chunk_tokens)]
         )
         raise ConfigurationError(
             f"{self.name}: a request of {self.max_len:,} tokens needs {each}; the KV cache has "
@@ -61,7 +64,8 @@ class KindsReport:
         }
 
     def _kind(self, kind: KindPages) -> dict[str, Any]:
-        shape, longest = kind.shape, self.max_len
+        shape = kind.shape
+        most = None if self.max_len is None else kind.most_pages(self.max_len, self.chunk_tokens)
         return {
             "kind": shape.name,
             "num_layers": shape.num_layers,
@@ -69,8 +73,8 @@ class KindsReport:
             "state_bytes": shape.num_layers * shape.state_bytes,
             "window": shape.window,
             **_size(kind),
-            "max_len_pages": None if longest is None else kind.pages(longest),
-            "max_len_bytes": None if longest is None else kind.held_bytes(longest),
+            "max_len_pages": most,
+            "max_len_bytes": None if most is None else most * kind.page_bytes,
         }
 
     def _ways(self) -> Iterator[tuple[str, Sequence[KindPages]]]:
@@ -84,6 +88,7 @@ class KindsReport:
         return {
             "num_tokens": length,
             "needed_bytes": needed,
+            "most_bytes": most_bytes(self.kinds, length, self.chunk_tokens),
             **{f"{way}_bytes": size for way, size in held.items()},
             **{f"{way}_waste": 1 - needed / size for way, size in held.items()},
         }
@@ -100,7 +105,7 @@ class KindsReport:
         table.add_column("kind")
         for heading in ("layers", "a token", "a request", "page", "tokens/page"):
             table.add_column(heading, justify="right")
-        for heading in (f"pages{longest}", f"bytes{longest}"):
+        for heading in (f"most pages{longest}", f"most bytes{longest}"):
             table.add_column(heading, justify="right")
         for kind in self.kinds:
             values = self._kind(kind)
@@ -120,24 +125,27 @@ class KindsReport:
         if self.limit_bytes is None or self.max_len is None:
             return None
         fitting = self.limit_bytes // held_bytes(self.kinds, self.max_len)
-        return f"{fitting:,} requests of {self.max_len:,} tokens fit in " + format_size(
-            self.limit_bytes
+        return (
+            f"{fitting:,} requests of {self.max_len:,} tokens fit in "
+            f"{format_size(self.limit_bytes)} while they decode"
         )
 
     def _requests_table(self) -> Table:
         block = max(kind.page_tokens for kind in self.equal)
         table = Table(
             title=f"{self.name}: what one request holds, and the share of it that is wasted",
-            caption=f"slots: whole pages. block tables: blocks of {self.block_tokens} tokens.\n"
+            caption=f"slots: whole pages. at most: while the prompt is read, {self.chunk_tokens:,} "
+            f"tokens a step. block tables: blocks of {self.block_tokens} tokens.\n"
             f"equal pages: as vLLM groups layers, in blocks of up to {block:,} tokens.",
         )
-        for heading in ("tokens", "needed", "slots", "block tables", "equal pages"):
+        for heading in ("tokens", "needed", "at most", "slots", "block tables", "equal pages"):
             table.add_column(heading, justify="right")
         for length in self.lengths:
             values = self._request(length)
             table.add_row(
                 f"{length:,}",
                 format_size(values["needed_bytes"]),
+                format_size(values["most_bytes"]),
                 *(
                     f"{format_size(values[f'{way}_bytes'])} ({values[f'{way}_waste']:.1%})"
                     for way, _ in self._ways()

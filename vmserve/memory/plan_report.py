@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from vmserve.dtypes import DType
-from vmserve.memory.kind_pages import KindShape, equal_pages, kind_pages
+from vmserve.memory.kind_pages import KindPages, KindShape, equal_pages, kind_pages
 from vmserve.memory.kinds_report import KindsReport
 from vmserve.memory.layout import (
     CUDA_GRANULARITY,
@@ -37,6 +37,7 @@ __all__ = [
     "block_size_report",
     "block_size_table",
     "plan_report",
+    "usual_lengths",
 ]
 
 
@@ -186,6 +187,8 @@ class PlanReport:
     max_len: int | None
     candidates: tuple[Candidate, ...]
     max_map_count: int | None = None
+    #: Pages of the default layout, by kind of layers; empty if it is no candidate.
+    pages: tuple[KindPages, ...] = ()
     #: None if all layers are of one kind and nobody asked.
     kinds: KindsReport | None = None
 
@@ -210,7 +213,7 @@ class PlanReport:
             caption=self._caption(),
         )
         table.add_column("layers/group")
-        table.add_column("K and V")
+        table.add_column("keys" if shape.keys_only else "K and V")
         for heading in ("groups", "page", "tokens/page", "padding", "waste/request", "maps/1k tok"):
             table.add_column(heading, justify="right")
         if self.limit_bytes is not None:
@@ -240,7 +243,7 @@ class PlanReport:
         layout = candidate.layout
         cells = [
             f"{layout.layers_per_group}",
-            "apart" if layout.split_kv else "together",
+            "alone" if layout.keys_only else "apart" if layout.split_kv else "together",
             f"{layout.num_groups}",
             format_size(layout.page_bytes),
             f"{layout.page_tokens:,}",
@@ -264,6 +267,7 @@ def plan_report(
     max_map_count: int | None = None,
     page_bytes: int | None = None,
     lengths: Sequence[int] = (),
+    chunk_tokens: int = 512,
 ) -> PlanReport:
     """The layout candidates of a model: one per way to group its layers.
 
@@ -271,7 +275,7 @@ def plan_report(
     requests of ``max_len`` (default: the model's own) fit. ``max_map_count`` bounds the mappings of
     one such request on the host. ``page_bytes`` fixes the size of a group's page and leaves out
     groupings that do not fit into it. ``lengths``: of requests whose waste is reported, by default
-    some if layers are of several kinds.
+    some if layers are of several kinds. ``chunk_tokens``: of a prompt that a step reads at most.
 
     Raises :class:`ConfigurationError` if no grouping fits, for wrong numbers, and if kinds of
     layers cannot hold one request of ``max_len``, with what each needs.
@@ -291,6 +295,7 @@ def plan_report(
         max_map_count=max_map_count,
     )
     default = next((each for each in layouts if _is_default(each)), None)
+    pages = () if default is None else _pages(shape, default)
     return PlanReport(
         shape=shape,
         granularity=granularity,
@@ -307,7 +312,8 @@ def plan_report(
             )
             for layout in layouts
         ),
-        kinds=_kinds_report(shape, default, limit_bytes, longest, lengths),
+        pages=pages,
+        kinds=_kinds_report(shape, default, pages, limit_bytes, longest, lengths, chunk_tokens),
     )
 
 
@@ -315,33 +321,41 @@ def _is_default(layout: KVLayout) -> bool:
     return layout.layers_per_group == 1 and not layout.split_kv
 
 
+def usual_lengths(max_len: int | None) -> tuple[int, ...]:
+    """Lengths of requests that reports have if nobody asks for others."""
+    return tuple(length for length in _USUAL_LENGTHS if max_len is None or length <= max_len)
+
+
+def _pages(shape: ModelShape, default: KVLayout) -> tuple[KindPages, ...]:
+    is_host = default.granularity < CUDA_GRANULARITY
+    return kind_pages(
+        shape.kinds(default.tensor_parallel),
+        default.granularity,
+        page_tokens=default.page_tokens if is_host else None,
+        page_bytes=default.page_bytes if is_host else None,
+        block_tokens=default.block_tokens,
+    )
+
+
 def _kinds_report(
     shape: ModelShape,
     default: KVLayout | None,
+    pages: tuple[KindPages, ...],
     limit_bytes: int | None,
     max_len: int | None,
     lengths: Sequence[int],
+    chunk_tokens: int,
 ) -> KindsReport | None:
     """Of a model with several kinds of layers, or if there are ``lengths``."""
-    if default is None:
+    if default is None or (len(pages) == 1 and not lengths):
         return None
-    shapes = shape.kinds(default.tensor_parallel)
-    if len(shapes) == 1 and not lengths:
-        return None
-    is_host = default.granularity < CUDA_GRANULARITY
-    usual = [length for length in _USUAL_LENGTHS if max_len is None or length <= max_len]
     report = KindsReport(
         name=shape.name,
-        kinds=kind_pages(
-            shapes,
-            default.granularity,
-            page_tokens=default.page_tokens if is_host else None,
-            page_bytes=default.page_bytes if is_host else None,
-            block_tokens=default.block_tokens,
-        ),
-        equal=equal_pages(shapes),
+        kinds=pages,
+        equal=equal_pages(shape.kinds(default.tensor_parallel)),
         block_tokens=default.block_tokens,
-        lengths=tuple(lengths or usual),
+        lengths=tuple(lengths) or usual_lengths(max_len),
+        chunk_tokens=chunk_tokens,
         limit_bytes=limit_bytes,
         max_len=max_len,
     )

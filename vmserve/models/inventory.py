@@ -22,7 +22,7 @@ from vmserve.models.hub_download import cached_snapshots
 from vmserve.models.loader import weight_files
 from vmserve.models.pullable import PULLABLE, PullableModel, find_pulled, kept_directory
 
-__all__ = ["ListedModel", "list_models"]
+__all__ = ["ListedModel", "list_models", "stored_bytes"]
 
 #: Second and later parts of a split file come with the first.
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
@@ -107,8 +107,16 @@ def _of_file(path: Path) -> dict[str, Any]:
         "status": "ready",
         "weights": _most((each.type.name, each.num_bytes) for _, each in model.tensors.values()),
         "context": config.max_position_embeddings,
-        "bytes": sum(file.path.stat().st_size for file in model.files),
+        "bytes": stored_bytes(path, config),
     }
+
+
+def stored_bytes(path: Path, config: ModelConfig) -> int:
+    """The size of a model's files with weights."""
+    model = config.native_only
+    if isinstance(model, GgufModel):
+        return sum(file.path.stat().st_size for file in model.files)
+    return sum(file.stat().st_size for file in weight_files(path))
 
 
 def _of_directory(directory: Path) -> dict[str, Any]:
