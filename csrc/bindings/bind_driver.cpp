@@ -154,7 +154,8 @@ void bind_driver(py::module_& m) {
            py::arg("forever") = false, py::arg("code") = ENOMEM, py::arg("sticky") = false)
       .def("disarm", &FaultInjectingDriver::disarm)
       .def("run_copies", &FaultInjectingDriver::run_copies, py::arg("count"))
-      .def_property_readonly("num_calls", &FaultInjectingDriver::num_calls);
+      .def_property_readonly("num_calls", &FaultInjectingDriver::num_calls)
+      .def_property_readonly("num_refused", &FaultInjectingDriver::num_refused);
 }
 
 }  // namespace vmserve

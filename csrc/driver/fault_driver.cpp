@@ -20,6 +20,7 @@ void FaultInjectingDriver::count_call(const char* name, std::size_t completed) {
   ++num_calls_;
   const bool fails = fail_at_ > 0 && (forever_ ? num_calls_ >= fail_at_ : num_calls_ == fail_at_);
   if (!fails) return;
+  ++num_refused_[name];
   const std::string what =
       std::string("injected fault: ") + name + " is call " + std::to_string(num_calls_);
   const std::string call(name);

@@ -10,8 +10,12 @@ not read. A state depends on all tokens up to the sequence's length.
 from __future__ import annotations
 
 import hashlib
+import struct
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,20 +53,27 @@ class KindsRig:
     seqs: dict[int, Expected] = field(default_factory=dict)
     weights: int = 0
 
-    def value(self, seq: Expected, position: int, kind: int, group: int) -> NDArray[np.uint8]:
-        """What a position holds: 8 bytes, repeated."""
-        name = repr((seq.tenant, seq.salt, seq.weights, seq.tokens[: position + 1], kind, group))
-        word = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8).digest(), np.uint8)
-        return np.resize(word, self.parts[kind].token_bytes)
+    def words(self, seq: Expected, kind: int, group: int = 0) -> NDArray[np.uint64]:
+        """What each position holds: a word, repeated."""
+        return _words(seq.tenant, seq.salt, seq.weights, tuple(seq.tokens)) ^ np.uint64(
+            (1 + 8 * kind + group) * 0x9E3779B97F4A7C15 % 2**64
+        )
 
-    def state_value(self, seq: Expected) -> NDArray[np.uint8]:
-        name = repr((seq.tenant, seq.salt, seq.weights, seq.tokens[: seq.length], "state"))
-        word = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=8).digest(), np.uint8)
-        return np.resize(word, PAGE)
+    def rows(self, number: int, kind: int, group: int) -> tuple[NDArray[np.uint64], Any]:
+        """Memory as the sequence's kernels see it, and how positions are found in it."""
+        part = self.parts[kind]
+        words = part.token_bytes // 8
+        if part.core.view(number) is View.VIRTUAL:
+            slots = part.core.slots_buffer(group)
+            slot = part.core.slot(number)
+            return slots[slot].view(np.uint64).reshape(-1, words), lambda positions: positions
+        arena = part.core.arena_buffer(group).view(np.uint64).reshape(-1, BLOCK_TOKENS, words)
+        blocks = np.asarray(part.core.blocks(number))
+        return arena, lambda at: (blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS)
 
-    def state_page(self, number: int) -> NDArray[np.uint8]:
+    def state_page(self, number: int) -> NDArray[np.uint64]:
         [block] = self.parts[STATE].blocks(number)
-        page: NDArray[np.uint8] = self.parts[STATE].core.arena_buffer(0)[block]
+        page: NDArray[np.uint64] = self.parts[STATE].core.arena_buffer(0)[block].view(np.uint64)
         return page
 
     def first_seen(self, seq: Expected, kind: int) -> int:
@@ -74,35 +85,51 @@ class KindsRig:
         seq = self.seqs[number]
         for kind, (_, groups) in enumerate(KINDS):
             for group in range(groups):
-                for position in range(start, seq.length):
-                    self.parts[kind].row(number, group, position)[:] = self.value(
-                        seq, position, kind, group
-                    )
+                if start < seq.length:
+                    rows, at = self.rows(number, kind, group)
+                    positions = np.arange(start, seq.length)
+                    rows[at(positions)] = self.words(seq, kind, group)[positions, None]
         if len(self.parts) > STATE and seq.length > start:
-            self.state_page(number)[:] = self.state_value(seq)
+            self.state_page(number)[:] = self.words(seq, STATE)[seq.length - 1]
 
     def check(self) -> None:
         """The core's own laws, and what the next tokens see."""
         self.core.check()
         for number, seq in self.seqs.items():
             if len(self.parts) > STATE and seq.length > 0 and not seq.swapped:
-                assert (self.state_page(number) == self.state_value(seq)).all(), number
+                wanted = self.words(seq, STATE)[seq.length - 1]
+                assert (self.state_page(number) == wanted).all(), number
             for kind, (_, groups) in enumerate(KINDS):
                 part = self.parts[kind]
                 assert part.core.length(number) == seq.length
                 assert part.core.view(number) is seq.view
                 assert part.core.swapped(number) is seq.swapped
-                if seq.swapped:
+                seen = np.arange(self.first_seen(seq, kind), seq.length)
+                if seq.swapped or not len(seen):
                     continue
                 for group in range(groups):
-                    for position in range(self.first_seen(seq, kind), seq.length):
-                        wanted = self.value(seq, position, kind, group)
-                        found = part.row(number, group, position)
-                        assert (found == wanted).all(), (number, kind, group, position)
+                    rows, at = self.rows(number, kind, group)
+                    right = rows[at(seen)] == self.words(seq, kind, group)[seen, None]
+                    assert right.all(), (number, kind, group, seen[~right.all(axis=1)])
+
+    def num_refused(self) -> Counter[str]:
+        """Calls that the drivers have refused, by name."""
+        return sum((Counter(part.faults.num_refused) for part in self.parts), Counter[str]())
 
     def committed_bytes(self) -> int:
         stats = [part.core.stats() for part in self.parts]
         return sum(each.committed_pages * each.page_bytes for each in stats)
+
+
+@lru_cache(maxsize=1 << 12)
+def _words(tenant: int, salt: bytes, weights: int, tokens: tuple[int, ...]) -> NDArray[np.uint64]:
+    """A word of each position, which depends on all tokens up to it."""
+    digest = hashlib.blake2b(repr((tenant, salt, weights)).encode(), digest_size=8).digest()
+    digests = []
+    for token in tokens:
+        digest = hashlib.blake2b(digest + struct.pack("<q", token), digest_size=8).digest()
+        digests.append(digest)
+    return np.frombuffer(b"".join(digests), np.uint64)
 
 
 def make_kinds(
@@ -116,12 +143,18 @@ def make_kinds(
     zero_policy: ZeroPolicy = ZeroPolicy.ALWAYS,
     mapper: MapperMode = MapperMode.OFF,
     has_state: bool = False,
+    late_copies: bool = False,
+    refused_call: int = 0,
     **options: int,
 ) -> KindsRig:
+    """``refused_call``: the call that the driver of the second kind refuses, from the first on."""
     faults, described = [], []
     for window, groups in (*KINDS, (0, 1))[: STATE + has_state]:
         most = max_pages * WHOLE_GROUPS // groups
-        driver = _core.FaultInjectingDriver(_core.HostDriver(PAGE, most * groups))
+        host = _core.HostDriver(PAGE, most * groups)
+        driver = _core.FaultInjectingDriver(host, late_copies=late_copies)
+        if refused_call and len(described) == 1:
+            driver.arm(refused_call)
         own = {
             "num_groups": groups,
             "block_tokens": BLOCK_TOKENS,

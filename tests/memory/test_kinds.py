@@ -1,13 +1,16 @@
 """Memories of several kinds of layers over one limit.
 
-A random walk that is the same on every run belongs to the test suite; a million steps:
-VMSERVE_KINDS_STEPS=1000000 pytest tests/memory/test_kinds.py -k walk --timeout=0
+A random walk that is the same on every run belongs to the test suite; a million steps, which print
+the driver calls that were refused:
+VMSERVE_KINDS_STEPS=1000000 pytest tests/memory/test_kinds.py -k walk --timeout=0 -s
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -273,12 +276,23 @@ def test_a_state_takes_no_drafts() -> None:
         rig.core.plan_step(np.array([[seq, 12, 0, 1]]))
 
 
+@pytest.mark.parametrize("call", range(1, 100))
+def test_a_refusal_while_a_memory_is_made_leaves_none(call: int) -> None:
+    try:
+        rig = make_kinds(refused_call=call, num_slots=2, max_pages=16, limit_pages=8, null_page=1)
+    except (DriverError, OutOfMemoryError):
+        return
+    assert not rig.num_refused()
+    rig.check()
+
+
 class Walk:
     """A random life of a memory: plans of several sequences, refusals, lowered limits."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, mapper: MapperMode | None = None) -> None:
         self.rng = rng = random.Random(seed)
-        mapper = rng.choice([MapperMode.OFF, MapperMode.MANUAL])
+        drawn = rng.choice([MapperMode.OFF, MapperMode.MANUAL])
+        mapper = drawn if mapper is None else mapper
         self.rig = make_kinds(
             blocks_per_page=rng.choice([1, 2]),
             num_slots=rng.randint(1, 4),
@@ -293,10 +307,11 @@ class Walk:
             deferred_reclamation=rng.random() < 0.8,
             seal_read_only=rng.random() < 0.5,
             has_state=rng.random() < 0.5,
+            late_copies=rng.random() < 0.3,
         )
         self.whole = self.rig.core.stats().page_bytes
         self.limit = self.rig.core.stats().limit_pages * self.whole
-        self.is_background = mapper is MapperMode.MANUAL
+        self.is_background = mapper is not MapperMode.OFF
         self.running: list[tuple[int, list[int]]] = []  # epochs, and who grows in them
 
     def step(self) -> None:
@@ -317,6 +332,8 @@ class Walk:
             self.attempt(lambda: core.set_limit(pages))
         elif self.is_background:
             core.settle_mapper()
+        else:
+            self.copy_late()
         if rng.random() < 0.7:
             self.disarm()
         self.rig.check()
@@ -326,9 +343,10 @@ class Walk:
         return self.rig.core.stats().health is Health.HEALTHY
 
     def arm(self) -> None:
-        if self.rng.random() < 0.2:
+        if self.rng.random() < 0.3:
             driver = self.rng.choice(self.rig.parts).faults
-            driver.arm(self.rng.randint(1, 12), forever=self.rng.random() < 0.3)
+            call = self.rng.choice([1, 1, 2, 3, 5, 12])
+            driver.arm(call, forever=self.rng.random() < 0.3)
 
     def disarm(self) -> None:
         for part in self.rig.parts:
@@ -420,7 +438,10 @@ class Walk:
         before = rig.core.fingerprint()
         # A plan may execute what the mapper has in hand, repair, and return what a limit forbids.
         is_still = (
-            not self.is_background and self.is_healthy and rig.committed_bytes() <= self.limit
+            not self.is_background
+            and self.is_healthy
+            and rig.committed_bytes() <= self.limit
+            and not rig.core.is_copying()
         )
         plan = rig.core.plan(ops)
         assert not is_still or rig.core.fingerprint() == before
@@ -457,8 +478,24 @@ class Walk:
     def complete(self) -> None:
         if not self.running:
             return
-        self.rig.core.complete(self.running[-1][0])
+        epoch = self.running[-1][0]
+        core = self.rig.core
+        if self.rng.random() < 0.05:
+            core.abandon_epoch(epoch)  # its kernels failed, so its requests do
+            for seq in {seq for _, grown in self.running for seq in grown} & {*self.rig.seqs}:
+                core.release(seq)
+                del self.rig.seqs[seq]
+        if self.rng.random() < 0.2 and self.attempt(lambda: core.launched(epoch)):
+            core.plan([])  # finds the marks reached
+        core.complete(epoch)
         self.running.clear()
+
+    def copy_late(self) -> None:
+        """Let copies to the host's memory run, or wait for them."""
+        if self.rng.random() < 0.3:
+            self.rig.core.finish_copies()
+        for part in self.rig.parts:
+            part.faults.run_copies(self.rng.randint(0, 4))
 
     def release(self) -> None:
         if self.rig.seqs:
@@ -474,15 +511,44 @@ class Walk:
             self.rig.core.release(seq)
         self.rig.seqs.clear()
         self.rig.core.settle_mapper()
-        self.rig.core.trim(0, drop_idle=True)
+        self.rig.core.trim(0, drop_idle=True)  # waits for the copies
         self.rig.check()
         assert self.is_healthy
         assert all(part.core.stats().committed_pages <= 1 for part in self.rig.parts)
 
 
-@pytest.mark.parametrize("seed", range(STEPS // STEPS_OF_A_WALK))
-def test_a_random_walk(seed: int) -> None:
-    walk = Walk(seed)
+def walk(seed: int, mapper: MapperMode | None = None) -> Counter[str]:
+    """One random life; returns the driver calls that were refused."""
+    life = Walk(seed, mapper)
     for _ in range(STEPS_OF_A_WALK):
-        walk.step()
-    walk.end()
+        life.step()
+    life.end()
+    return life.rig.num_refused()
+
+
+@pytest.fixture(scope="module")
+def refused() -> Iterator[Counter[str]]:
+    total: Counter[str] = Counter()
+    yield total
+    print(f"refused: {dict(total)}")
+
+
+@pytest.mark.parametrize("seed", range(STEPS // STEPS_OF_A_WALK))
+def test_a_random_walk(seed: int, refused: Counter[str]) -> None:
+    refused.update(walk(seed))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_walk_beside_the_mappers_thread(seed: int) -> None:
+    walk(seed, MapperMode.THREAD)
+
+
+def test_walks_refuse_every_call_of_a_life() -> None:
+    """Of what a driver does, only its reservations are made once."""
+    refused: Counter[str] = Counter()
+    for seed in (2, 7, 12):
+        refused.update(walk(seed))
+    assert {*refused} == {
+        *("alloc_host", "copy", "copy_in", "copy_mark", "copy_out", "create", "destroy", "fence"),
+        *("free_host", "map", "mark", "set_access", "unmap", "zero"),
+    }

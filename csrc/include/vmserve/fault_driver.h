@@ -7,7 +7,9 @@
 
 #include <deque>
 #include <limits>
+#include <map>
 #include <memory>
+#include <string>
 
 #include "vmserve/driver.h"
 
@@ -24,6 +26,8 @@ class FaultInjectingDriver final : public PageDriver {
   void disarm() { fail_at_ = 0; }
   // Number of calls since construction or the last arm().
   std::int64_t num_calls() const { return num_calls_; }
+  // Refused calls since construction, by name.
+  const std::map<std::string, std::int64_t>& num_refused() const { return num_refused_; }
   // Copies up to `count` waiting runs, oldest first; returns how many.
   std::int64_t run_copies(std::int64_t count);
 
@@ -65,6 +69,7 @@ class FaultInjectingDriver final : public PageDriver {
   std::deque<CopyRun> late_;
   Mark num_copied_ = 0;  // late runs of copy_out() that are done; a mark counts those before it
   std::int64_t num_calls_ = 0;
+  std::map<std::string, std::int64_t> num_refused_;
   std::int64_t fail_at_ = 0;
   bool forever_ = false;
   int code_ = 0;
