@@ -89,7 +89,7 @@ void bind_decoder(py::module_& m) {
       .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t q_heads,
                        std::int64_t kv_heads, std::int64_t head_dim, float norm_eps,
                        float embedding_scale, float logits_softcap, const FiveSizes& delta,
-                       const FiveSizes& latent, const std::string& kv_dtype,
+                       bool delta_tiled, const FiveSizes& latent, const std::string& kv_dtype,
                        const std::string& quantization, int num_threads, const std::string& isa) {
              const auto [key_heads, value_heads, key_dim, value_dim, taps] = delta;
              const auto [q_rank, rank, plain, rotated, value] = latent;
@@ -101,7 +101,7 @@ void bind_decoder(py::module_& m) {
                                       norm_eps,
                                       embedding_scale,
                                       logits_softcap,
-                                      {key_heads, value_heads, key_dim, value_dim, taps},
+                                      {key_heads, value_heads, key_dim, value_dim, taps, delta_tiled},
                                       {q_rank, rank, plain, rotated, value}};
              return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype),
                                                  as_quantization(quantization), num_threads, isa);
@@ -109,7 +109,7 @@ void bind_decoder(py::module_& m) {
            py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("q_heads"),
            py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
            py::arg("embedding_scale") = 1.0F, py::arg("logits_softcap") = 0.0F,
-           py::arg("delta") = FiveSizes{}, py::arg("latent") = FiveSizes{}, py::arg("kv_dtype"),
+           py::arg("delta") = FiveSizes{}, py::arg("delta_tiled") = false, py::arg("latent") = FiveSizes{}, py::arg("kv_dtype"),
            py::arg("quantization"), py::arg("num_threads"), py::arg("isa") = "")
       .def(
           "add_layer",
@@ -160,7 +160,8 @@ void bind_decoder(py::module_& m) {
           [](CpuDecoder& decoder, TensorTuple attention_norm,
              const std::optional<WeightArgument>& q_down, std::optional<TensorTuple> q_norm,
              const WeightArgument& q, const WeightArgument& kv_down, TensorTuple kv_norm,
-             TensorTuple key_up, TensorTuple value_up, const WeightArgument& output,
+             const std::vector<WeightArgument>& key_up,
+             const std::vector<WeightArgument>& value_up, const WeightArgument& output,
              TensorTuple mlp_norm, float norm_eps, std::int64_t rotation, float scale) {
             DecoderLatent layer;
             const LatentShape& shape = decoder.latent();
@@ -170,8 +171,8 @@ void bind_decoder(py::module_& m) {
             layer.q = as_weights(q);
             layer.kv_down = as_weights(kv_down);
             layer.kv_norm = vector_of(std::move(kv_norm), shape.rank, "kv_norm");
-            layer.key_up = as_tensor(std::move(key_up));
-            layer.value_up = as_tensor(std::move(value_up));
+            for (const WeightArgument& head : key_up) layer.key_up.push_back(as_weights(head));
+            for (const WeightArgument& head : value_up) layer.value_up.push_back(as_weights(head));
             layer.output = as_weights(output);
             layer.mlp_norm = as_tensor(std::move(mlp_norm));
             layer.norm_eps = norm_eps;

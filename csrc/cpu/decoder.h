@@ -73,16 +73,16 @@ struct DecoderDelta {
 };
 
 // A layer with attention over latents. Products with a latent are made with queries and with what
-// is attended to, so none is expanded: key_up [q_heads * rank, plain] and value_up [q_heads *
-// value, rank], of each head below the one before, are floats. q [q_heads * query_dim, hidden or
-// q_rank] has the rotated elements last, kv_down [rank + rotated, hidden] as well.
+// is attended to, so none is expanded: of each head, key_up [rank, plain] and value_up [value,
+// rank]. q [q_heads * query_dim, hidden or q_rank] has the rotated elements last, kv_down [rank +
+// rotated, hidden] as well.
 struct DecoderLatent {
   TensorRef attention_norm, mlp_norm;
   std::optional<WeightRef> q_down;                    // [q_rank, hidden]; none if q_rank is 0
   const float *q_norm = nullptr, *kv_norm = nullptr;  // [q_rank], null if that is 0; [rank]
   float norm_eps = 0.0F;                              // of these two
   WeightRef q, kv_down, output;
-  TensorRef key_up, value_up;
+  std::vector<WeightRef> key_up, value_up;
   std::int64_t rotation = 0;
   float scale = 1.0F;
 };

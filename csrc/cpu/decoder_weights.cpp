@@ -149,8 +149,9 @@ void CpuDecoder::add_latent(const DecoderLatent& from) {
   if (from.q_down) check_matrix(*from.q_down, "q_down", shape.q_rank, hidden);
   check_matrix(from.q, "q", heads * shape.query_dim(), from.q_down ? shape.q_rank : hidden);
   check_matrix(from.kv_down, "kv_down", shape.rank + shape.rotated, hidden);
-  check_matrix(from.key_up, "key_up", heads * shape.rank, shape.plain);
-  check_matrix(from.value_up, "value_up", heads * shape.value, shape.rank);
+  require(from.key_up.size() == static_cast<std::size_t>(heads) &&
+              from.value_up.size() == from.key_up.size(),
+          "each head has its matrices of keys and values");
   check_matrix(from.output, "output", hidden, heads * shape.value);
   require(from.rotation >= 0 && tables_.empty(), "layers are added before rotations are set");
   const std::lock_guard lock(mutex_);
@@ -165,18 +166,13 @@ void CpuDecoder::add_latent(const DecoderLatent& from) {
     latent.q_norm.assign(from.q_norm, from.q_norm + shape.q_rank);
     latent.q = products_.pack({&from.q}, false);
   }
-  const auto add_head = [&](std::vector<LinearLayer>& to, TensorRef all, std::int64_t rows,
-                            std::int64_t head) {
-    all.data += head * rows * all.strides[0] * (all.dtype == DType::kBFloat16 ? 2 : 4);
-    all.shape[0] = rows;
-    const WeightRef one = all;
-    to.push_back(products_.pack({&one}, false));
-  };
-  for (std::int64_t head = 0; head < heads; ++head) {
-    add_head(latent.key_up, from.key_up, shape.rank, head);
+  for (const WeightRef& head : from.key_up) {
+    check_matrix(head, "key_up", shape.rank, shape.plain);
+    latent.key_up.push_back(products_.pack({&head}, false));
   }
-  for (std::int64_t head = 0; head < heads; ++head) {
-    add_head(latent.value_up, from.value_up, shape.value, head);
+  for (const WeightRef& head : from.value_up) {
+    check_matrix(head, "value_up", shape.value, shape.rank);
+    latent.value_up.push_back(products_.pack({&head}, false));
   }
   layer.latent = std::move(latent);
   layer.output = products_.pack({&from.output}, false);

@@ -39,7 +39,7 @@ void GatedDelta::run(const LinearProducts& parallel, const DeltaWeights& weights
                      const float* gates, float eps, float* out) {
   prepare(parallel, weights, sequences, projected, gates);
   const std::int64_t key_dim = shape_.key_dim, value_dim = shape_.value_dim;
-  const std::int64_t heads = shape_.value_heads, group = heads / shape_.key_heads;
+  const std::int64_t heads = shape_.value_heads;
   const std::int64_t channels = shape_.channels(), value_size = shape_.value_size();
   const std::int64_t strips = (value_dim + cpu::kDeltaColumns - 1) / cpu::kDeltaColumns;
   const auto num_rows = static_cast<std::int64_t>(sequence_of_.size());
@@ -58,7 +58,7 @@ void GatedDelta::run(const LinearProducts& parallel, const DeltaWeights& weights
                       args.num_columns = std::min(value_dim - column, cpu::kDeltaColumns);
                       args.is_fresh = seq.is_fresh;
                       args.num_tokens = seq.num_rows;
-                      args.q = row + head / group * key_dim;
+                      args.q = row + shape_.key_head(head) * key_dim;
                       args.k = args.q + shape_.key_size();
                       args.v = row + 2 * shape_.key_size() + head * value_dim + column;
                       args.row_stride = channels;

@@ -16,9 +16,14 @@
 
 namespace vmserve {
 
-// Value head h has key head h / (value_heads / key_heads).
+// Value head h has key head h / (value_heads / key_heads), or h % key_heads if they are `tiled`.
 struct DeltaShape {
   std::int64_t key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0, taps = 0;
+  bool tiled = false;
+
+  std::int64_t key_head(std::int64_t head) const {
+    return tiled ? head % key_heads : head / (value_heads / key_heads);
+  }
 
   std::int64_t key_size() const { return key_heads * key_dim; }
   std::int64_t value_size() const { return value_heads * value_dim; }

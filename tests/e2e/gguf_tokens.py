@@ -26,8 +26,9 @@ import torch  # isort: skip
 from transformers import LlamaConfig, LlamaForCausalLM  # isort: skip
 
 from vmserve.memory.base import Regime
-from vmserve.models.gguf.config import describe, find_weights
+from vmserve.models.gguf.config import describe
 from vmserve.models.gguf.reader import open_gguf
+from vmserve.models.gguf.tensors import find_weights
 from vmserve.text.tokenizer import load_tokenizer
 
 __all__ = ["NEAR_TIE", "Reference", "Taken", "compare", "paths", "real_prompts"]
@@ -88,9 +89,8 @@ class Reference:
         for name, weight in find_weights(model, self._config).items():
             kind = GGMLQuantizationType[weight.tensor.type.name]
             numbers = dequantize(weight.file.raw(weight.tensor), kind).reshape(weight.tensor.shape)
-            if weight.heads:  # (head, pair, half) in the file
-                shape = weight.heads, -1, 2, numbers.shape[1]
-                numbers = numbers.reshape(shape).swapaxes(1, 2).reshape(numbers.shape)
+            if weight.rows_of_tensor is not None:
+                numbers = numbers[weight.rows_of_tensor]
             self._weights[name] = torch.from_numpy(numbers.copy())
         self._known: dict[tuple[int, ...], list[float]] = {}
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.models.gguf_files import write
 from vmserve.models.config import ModelConfig
-from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.decoder_config import DecoderConfig, DeltaConfig
 from vmserve.models.hub import resolve_model
 from vmserve.models.rope import RopeConfig
 from vmserve.text.tokenizer import load_tokenizer
@@ -41,7 +41,30 @@ _NAMES = {
     "block_sparse_moe.gate": "ffn_gate_inp",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "mlp.router": "ffn_gate_inp",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
 }
+#: Those with a norm behind attention that is in front of the MLP.
+_LATER_NAMES = {**_NAMES, "post_attention_layernorm": "post_attention_norm"}
 _GEMMA_NAMES = {
     **_NAMES,
     "post_attention_layernorm": "post_attention_norm",
@@ -65,7 +88,15 @@ _ARCHITECTURES = {
     "Phi3ForCausalLM": "phi3",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3NextForCausalLM": "qwen3next",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "GptOssForCausalLM": "gpt-oss",
+    "DeepseekV2ForCausalLM": "deepseek2",
+    "DeepseekV3ForCausalLM": "deepseek2",
 }
+#: Tensors that files of any type have in float32.
+_PLAIN = ("ffn_gate_inp", "ssm_conv1d", ".bias", "norm")
 
 
 def _stored_name(names: dict[str, str], name: str) -> str:
@@ -90,6 +121,72 @@ def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, An
     return weight[order]
 
 
+_Array = np.ndarray[Any, Any]
+
+
+def _changed(network: DecoderConfig, name: str, array: _Array) -> dict[str, _Array] | None:
+    """Tensors that files have in another form, by their names there; None: they have this one."""
+    if not name.startswith("model.layers."):
+        return None
+    layer, _, module = name.removeprefix("model.layers.").partition(".")
+    before = f"blk.{layer}."
+    latent, delta = network.latent, network.delta
+    if module == "self_attn.sinks":
+        return {f"{before}attn_sinks.weight": array}
+    if module == "mlp.gate.e_score_correction_bias":
+        return {f"{before}exp_probs_b.bias": array}
+    if module == "self_attn.kv_b_proj.weight" and latent is not None:
+        by_head = array.reshape(network.q_heads, latent.plain + latent.value, latent.rank)
+        return {
+            f"{before}attn_k_b.weight": by_head[:, : latent.plain].swapaxes(1, 2),
+            f"{before}attn_v_b.weight": by_head[:, latent.plain :],
+        }
+    if module.startswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")):
+        kind = "bias" if module.endswith("bias") else "weight"
+        rows = array if kind == "bias" else array.swapaxes(1, 2)  # [experts, out, ...]
+        if "down_proj" in module:
+            return {f"{before}ffn_down_exps.{kind}": rows}
+        return {
+            f"{before}ffn_gate_exps.{kind}": rows[:, 0::2],
+            f"{before}ffn_up_exps.{kind}": rows[:, 1::2],
+        }
+    if delta is None or not module.startswith("linear_attn."):
+        return None
+    shared = delta.value_heads // delta.key_heads
+    if module == "linear_attn.in_proj_qkvz.weight":
+        parts = [delta.key_dim, 2 * delta.key_dim, 2 * delta.key_dim + shared * delta.value_dim]
+        by_head = array.reshape(delta.key_heads, -1, array.shape[1])
+        q, k, v, z = (each.reshape(-1, array.shape[1]) for each in np.split(by_head, parts, axis=1))
+        return {
+            f"{before}attn_qkv.weight": np.concatenate((q, k, v)),
+            f"{before}attn_gate.weight": z,
+        }
+    if not network.names.delta_fused:
+        # Value heads of all key heads by their number within one.
+        def order(size: int) -> _Array:
+            heads = np.arange(delta.value_heads * size).reshape(delta.key_heads, shared, size)
+            return heads.swapaxes(0, 1).reshape(-1)
+
+        rows = {"in_proj_z.weight": delta.value_dim, "in_proj_b.weight": 1, "in_proj_a.weight": 1,
+                "A_log": 1, "dt_bias": 1}  # fmt: skip
+        what = module.removeprefix("linear_attn.")
+        if what in rows:
+            array = array[order(rows[what])]
+        elif what == "out_proj.weight":
+            array = array[:, order(delta.value_dim)]
+        elif what in ("in_proj_qkv.weight", "conv1d.weight"):
+            keys = 2 * delta.key_size
+            array = np.concatenate((array[:keys], array[keys:][order(delta.value_dim)]))
+    if module == "linear_attn.A_log":
+        return {f"{before}ssm_a": -np.exp(array)}
+    if module == "linear_attn.dt_bias":
+        return {f"{before}ssm_dt.bias": array}
+    if module == "linear_attn.conv1d.weight":
+        return {f"{before}ssm_conv1d.weight": array[:, 0]}
+    stored = _stored_name(_NAMES, name)
+    return {stored: array}
+
+
 def convert(
     directory: Path, path: Path, add: Callable[[gguf.GGUFWriter], None], matrices: str = "F32"
 ) -> DecoderConfig:
@@ -100,6 +197,9 @@ def convert(
     architecture = _ARCHITECTURES[config.architecture]
     is_gemma = architecture.startswith("gemma")
     names = _GEMMA_NAMES if is_gemma else _NAMES
+    if architecture in ("gpt-oss", "qwen3next", "qwen35"):
+        names = _LATER_NAMES
+    adds_offset = network.norm.offset != 0
     tensors: dict[str, tuple[str, Any]] = {}
     experts: dict[str, list[np.ndarray[Any, Any]]] = {}
     for name, tensor in _in_order(load_file(directory / "model.safetensors")):
@@ -110,15 +210,21 @@ def convert(
             array = _interleaved(array, network.q_heads)
         if architecture == "llama" and ".k_proj" in name:
             array = _interleaved(array, network.kv_heads)
-        stored_name = _stored_name(names, name)
-        if ".experts." in name:
-            experts.setdefault(stored_name, []).append(array)
+        changed = _changed(network, name, array)
+        if changed is None and ".experts." in name:
+            experts.setdefault(_stored_name(names, name), []).append(array)
             continue
-        if is_gemma and "norm" in name:
-            array = array + np.float32(1)
-        kind = matrices if array.ndim == 2 and "ffn_gate_inp" not in stored_name else "F32"
-        stored = gguf.quants.quantize(array, gguf.GGMLQuantizationType[kind])
-        tensors[stored_name] = kind, np.ascontiguousarray(stored)
+        if changed is None:
+            if adds_offset and "norm" in name:
+                array = array + np.float32(1)
+            changed = {_stored_name(names, name): array}
+        for stored_name, each in changed.items():
+            is_plain = each.ndim == 1 or any(word in stored_name for word in _PLAIN)
+            kind = "F32" if is_plain else matrices
+            stored = gguf.quants.quantize(
+                np.ascontiguousarray(each), gguf.GGMLQuantizationType[kind]
+            )
+            tensors[stored_name] = kind, np.ascontiguousarray(stored)
     for name, arrays in experts.items():
         stored = gguf.quants.quantize(np.stack(arrays), gguf.GGMLQuantizationType[matrices])
         tensors[name] = matrices, stored
@@ -131,8 +237,13 @@ def convert(
         writer.add_feed_forward_length(network.mlp_size)
         writer.add_head_count(network.q_heads)
         writer.add_head_count_kv(network.kv_heads)
-        writer.add_key_length(network.head_dim)
-        writer.add_value_length(network.head_dim)
+        if network.latent is None:
+            writer.add_key_length(network.head_dim)
+            writer.add_value_length(network.head_dim)
+        else:
+            _add_latent(writer, network)
+        if network.delta is not None:
+            _add_delta(writer, network.delta, architecture, rope.rotary_dim)
         writer.add_context_length(network.max_position_embeddings)
         writer.add_layer_norm_rms_eps(network.norm.eps)
         writer.add_rope_freq_base(rope.parameters["rope_theta"])
@@ -151,6 +262,8 @@ def convert(
             writer.add_expert_count(network.experts.count)
             writer.add_expert_used_count(network.experts.chosen)
             writer.add_expert_feed_forward_length(network.experts.size)
+            if architecture in ("qwen2moe", "qwen3next"):
+                writer.add_expert_shared_feed_forward_length(network.experts.shared_size)
         if rope.rope_type == "longrope":
             writer.add_rope_scaling_attn_factors(rope.parameters["attention_factor"])
             original = rope.parameters["original_max_position_embeddings"]
@@ -177,6 +290,47 @@ def convert(
         tensors["rope_freqs.weight"] = "F32", _llama3_factors(network.positions)  # type: ignore[arg-type]
     write(path, architecture, tensors, metadata)
     return network
+
+
+def _add_latent(writer: gguf.GGUFWriter, network: DecoderConfig) -> None:
+    latent, experts, rope = network.latent, network.experts, network.positions
+    assert latent is not None
+    assert isinstance(rope, RopeConfig)
+    writer.add_key_length(latent.rank + latent.rotated)
+    writer.add_value_length(latent.rank)
+    writer.add_key_length_mla(latent.query_dim)
+    writer.add_value_length_mla(latent.value)
+    writer.add_kv_lora_rank(latent.rank)
+    if latent.q_rank:
+        writer.add_q_lora_rank(latent.q_rank)
+    writer.add_rope_dimension_count(latent.rotated)
+    if "mscale_all_dim" in rope.parameters:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope.parameters["mscale_all_dim"])
+    assert experts is not None
+    writer.add_leading_dense_block_count(min(experts.layers))
+    writer.add_expert_shared_count(experts.shared_size // experts.size)
+    writer.add_expert_weights_scale(experts.scale)
+    writer.add_expert_weights_norm(experts.normalised)
+    writer.add_expert_group_count(experts.groups)
+    writer.add_expert_group_used_count(experts.chosen_groups)
+    kind = (
+        gguf.ExpertGatingFuncType.SIGMOID if experts.sigmoid else gguf.ExpertGatingFuncType.SOFTMAX
+    )
+    writer.add_expert_gating_func(kind)
+
+
+def _add_delta(
+    writer: gguf.GGUFWriter, delta: DeltaConfig, architecture: str, rotary_dim: int
+) -> None:
+    writer.add_ssm_conv_kernel(delta.taps)
+    writer.add_ssm_state_size(delta.key_dim)
+    writer.add_ssm_group_count(delta.key_heads)
+    writer.add_ssm_time_step_rank(delta.value_heads)
+    writer.add_ssm_inner_size(delta.value_size)
+    writer.add_full_attention_interval(4)
+    writer.add_rope_dimension_count(rotary_dim)
+    if architecture == "qwen35":
+        writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def _in_order(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

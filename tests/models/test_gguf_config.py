@@ -19,9 +19,10 @@ from tests.models.gguf_files import add_llama, llama_tensors, random_blocks, wri
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.host_arrays import as_float32
-from vmserve.models.gguf.config import describe, find_weights
+from vmserve.models.gguf.config import describe
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import open_gguf
+from vmserve.models.gguf.tensors import find_weights
 from vmserve.models.rope import HostRotations, RopeConfig
 from vmserve.models.stored_weight import as_plain
 

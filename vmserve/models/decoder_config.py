@@ -59,8 +59,13 @@ class TensorNames:
     #: matrix by key head, and b and a another.
     delta: str = ""
     delta_fused: bool = False
+    #: Below ``delta``, of minus the exponentials of A_log, which are there in its stead; "": A_log.
+    delta_rate: str = ""
     #: What the parameters of attention over latents are below.
     latent: str = ""
+    #: Whether keys and values are the products of two tensors ``[heads, out, in]``, that of keys
+    #: transposed.
+    latent_split: bool = False
     #: Of attention's sinks; the whole name.
     sinks: str = ""
     #: Of layers with experts; the second with "{}" for an expert's number, or gate_up and down of
@@ -105,7 +110,7 @@ class DeltaConfig:
     """Layers with a gated delta rule in place of attention (Yang et al. 2024).
 
     Their state has one size however long a sequence is. Value head ``h`` has the key head
-    ``h // (value_heads / key_heads)``.
+    ``h // (value_heads / key_heads)``, or ``h % key_heads`` if they are ``tiled``.
     """
 
     layers: frozenset[int]
@@ -115,6 +120,7 @@ class DeltaConfig:
     value_dim: int
     #: Rows that the convolution over q, k and v sees, its own included.
     taps: int
+    tiled: bool = False
 
     def __post_init__(self) -> None:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
@@ -377,6 +383,9 @@ class DecoderConfig:
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer in self.experts.layers
+
+    def expert_bias(self, layer: int) -> bool:
+        return self.experts is not None and self.experts.bias and self.has_experts(layer)
 
     @property
     def stacked_experts(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -29,8 +29,8 @@ from vmserve.models.decoder_config import (
     LatentConfig,
 )
 from vmserve.models.dtype import asked_dtype
-from vmserve.models.gguf.config import find_weights
 from vmserve.models.gguf.reader import GgufModel
+from vmserve.models.gguf.tensors import find_weights
 from vmserve.models.grouped import Grouped
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.loader import Progress, find_tensors
@@ -276,6 +276,7 @@ def load_native(
         embedding_scale=_embedding_scale(config, dtype),
         logits_softcap=config.logits_softcap or 0.0,
         delta=_delta_sizes(config.delta),
+        delta_tiled=config.delta is not None and config.delta.tiled,
         latent=_latent_sizes(config.latent),
         kv_dtype=dtype,
         quantization=quantization,
@@ -299,7 +300,8 @@ def load_native(
             continue
         for modules in mlp_names(config, spec.layer):
             with source:
-                _add_mlp(core, config, modules, config.mlp_size_of(spec.layer), source)
+                size, biased = config.mlp_size_of(spec.layer), config.expert_bias(spec.layer)
+                _add_mlp(core, config, modules, size, source, biased=biased)
         if config.experts is not None and (shared := shared_names(config, spec.layer)):
             with source:
                 _add_mlp(core, config, shared, config.experts.shared_size, source)
@@ -410,7 +412,7 @@ def _add_latent(
     names, heads = config.names, config.q_heads
     prefix = names.base + names.layer.format(spec.layer)
     below = prefix + names.latent
-    query_names, down, norm, up = latent_names(latent, below)
+    query_names, down, norm, ups = latent_names(names, latent, below)
     *first, q_stored, kv_stored = source.read(*(f"{name}.weight" for name in (*query_names, down)))
     if latent.interleaved:
         q_stored = _rows(q_stored, _halves(heads, latent.plain, latent.rotated))
@@ -421,15 +423,9 @@ def _add_latent(
     else:
         q_down = None
         q, kv_down = source.packable([q_stored, kv_stored])
-    [ups] = source.read(f"{up}.weight")
-    array, dtype = as_plain(ups)
-    by_head = array.reshape(heads, latent.plain + latent.value, latent.rank)
-    keys, values = by_head[:, : latent.plain], by_head[:, latent.plain :]
-    key_up, value_up = source.plain(
-        [
-            (np.ascontiguousarray(each).reshape(-1, each.shape[2]), dtype)
-            for each in (keys.transpose(0, 2, 1), values)
-        ]
+    key_up, value_up = (
+        source.packable(each)
+        for each in _key_and_value(source.read(*(f"{up}.weight" for up in ups)), heads, latent)
     )
     [output] = source.matrices(f"{prefix}{names.output}.weight")
     core.add_latent(
@@ -447,6 +443,25 @@ def _add_latent(
         rotation=config.rope_of(spec.layer),
         scale=spec.scale,
     )
+
+
+def _key_and_value(
+    stored: Sequence[Plain | Grouped], heads: int, latent: LatentConfig
+) -> Iterator[list[Plain | Grouped]]:
+    """What each head's queries, and what they attended to, are multiplied by."""
+    if len(stored) == 1:
+        array, dtype = as_plain(stored[0])
+        by_head = array.reshape(heads, latent.plain + latent.value, latent.rank)
+        keys, values = by_head[:, : latent.plain], by_head[:, latent.plain :]
+        for each in (keys.transpose(0, 2, 1), values):
+            yield [(np.ascontiguousarray(head), dtype) for head in each]
+        return
+    for both, rows in zip(stored, (latent.rank, latent.value), strict=True):
+        for_rows = both
+        if not isinstance(both, Grouped):
+            array, dtype = both
+            for_rows = array.reshape(-1, array.shape[-1]), dtype
+        yield [_rows(for_rows, slice(at * rows, (at + 1) * rows)) for at in range(heads)]
 
 
 def _halves(heads: int, plain: int, rotated: int) -> NDArray[np.int64]:
@@ -492,7 +507,11 @@ def _add_delta(
         output=output,
         mlp_norm=source.norm(f"{prefix}{names.mlp_norm}"),
         taps=np.ascontiguousarray(source.floats(f"{below}conv1d.weight")[:, 0].T),
-        decay_rate=-np.exp(source.floats(f"{below}A_log")),
+        decay_rate=(
+            source.floats(f"{below}{names.delta_rate}")
+            if names.delta_rate
+            else -np.exp(source.floats(f"{below}A_log"))
+        ),
         bias=source.floats(f"{below}dt_bias"),
         norm=source.floats(f"{below}norm.weight"),
     )
@@ -552,12 +571,24 @@ def _add_mlp(
     modules: tuple[str, ...],
     size: int,
     source: _Source,
+    *,
+    biased: bool = False,
 ) -> None:
+    """``biased``: an expert with biases, and with its own activation."""
     *gate_up, down = (f"{module}.weight" for module in modules)
     gate_weight, up_weight = source.matrices(*gate_up, sizes=(size, size))
     [down_weight] = source.matrices(down)
-    activation = _ACTIVATIONS[config.activation]
-    core.add_mlp(gate=gate_weight, up=up_weight, down=down_weight, activation=activation)
+    biases = [source.vector(f"{module}.bias") for module in modules] if biased else [None] * 3
+    core.add_mlp(
+        gate=gate_weight,
+        up=up_weight,
+        down=down_weight,
+        gate_bias=biases[0],
+        up_bias=biases[1],
+        down_bias=biases[2],
+        activation=_ACTIVATIONS[config.activation],
+        clamp=config.experts.clamp if biased and config.experts is not None else None,
+    )
 
 
 def _add_stacked(

@@ -130,19 +130,22 @@ def _attention_shapes(
     return linears, vectors
 
 
-def latent_names(latent: LatentConfig, below: str) -> tuple[list[str], str, str, str]:
+def latent_names(
+    names: TensorNames, latent: LatentConfig, below: str
+) -> tuple[list[str], str, str, list[str]]:
     """Return the modules of queries (down and up, or one), and those of keys and values: down, its
-    norm, and up."""
+    norm, and up (one, or that of keys and that of values)."""
     queries = ["q_a_proj", "q_b_proj"] if latent.q_rank else ["q_proj"]
-    down, norm, up = (f"{below}kv_{name}" for name in ("a_proj_with_mqa", "a_layernorm", "b_proj"))
-    return [below + name for name in queries], down, norm, up
+    down, norm = (f"{below}kv_{name}" for name in ("a_proj_with_mqa", "a_layernorm"))
+    ups = ["k_b_proj", "v_b_proj"] if names.latent_split else ["kv_b_proj"]
+    return [below + name for name in queries], down, norm, [below + name for name in ups]
 
 
 def _latent_shapes(
     config: DecoderConfig, latent: LatentConfig, prefix: str
 ) -> tuple[list[_Linear], dict[str, _Shape]]:
     hidden, heads, rank = config.hidden_size, config.q_heads, latent.rank
-    queries, down, norm, up = latent_names(latent, prefix + config.names.latent)
+    queries, down, norm, ups = latent_names(config.names, latent, prefix + config.names.latent)
     depths = [hidden, latent.q_rank] if latent.q_rank else [hidden]
     widths = [*depths[1:], heads * latent.query_dim]
     linears = [
@@ -151,10 +154,15 @@ def _latent_shapes(
             for name, width, depth in zip(queries, widths, depths, strict=True)
         ),
         (down, rank + latent.rotated, hidden, False),
-        (up, heads * (latent.plain + latent.value), rank, False),
         (prefix + config.names.output, hidden, heads * latent.value, False),
     ]
+    if len(ups) == 1:
+        linears.append((ups[0], heads * (latent.plain + latent.value), rank, False))
+        each = []
+    else:
+        each = [(heads, rank, latent.plain), (heads, latent.value, rank)]
     vectors: dict[str, _Shape] = {f"{norm}.weight": (rank,)}
+    vectors |= {f"{up}.weight": shape for up, shape in zip(ups, each, strict=False)}
     if latent.q_rank:
         vectors[f"{prefix}{config.names.latent}q_a_layernorm.weight"] = (latent.q_rank,)
     return linears, vectors
@@ -174,7 +182,7 @@ def _delta_shapes(
     ]
     return linears, {
         f"{below}conv1d.weight": (delta.channels, 1, delta.taps),
-        f"{below}A_log": (delta.value_heads,),
+        f"{below}{names.delta_rate or 'A_log'}": (delta.value_heads,),
         f"{below}dt_bias": (delta.value_heads,),
         f"{below}norm.weight": (delta.value_dim,),
     }
@@ -205,9 +213,10 @@ def _layer_shapes(config: DecoderConfig, layer: int) -> Iterator[tuple[str, _Sha
         if config.stacked_experts:
             modules = []
             yield from _stacked_shapes(config, experts, prefix)
+    biased = config.mlp_bias or config.expert_bias(layer)
     for *ups, down in modules:
-        linears += [(name, 2 * mlp if fused else mlp, hidden, config.mlp_bias) for name in ups]
-        linears.append((down, hidden, mlp, config.mlp_bias))
+        linears += [(name, 2 * mlp if fused else mlp, hidden, biased) for name in ups]
+        linears.append((down, hidden, mlp, biased))
     yield from _norm_shapes(config, prefix + names.attention_norm, hidden)
     for name, out_features, in_features, has_bias in linears:
         shape = (in_features, out_features) if names.transposed else (out_features, in_features)

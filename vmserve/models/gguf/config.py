@@ -2,105 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from vmserve.attention.cpu import CPU_DTYPES
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.families import FAMILIES
-from vmserve.models.gguf.dequantize import dequantize
-from vmserve.models.gguf.reader import GgufFile, GgufModel, GgufTensor, shown
-from vmserve.models.gguf.repack import is_quantized, repack
-from vmserve.models.grouped import Grouped
+from vmserve.models.gguf.architectures import ARCHITECTURES, ROUTER, SHARED_GATE, Architecture
+from vmserve.models.gguf.metadata import (
+    LONG_FACTORS,
+    PLAIN,
+    ROPE_FACTORS,
+    Metadata,
+    read_factors,
+)
+from vmserve.models.gguf.reader import GgufFile, GgufModel, shown
 from vmserve.models.rope import RopeConfig
-from vmserve.models.stored_weight import Plain, Table
-from vmserve.models.tensor_names import mlp_names, tensor_shapes
 
-__all__ = ["GgufDescription", "GgufWeight", "describe", "find_weights", "unpermuted"]
+__all__ = ["GgufDescription", "describe"]
 
-
-@dataclass(frozen=True)
-class _Architecture:
-    """``layer``: modules of a layer by the names of tensors.
-
-    ``permuted``: rows of q and k alternate between the halves of a head, as rotations of
-    neighbouring pairs need; ours rotate the halves. ``windowed``: layers may have windows;
-    ``partial``: a part of each head may be rotated; ``long``: there may be factors of longrope;
-    ``adds_offset``: what the model adds to weights of norms is in the file.
-    """
-
-    family: str
-    layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
-    permuted: bool = False
-    windowed: bool = False
-    partial: bool = False
-    long: bool = False
-    adds_offset: bool = False
-
-
-#: Of a tensor outside the layers: its module, below ``base`` but for the head.
-_ENDS = {"token_embd": "embed_tokens", "output_norm": "norm"}
-_LAYER: Mapping[str, str] = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-#: Of layers with experts: the router, and the experts' matrices one after the other.
-_ROUTER = "ffn_gate_inp"
-_EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-_PHI3_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_qkv": "self_attn.qkv_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_up": "mlp.gate_up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GEMMA_LAYER = {
-    **_LAYER,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_ARCHITECTURES: Mapping[str, _Architecture] = {
-    "llama": _Architecture("LlamaForCausalLM", permuted=True),
-    "qwen2": _Architecture("Qwen2ForCausalLM"),
-    "qwen3": _Architecture("Qwen3ForCausalLM"),
-    "qwen3moe": _Architecture("Qwen3MoeForCausalLM"),
-    "phi3": _Architecture("Phi3ForCausalLM", _PHI3_LAYER, windowed=True, partial=True, long=True),
-    "gemma2": _Architecture("Gemma2ForCausalLM", _GEMMA_LAYER, windowed=True, adds_offset=True),
-    "gemma3": _Architecture("Gemma3ForCausalLM", _GEMMA_LAYER, windowed=True, adds_offset=True),
-}
-#: Those whose files may have experts: the family that has them.
-_WITH_EXPERTS = {"llama": "MixtralForCausalLM", "qwen3moe": "Qwen3MoeForCausalLM"}
 #: Layers of the largest Gemma 2 and 3, whose queries are scaled by another size: no file says it.
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
-_ROPE_FACTORS = "rope_freqs.weight"
-_LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
-#: Tensors that are no weights: the first is part of the configuration.
-_NO_WEIGHTS = frozenset((_ROPE_FACTORS, *_LONG_FACTORS))
-#: Numpy has no bfloat16: its bits.
-_PLAIN = {
-    "F32": (DType.FLOAT32, np.float32),
-    "F16": (DType.FLOAT16, np.float16),
-    "BF16": (DType.BFLOAT16, np.uint16),
-}
-_MOST_POSITIONS = 1 << 31
-_NAMED_IN_ERRORS = 4
+#: Of ``expert_gating_func``.
+_SOFTMAX, _SIGMOID = 1, 2
+#: Matrices that files of any type have in float32.
+_ALWAYS_PLAIN = (ROUTER, SHARED_GATE, "ssm_conv1d")
 
 
 @dataclass(frozen=True)
@@ -114,82 +41,6 @@ class GgufDescription:
     dtype: DType
 
 
-@dataclass(frozen=True)
-class GgufWeight:
-    """Where a weight of the decoder is.
-
-    ``heads``: its rows are permuted within so many heads (see :func:`unpermuted`); 0: they are not.
-    """
-
-    file: GgufFile
-    tensor: GgufTensor
-    heads: int = 0
-    #: Which of the matrices that the tensor has one after the other; None: it is one.
-    part: int | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return self.tensor.num_bytes // (1 if self.part is None else self.tensor.shape[0])
-
-    def read(self) -> Plain | Grouped:
-        raw, block_type = self._raw(), self.tensor.type
-        if is_quantized(block_type):
-            grouped = repack(block_type, raw)
-            for factors in (grouped.scale, grouped.minimum):
-                if factors is not None:
-                    self._refuse_infinite(factors.coarse)
-            return grouped
-        dtype, element = _PLAIN[block_type.name]
-        found = raw.view(element).reshape(self.tensor.shape[0 if self.part is None else 1 :])
-        if found.ndim == 1 and dtype is not DType.BFLOAT16:
-            self._refuse_infinite(found)
-        return found, dtype
-
-    def _refuse_infinite(self, numbers: NDArray[Any]) -> None:
-        """Numbers of which one spoils a row or more; those of plain matrices are not looked at."""
-        num_wrong = numbers.size - np.count_nonzero(np.isfinite(numbers))
-        if num_wrong:
-            raise ConfigurationError(
-                f"{self.file.path.name}: tensor {shown(self.tensor.name)} has {num_wrong:,} scales "
-                "or numbers that are infinite or not a number: fetch the model again"
-            )
-
-    def matrix(self, index: int) -> Plain | Grouped:
-        raise AssertionError("its matrices are found one by one")
-
-    def table(self) -> Table | None:
-        assert not self.heads, "an embedding has none"
-        dtype, _ = _PLAIN.get(self.tensor.type.name, (None, None))
-        return (self.file.rows(self.tensor), dtype) if dtype in CPU_DTYPES else None
-
-    def rows(self, ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        assert not self.heads, "an embedding has none"
-        return dequantize(self.tensor.type, self.file.rows(self.tensor).read(ids))
-
-    def drop_pages(self) -> None:
-        self.file.drop_pages(self.tensor)
-
-    def _raw(self) -> NDArray[np.uint8]:
-        """Its rows in the decoder's order, ``[rows, bytes of a row]``; a vector is one row."""
-        raw = self.file.raw(self.tensor)
-        if self.part is not None:
-            rows = self.tensor.shape[1]
-            return raw[self.part * rows : (self.part + 1) * rows]
-        if len(self.tensor.shape) > 1:
-            return unpermuted(raw, self.heads)
-        elements = raw.reshape(-1, self.tensor.type.num_bytes)
-        return unpermuted(elements, self.heads).reshape(raw.shape)
-
-
-def unpermuted(rows: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Undo the order of q's and k's rows in files of llama: (head, pair, half) to (head, half,
-    pair). Of whole rows, so that quantized ones are not touched within."""
-    if not heads:
-        return rows
-    parts = rows.reshape(heads, -1, 2, *rows.shape[1:]).swapaxes(1, 2)
-    return np.ascontiguousarray(parts).reshape(rows.shape)
-
-
 def describe(model: GgufModel) -> GgufDescription:
     """Translate a file's metadata.
 
@@ -198,11 +49,11 @@ def describe(model: GgufModel) -> GgufDescription:
     """
     file = model.metadata
     name = file.string("general.architecture")
-    architecture = _ARCHITECTURES.get(name)
+    architecture = ARCHITECTURES.get(name)
     if architecture is None:
         raise UnsupportedError(
             f"{file.path.name}: GGUF architecture {shown(name)} is not supported; supported: "
-            f"{', '.join(_ARCHITECTURES)}"
+            f"{', '.join(ARCHITECTURES)}"
         )
     fields = _Fields(model, name, architecture)
     raw = fields.config()
@@ -213,9 +64,7 @@ def describe(model: GgufModel) -> GgufDescription:
             f"{file.path.name}: the sizes or rotary parameters in its {name}.* metadata contradict "
             "each other or are not supported"
         )
-    network = family.describe(read)
-    if architecture.adds_offset:
-        network = replace(network, norm=replace(network.norm, offset=0.0))
+    network = fields.as_stored(family.describe(read))
     factors = _rope_factors(model, network)
     if factors is not None:
         network = replace(network, positions=factors)
@@ -236,170 +85,65 @@ def describe(model: GgufModel) -> GgufDescription:
     )
 
 
-def find_weights(model: GgufModel, config: DecoderConfig) -> dict[str, GgufWeight]:
-    """Where exactly the decoder's tensors lie, by its own names.
-
-    Raises :class:`~vmserve.errors.ConfigurationError` for tensors that are missing, surplus or of
-    the wrong shape, and names them as the file does.
-    """
-    architecture = _ARCHITECTURES[model.metadata.string("general.architecture")]
-    shapes = tensor_shapes(config)
-    places = {
-        name: place for name, place in _places(config, architecture.layer).items() if name in shapes
-    }
-    wanted = {stored for stored, _ in places.values()}
-    ignored = _NO_WEIGHTS | {
-        f"blk.{layer}.attn_rot_embd.weight" for layer in range(config.num_layers)
-    }
-    missing = sorted(stored for stored in wanted if stored not in model.tensors)
-    if missing:
-        raise ConfigurationError(
-            f"{model.path.name} lacks {len(missing):,} tensors that its metadata imply: "
-            f"{_listed(missing)}; fetch the model again"
-        )
-    surplus = sorted(model.tensors.keys() - wanted - ignored)
-    if surplus:
-        raise UnsupportedError(
-            f"{model.path.name} has {len(surplus):,} tensors that its architecture does not have "
-            f"here: {_listed(surplus)}"
-        )
-    found = {}
-    for name, (stored, part) in places.items():
-        file, tensor = model.tensors[stored]
-        shape = shapes[name]
-        if part is not None and config.experts is not None:
-            shape = (config.experts.count, *shape)
-        if tensor.shape != shape:
-            raise ConfigurationError(
-                f"{file.path.name}: tensor {stored} has shape {list(tensor.shape)}, but the "
-                f"metadata imply {list(shape)}: fetch the model again"
-            )
-        if len(tensor.shape) == 1 and tensor.type.num_elements > 1:
-            raise UnsupportedError(
-                f"{file.path.name}: tensor {stored} is a vector of type {tensor.type.name}: not "
-                "supported, vectors are F32, F16 or BF16"
-            )
-        heads = {"q": config.q_heads, "k": config.kv_heads}.get(_q_or_k(stored), 0)
-        found[name] = GgufWeight(file, tensor, heads if architecture.permuted else 0, part)
-    return {name: found[name] for name in shapes}
-
-
-def _q_or_k(stored: str) -> str:
-    return stored.split(".")[-2].removeprefix("attn_")
-
-
-def _places(config: DecoderConfig, modules: Mapping[str, str]) -> dict[str, tuple[str, int | None]]:
-    """Our names; the file's, and which of a tensor's parts."""
-    places: dict[str, tuple[str, int | None]] = {
-        f"model.{ours}.weight": (f"{theirs}.weight", None) for theirs, ours in _ENDS.items()
-    }
-    places["lm_head.weight"] = "output.weight", None
-    for layer in range(config.num_layers):
-        for theirs, ours in modules.items():
-            for kind in ("weight", "bias"):
-                name = f"model.layers.{layer}.{ours}.{kind}"
-                places[name] = f"blk.{layer}.{theirs}.{kind}", None
-        if config.has_experts(layer):
-            router = f"model.layers.{layer}.{config.names.router}.weight"
-            places[router] = f"blk.{layer}.{_ROUTER}.weight", None
-            for part, names in enumerate(mlp_names(config, layer)):
-                for ours, theirs in zip(names, _EXPERTS, strict=True):
-                    places[f"{ours}.weight"] = f"blk.{layer}.{theirs}.weight", part
-    return places
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _NAMED_IN_ERRORS
-    return ", ".join(map(shown, names[:_NAMED_IN_ERRORS])) + (
-        f" and {more} more" if more > 0 else ""
-    )
-
-
 class _Fields:
-    """The metadata of one architecture, checked, as fields of config.json."""
+    """The metadata of one architecture as fields of config.json."""
 
-    def __init__(self, model: GgufModel, name: str, architecture: _Architecture) -> None:
+    def __init__(self, model: GgufModel, name: str, architecture: Architecture) -> None:
         self._model = model
         self._file = model.metadata
         self._name = name
         self._architecture = architecture
-        self._window = self._size("attention.sliding_window", 0, least=0) or None
+        self._read = Metadata(model, name, architecture)
+        self._window = self._read.size("attention.sliding_window", 0, least=0) or None
         self.family = architecture.family
         if self._window is not None and not architecture.windowed:
             if name != "llama":
-                raise self._unsupported("attention.sliding_window")
+                raise self._read.unsupported("attention.sliding_window")
             self.family = "MistralForCausalLM"
-        self._num_experts = self._size("expert_count", 0, least=0)
+        self._num_experts = self._read.size("expert_count", 0, least=0)
         if self._num_experts:
-            if name not in _WITH_EXPERTS:
-                raise self._unsupported("expert_count")
-            self.family = _WITH_EXPERTS[name]
-        for key in (
-            "expert_shared_count",
-            "expert_gating_func",
-            "expert_weights_scale",
-            "rope.dimension_sections",
-            "attention.causal",
-        ):
-            if f"{name}.{key}" in self._file and self._scalar(key) not in (0, True):
-                raise self._unsupported(key)
+            if architecture.expert_family is None:
+                raise self._read.unsupported("expert_count")
+            self.family = architecture.expert_family
+        if name == "deepseek2" and self._gating() == _SIGMOID:
+            self.family = "DeepseekV3ForCausalLM"
 
-    def _scalar(self, key: str) -> object:
-        value = self._file.metadata[f"{self._name}.{key}"]
-        return None if isinstance(value, np.ndarray) else value
-
-    def _unsupported(self, key: str) -> UnsupportedError:
-        value = self._file.metadata[f"{self._name}.{key}"]
-        said = shown(str(value)) if not isinstance(value, int | float) else f"{value}"
-        return UnsupportedError(
-            f"{self._file.path.name}: {self._name}.{key} = {said} is not supported"
-        )
-
-    def _size(self, key: str, default: int | None = None, least: int = 1) -> int:
-        name = f"{self._name}.{key}"
-        if isinstance(self._file.metadata.get(name), np.ndarray):
-            raise UnsupportedError(
-                f"{self._file.path.name}: {name} is a list: layers that differ are not supported"
-            )
-        value = self._file.integer(name, default)
-        if not least <= value < _MOST_POSITIONS:
-            raise ConfigurationError(
-                f"{self._file.path.name}: {name} is {value:,}; it must be {least} or more, and "
-                f"below {_MOST_POSITIONS:,}"
-            )
-        return value
-
-    def _number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
-        value = self._file.number(f"{self._name}.{key}", default)
-        if value <= 0 or value < least:
-            allowed = f"{least:g} or more" if least else "above 0"
-            raise ConfigurationError(
-                f"{self._file.path.name}: {self._name}.{key} is {value}; it must be {allowed}"
-            )
-        return value
+    def as_stored(self, network: DecoderConfig) -> DecoderConfig:
+        """The same with what the file has in another form than checkpoints of the family."""
+        names = dict(self._architecture.names)
+        if network.latent is not None:
+            names["latent_split"] = "blk.0.attn_k_b.weight" in self._model.tensors
+        network = replace(network, names=replace(network.names, **names))
+        if self._architecture.tiled and network.delta is not None:
+            network = replace(network, delta=replace(network.delta, tiled=True))
+        if self._architecture.adds_offset:
+            network = replace(network, norm=replace(network.norm, offset=0.0))
+        return network
 
     def config(self) -> dict[str, Any]:
-        hidden, heads = self._size("embedding_length"), self._size("attention.head_count")
-        layers = self._size("block_count")
+        read = self._read
+        hidden, heads = read.size("embedding_length"), read.size("attention.head_count")
+        layers = read.size("block_count")
         if layers > len(self._model.tensors):
             raise ConfigurationError(
                 f"{self._file.path.name}: {self._name}.block_count is {layers:,}, but there are "
                 f"{len(self._model.tensors):,} tensors: fetch the model again"
             )
+        layers -= read.size("nextn_predict_layers", 0, least=0)
         head_dim = self._head_dim(hidden, heads)
         bos = "tokenizer.ggml.bos_token_id"
         config: dict[str, Any] = {
             "vocab_size": self._vocab_size(hidden),
             "hidden_size": hidden,
-            "intermediate_size": self._size("feed_forward_length"),
+            "intermediate_size": read.size("feed_forward_length"),
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
-            "num_key_value_heads": self._size("attention.head_count_kv", heads),
+            "num_key_value_heads": read.size("attention.head_count_kv", heads),
             "head_dim": head_dim,
-            "max_position_embeddings": self._size("context_length"),
-            "rms_norm_eps": self._number("attention.layer_norm_rms_epsilon"),
+            "max_position_embeddings": read.size("context_length"),
+            "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
             "tie_word_embeddings": "output.weight" not in self._model.tensors,
-            "rope_parameters": {} if self._architecture.long else self._rope(),
+            "rope_parameters": {} if self._architecture.long else read.rope(),
             "bos_token_id": self._file.integer(bos) if bos in self._file else None,
             "eos_token_id": None,
         }
@@ -410,63 +154,142 @@ class _Fields:
             config["sliding_window"] = self._window
         if self._num_experts:
             config["num_local_experts"] = self._num_experts
-            config["num_experts_per_tok"] = self._size("expert_used_count")
-        if self.family == "Qwen3MoeForCausalLM":
-            config["moe_intermediate_size"] = self._size("expert_feed_forward_length")
-            config["norm_topk_prob"] = True
-        if self.family == "Phi3ForCausalLM":
-            config |= self._phi3(head_dim)
-        if self._name in _LARGEST_GEMMA:
-            config |= self._gemma(hidden, heads, layers, head_dim)
+            config["num_experts_per_tok"] = read.size("expert_used_count")
+        match self._name:
+            case "qwen2moe":
+                config |= self._shared_experts()
+                config["qkv_bias"] = "blk.0.attn_q.bias" in self._model.tensors
+                for name in ("head_dim", "num_local_experts"):
+                    config.pop(name, None)
+            case "qwen3moe":
+                config["moe_intermediate_size"] = read.size("expert_feed_forward_length")
+                config["norm_topk_prob"] = True
+            case "qwen3next" | "qwen35":
+                config |= self._delta(head_dim, layers, config["rope_parameters"])
+            case "phi3":
+                config |= self._phi3(head_dim)
+            case "gemma2" | "gemma3":
+                config |= self._gemma(hidden, heads, layers, head_dim)
+            case "gpt-oss":
+                if "rope_type" in config["rope_parameters"]:
+                    config["rope_parameters"]["truncate"] = False  # no file says it
+                config["intermediate_size"] = read.size("expert_feed_forward_length")
+            case "deepseek2":
+                config |= self._latent(heads, layers)
+                config.pop("num_local_experts", None)
         _refuse_outside(self._file, config["vocab_size"], [config["bos_token_id"]])
         return config
 
+    def _shared_experts(self) -> dict[str, Any]:
+        return {
+            "num_experts": self._num_experts,
+            "moe_intermediate_size": self._read.size("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": self._read.size("expert_shared_feed_forward_length"),
+        }
+
+    def _delta(self, head_dim: int, layers: int, rope: dict[str, Any]) -> dict[str, Any]:
+        read = self._read
+        value_heads = read.size("ssm.time_step_rank")
+        value_size = read.size("ssm.inner_size")
+        if value_size % value_heads:
+            raise ConfigurationError(
+                f"{self._file.path.name}: {self._name}.ssm.inner_size is {value_size:,}, no "
+                f"multiple of ssm.time_step_rank, {value_heads:,}"
+            )
+        share = read.size("rope.dimension_count", head_dim) / head_dim
+        config: dict[str, Any] = {
+            "rope_parameters": {**rope, "partial_rotary_factor": share},
+            "linear_conv_kernel_dim": read.size("ssm.conv_kernel"),
+            "linear_key_head_dim": read.size("ssm.state_size"),
+            "linear_num_key_heads": read.size("ssm.group_count"),
+            "linear_num_value_heads": value_heads,
+            "linear_value_head_dim": value_size // value_heads,
+        }
+        linear = "attention.recurrent_layers"
+        if linear in read:
+            flags = self._file.numbers(f"{self._name}.{linear}").tolist()[:layers]
+            kinds = "full_attention", "linear_attention"
+            config["layer_types"] = [kinds[bool(flag)] for flag in flags]
+        else:
+            config["full_attention_interval"] = read.size("full_attention_interval", 4)
+        if self._name == "qwen3next":
+            config |= {**self._shared_experts(), "norm_topk_prob": True}
+        return config
+
+    def _latent(self, heads: int, layers: int) -> dict[str, Any]:
+        """Of DeepSeek-V2 or V3; older files have the sizes of heads under other keys."""
+        read = self._read
+        sizes = {
+            kind: read.size(f"attention.{kind}_length_mla", read.size(f"attention.{kind}_length"))
+            for kind in ("key", "value")
+        }
+        rotated = read.size("rope.dimension_count")
+        config: dict[str, Any] = {
+            "num_key_value_heads": heads,
+            "kv_lora_rank": read.size("attention.kv_lora_rank"),
+            "q_lora_rank": read.size("attention.q_lora_rank", 0, least=0) or None,
+            "qk_nope_head_dim": sizes["key"] - rotated,
+            "qk_rope_head_dim": rotated,
+            "v_head_dim": sizes["value"],
+            "first_k_dense_replace": read.size("leading_dense_block_count", 0, least=0),
+        }
+        if not self._num_experts:
+            return {**config, "first_k_dense_replace": layers}
+        groups = read.size("expert_group_count", 1, least=0)
+        if groups > 1:
+            config["topk_group"] = read.size("expert_group_used_count")
+        if self.family == "DeepseekV2ForCausalLM":
+            config["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
+        return {
+            **config,
+            "n_group": groups,
+            "n_routed_experts": self._num_experts,
+            "n_shared_experts": read.size("expert_shared_count", least=0),
+            "moe_intermediate_size": read.size("expert_feed_forward_length"),
+            "routed_scaling_factor": read.number("expert_weights_scale", 1.0),
+            "norm_topk_prob": read.flag("expert_weights_norm", default=False),
+        }
+
+    def _gating(self) -> int:
+        gating = self._read.size("expert_gating_func", _SOFTMAX, least=0) or _SOFTMAX
+        if gating not in (_SOFTMAX, _SIGMOID):
+            raise self._read.unsupported("expert_gating_func")
+        return gating
+
     def _phi3(self, head_dim: int) -> dict[str, Any]:
+        read = self._read
         parameters: dict[str, Any] = {
             "rope_type": "default",
-            "rope_theta": self._number("rope.freq_base", 10_000.0, 2),
-            "partial_rotary_factor": self._size("rope.dimension_count", head_dim) / head_dim,
+            "rope_theta": read.number("rope.freq_base", 10_000.0, 2),
+            "partial_rotary_factor": read.size("rope.dimension_count", head_dim) / head_dim,
         }
-        kind = self._file.string(f"{self._name}.rope.scaling.type", "none")
-        if kind not in ("none", "longrope"):
-            raise self._unsupported("rope.scaling.type")
-        if _LONG_FACTORS[0] not in self._model.tensors:
+        if read.string("rope.scaling.type", "none") not in ("none", "longrope"):
+            raise read.unsupported("rope.scaling.type")
+        if LONG_FACTORS[0] not in self._model.tensors:
             return {"rope_parameters": parameters}
         parameters |= {
             "rope_type": "longrope",
-            "long_factor": self._factors(_LONG_FACTORS[0]),
-            "short_factor": self._factors(_LONG_FACTORS[1]),
-            "attention_factor": self._number("rope.scaling.attn_factor", 1.0),
+            "long_factor": read.factors(LONG_FACTORS[0]),
+            "short_factor": read.factors(LONG_FACTORS[1]),
+            "attention_factor": read.number("rope.scaling.attn_factor", 1.0),
         }
-        original = self._size("rope.scaling.original_context_length")
+        original = read.size("rope.scaling.original_context_length")
         return {"rope_parameters": parameters, "original_max_position_embeddings": original}
 
-    def _factors(self, name: str) -> list[float]:
-        if name not in self._model.tensors:
-            raise ConfigurationError(
-                f"{self._file.path.name} lacks tensor {name}: fetch the model again"
-            )
-        file, tensor = self._model.tensors[name]
-        factors = dequantize(tensor.type, file.raw(tensor)).reshape(-1)
-        if not (np.isfinite(factors) & (factors > 0)).all():
-            raise ConfigurationError(
-                f"{file.path.name}: tensor {name} has factors that are not above 0"
-            )
-        return [float(factor) for factor in factors]
-
     def _gemma(self, hidden: int, heads: int, layers: int, head_dim: int) -> dict[str, Any]:
+        read = self._read
         largest = layers == _LARGEST_GEMMA[self._name]
         config: dict[str, Any] = {"query_pre_attn_scalar": hidden // heads if largest else head_dim}
         for key, default in (("attn_logit_softcapping", 50.0), ("final_logit_softcapping", 30.0)):
-            if self._name == "gemma2" or f"{self._name}.{key}" in self._file:
-                config[key] = self._number(key, default)
+            if self._name == "gemma2" or key in read:
+                config[key] = read.number(key, default)
         if self._name == "gemma3" and self._window is None:
             config["layer_types"] = ["full_attention"] * layers
         if self._name == "gemma3":
-            config["sliding_window_pattern"] = self._size("attention.sliding_window_pattern", 6)
-            local = self._number("rope.freq_base_swa", 10_000.0, 2)
+            config["sliding_window_pattern"] = read.size("attention.sliding_window_pattern", 6)
+            local = read.number("rope.freq_base_swa", 10_000.0, 2)
             config["rope_parameters"] = {
-                "full_attention": self._rope(),
+                "full_attention": read.rope(),
                 "sliding_attention": {"rope_type": "default", "rope_theta": local},
             }
         return config
@@ -485,53 +308,25 @@ class _Fields:
         return shape[0]
 
     def _head_dim(self, hidden: int, heads: int) -> int:
+        read = self._read
+        if self._name == "deepseek2":
+            return read.size("rope.dimension_count")
         if self._name == "llama" and hidden % heads:
             raise UnsupportedError(
                 f"{self._file.path.name}: an embedding_length of {hidden:,} that {heads:,} heads "
                 "do not share evenly is not supported"
             )
-        head_dim = self._size("attention.key_length", hidden // heads)
+        head_dim = read.size("attention.key_length", hidden // heads)
         whole = ["attention.value_length"]
         if not self._architecture.partial:
             whole.append("rope.dimension_count")
         for key in whole:
-            if self._size(key, head_dim) != head_dim:
+            if read.size(key, head_dim) != head_dim:
                 raise UnsupportedError(
-                    f"{self._file.path.name}: {self._name}.{key} is {self._size(key):,} for heads "
+                    f"{self._file.path.name}: {self._name}.{key} is {read.size(key):,} for heads "
                     f"of {head_dim:,}: not supported"
                 )
         return head_dim
-
-    def _rope(self) -> dict[str, Any]:
-        parameters: dict[str, Any] = {"rope_theta": self._number("rope.freq_base", 10_000.0, 2)}
-        kind = self._file.string(f"{self._name}.rope.scaling.type", "none")
-        old = f"{self._name}.rope.scale_linear"
-        if kind == "none" and old in self._file:
-            return {
-                **parameters,
-                "rope_type": "linear",
-                "factor": self._number("rope.scale_linear", least=1),
-            }
-        if kind == "none":
-            return parameters
-        if kind not in ("linear", "yarn"):
-            raise UnsupportedError(
-                f"{self._file.path.name}: {self._name}.rope.scaling.type {shown(kind)} is not "
-                "supported; supported: none, linear, yarn"
-            )
-        parameters |= {"rope_type": kind, "factor": self._number("rope.scaling.factor", least=1)}
-        if kind == "yarn":
-            parameters["original_max_position_embeddings"] = self._size(
-                "rope.scaling.original_context_length"
-            )
-            for key in ("beta_fast", "beta_slow"):
-                if f"{self._name}.rope.scaling.yarn_{key}" in self._file:
-                    parameters[key] = self._number(f"rope.scaling.yarn_{key}")
-            for key in ("attn_factor", "yarn_log_multiplier", "yarn_attn_factor",
-                        "yarn_ext_factor"):  # fmt: skip
-                if f"{self._name}.rope.scaling.{key}" in self._file:
-                    raise self._unsupported(f"rope.scaling.{key}")
-        return parameters
 
 
 def _rope_factors(model: GgufModel, network: DecoderConfig) -> RopeConfig | None:
@@ -541,32 +336,28 @@ def _rope_factors(model: GgufModel, network: DecoderConfig) -> RopeConfig | None
     """
     rope = network.positions
     assert isinstance(rope, RopeConfig), "all families here rotate"
-    for name in _LONG_FACTORS:
+    for name in LONG_FACTORS:
         if name in model.tensors and rope.rope_type != "longrope":
             raise UnsupportedError(f"{model.path.name}: tensor {name} is not supported")
-    if _ROPE_FACTORS not in model.tensors:
+    if ROPE_FACTORS not in model.tensors:
         return None
-    file, tensor = model.tensors[_ROPE_FACTORS]
+    file, tensor = model.tensors[ROPE_FACTORS]
     if tensor.shape != (network.head_dim // 2,):
         raise ConfigurationError(
-            f"{file.path.name}: tensor {_ROPE_FACTORS} has shape {list(tensor.shape)}; heads of "
+            f"{file.path.name}: tensor {ROPE_FACTORS} has shape {list(tensor.shape)}; heads of "
             f"{network.head_dim} need [{network.head_dim // 2}]: fetch the model again"
         )
     if rope.rope_type != "default":
         raise UnsupportedError(
-            f"{file.path.name}: tensor {_ROPE_FACTORS} with rotary scaling {rope.rope_type} is not "
+            f"{file.path.name}: tensor {ROPE_FACTORS} with rotary scaling {rope.rope_type} is not "
             "supported"
         )
-    factors = dequantize(tensor.type, file.raw(tensor))[0]
-    if not (np.isfinite(factors) & (factors > 0)).all():
-        raise ConfigurationError(
-            f"{file.path.name}: tensor {_ROPE_FACTORS} has factors that are not above 0"
-        )
+    factors = read_factors(model, ROPE_FACTORS).tolist()
     parameters = {
         **rope.parameters,
         "rope_type": "longrope",
-        "short_factor": factors.tolist(),
-        "long_factor": factors.tolist(),
+        "short_factor": factors,
+        "long_factor": factors,
         "original_max_position_embeddings": rope.max_position_embeddings,
         "attention_factor": 1.0,
     }
@@ -583,12 +374,14 @@ def _refuse_outside(file: GgufFile, vocab_size: int, ids: list[Any]) -> None:
 
 
 def _dtype(model: GgufModel) -> DType:
-    """Norms and routers are always float32, and say nothing."""
+    """Vectors, routers and convolutions are always float32, and say nothing."""
     types = {
         tensor.type.name
         for name, (_, tensor) in model.tensors.items()
-        if len(tensor.shape) > 1 and f".{_ROUTER}." not in name
+        if len(tensor.shape) > 1
+        and name.endswith(".weight")
+        and name.split(".")[-2] not in _ALWAYS_PLAIN
     }
     [only] = types if len(types) == 1 else ("mixed",)
-    dtype, _ = _PLAIN.get(only, (DType.BFLOAT16, None))
+    dtype, _ = PLAIN.get(only, (DType.BFLOAT16, None))
     return dtype

@@ -1,8 +1,8 @@
 """Quantized blocks of GGUF as two forms that kernels multiply by.
 
 4 bits with a scale and a minimum per group (Q4_0, Q4_1, Q4_K), and 8 bits with a scale, and perhaps
-a minimum, per group (Q8_0, Q5_0, Q5_1, Q5_K, Q6_K; packed in as few bits as the codes take). A
-weight is ``quant * scale + minimum``, with the numbers that the file has: nothing is rounded a
+a minimum, per group (Q8_0, Q5_0, Q5_1, Q5_K, Q6_K, MXFP4; packed in as few bits as the codes take).
+A weight is ``quant * scale + minimum``, with the numbers that the file has: nothing is rounded a
 second time.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve import _core
+from vmserve.models.e2m1 import DOUBLED, half_powers
 from vmserve.models.gguf.block_types import BlockType
 from vmserve.models.grouped import Factors, Grouped
 
@@ -28,7 +29,10 @@ def repack(type: BlockType, raw: _Bytes) -> Grouped:
     """``raw``: ``[rows, bytes of a row]`` of a quantized type."""
     blocks = raw.reshape(raw.shape[0], -1, type.num_bytes)
     bits, group, factors = _FORMS[type.name]
-    codes = _core.unpack_codes(type.name, np.ascontiguousarray(raw))
+    if type.name == "MXFP4":
+        codes = _e2m1_codes(blocks).reshape(raw.shape[0], -1)
+    else:
+        codes = _core.unpack_codes(type.name, np.ascontiguousarray(raw))
     return Grouped(bits, group, codes, *factors(blocks))
 
 
@@ -79,6 +83,16 @@ def _q6_k_scale(blocks: _Bytes) -> tuple[Factors, None]:
     return Factors(_halves(blocks, 208), _rows(blocks[:, :, 192:208]).view(np.int8)), None
 
 
+def _e2m1_scale(blocks: _Bytes) -> tuple[Factors, None]:
+    return Factors(half_powers(blocks[:, :, 0])), None
+
+
+def _e2m1_codes(blocks: _Bytes) -> _Bytes:
+    """Lower halves of the bytes are the first codes of a block, upper halves the others."""
+    packed = blocks[:, :, 1:]
+    return np.concatenate((DOUBLED[packed & 15], DOUBLED[packed >> 4]), axis=2)
+
+
 _Factors = Callable[[_Bytes], tuple[Factors, Factors | None]]
 #: Bits of a code, columns of a group, scales and minima.
 _FORMS: Mapping[str, tuple[Literal[4, 8], int, _Factors]] = {
@@ -90,4 +104,5 @@ _FORMS: Mapping[str, tuple[Literal[4, 8], int, _Factors]] = {
     "Q5_K": (8, 32, _k_factors),
     "Q6_K": (8, 16, _q6_k_scale),
     "Q8_0": (8, 32, _scale),
+    "MXFP4": (8, 32, _e2m1_scale),
 }

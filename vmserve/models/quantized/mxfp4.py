@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve.errors import ConfigurationError
+from vmserve.models.e2m1 import DOUBLED, NO_NUMBER, half_powers
 from vmserve.models.grouped import Factors, Grouped
 from vmserve.models.safetensors_file import SafetensorsFile, StoredIntegers
 from vmserve.models.stored_weight import Plain, Table
@@ -16,12 +17,6 @@ __all__ = ["BLOCKS", "SCALES", "Mxfp4Weight"]
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _GROUP = 32
-#: Twice the number of each code: whole.
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
-_CODES = np.concatenate((_DOUBLED, -_DOUBLED)).view(np.uint8)
-#: Of a scale of 1.
-_BIAS = 127
-_NO_NUMBER = 255
 
 
 @dataclass(frozen=True)
@@ -57,15 +52,14 @@ class Mxfp4Weight:
 
     def matrix(self, index: int) -> Grouped:
         scales = self.file.view(self.scales)[index]
-        if (scales == _NO_NUMBER).any():
+        if (scales == NO_NUMBER).any():
             raise ConfigurationError(
                 f"{self.file.path.name}: tensor {self.name}{SCALES} has scales that are not a "
                 "number: fetch the model again"
             )
         packed = self.file.view(self.blocks)[index]
-        codes = np.stack((_CODES[packed & 15], _CODES[packed >> 4]), axis=-1)
-        halved = np.ldexp(np.float32(1), scales.astype(np.int32) - _BIAS - 1)
-        return Grouped(8, _GROUP, codes.reshape(len(packed), -1), Factors(halved))
+        codes = np.stack((DOUBLED[packed & 15], DOUBLED[packed >> 4]), axis=-1)
+        return Grouped(8, _GROUP, codes.reshape(len(packed), -1), Factors(half_powers(scales)))
 
     def read(self) -> Plain | Grouped:
         raise AssertionError("it is several matrices")
