@@ -17,7 +17,7 @@ _HALVES = {
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,),
 }  # fmt: skip
 QUANTIZED = tuple(_HALVES)
-TYPES = ("F32", "F16", "BF16", *QUANTIZED)
+TYPES = ("F32", "F16", "BF16", "MXFP4", *QUANTIZED)
 
 
 def random_blocks(
@@ -33,6 +33,8 @@ def random_blocks(
             if factor is not None:
                 halves = np.full(raw.shape[:2], factor, np.float16)
             raw[:, :, first : first + 2] = halves.view(np.uint8).reshape(*raw.shape[:2], 2)
+    elif name == "MXFP4":
+        raw[:, :, 0] %= 251  # the largest overflow, the last is no number
     elif name == "F16":
         raw = _finite_halves(rng, (rows, columns)).view(np.uint8)
     else:
