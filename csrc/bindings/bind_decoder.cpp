@@ -93,24 +93,26 @@ void bind_decoder(py::module_& m) {
                        const std::string& quantization, int num_threads, const std::string& isa) {
              const auto [key_heads, value_heads, key_dim, value_dim, taps] = delta;
              const auto [q_rank, rank, plain, rotated, value] = latent;
-             const DecoderShape shape{vocab_size,
-                                      hidden_size,
-                                      q_heads,
-                                      kv_heads,
-                                      head_dim,
-                                      norm_eps,
-                                      embedding_scale,
-                                      logits_softcap,
-                                      {key_heads, value_heads, key_dim, value_dim, taps, delta_tiled},
-                                      {q_rank, rank, plain, rotated, value}};
+             const DecoderShape shape{
+                 vocab_size,
+                 hidden_size,
+                 q_heads,
+                 kv_heads,
+                 head_dim,
+                 norm_eps,
+                 embedding_scale,
+                 logits_softcap,
+                 {key_heads, value_heads, key_dim, value_dim, taps, delta_tiled},
+                 {q_rank, rank, plain, rotated, value}};
              return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype),
                                                  as_quantization(quantization), num_threads, isa);
            }),
            py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("q_heads"),
            py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
            py::arg("embedding_scale") = 1.0F, py::arg("logits_softcap") = 0.0F,
-           py::arg("delta") = FiveSizes{}, py::arg("delta_tiled") = false, py::arg("latent") = FiveSizes{}, py::arg("kv_dtype"),
-           py::arg("quantization"), py::arg("num_threads"), py::arg("isa") = "")
+           py::arg("delta") = FiveSizes{}, py::arg("delta_tiled") = false,
+           py::arg("latent") = FiveSizes{}, py::arg("kv_dtype"), py::arg("quantization"),
+           py::arg("num_threads"), py::arg("isa") = "")
       .def(
           "add_layer",
           [](CpuDecoder& decoder, TensorTuple attention_norm, const WeightArgument& q,
@@ -160,9 +162,9 @@ void bind_decoder(py::module_& m) {
           [](CpuDecoder& decoder, TensorTuple attention_norm,
              const std::optional<WeightArgument>& q_down, std::optional<TensorTuple> q_norm,
              const WeightArgument& q, const WeightArgument& kv_down, TensorTuple kv_norm,
-             const std::vector<WeightArgument>& key_up,
-             const std::vector<WeightArgument>& value_up, const WeightArgument& output,
-             TensorTuple mlp_norm, float norm_eps, std::int64_t rotation, float scale) {
+             const std::vector<WeightArgument>& key_up, const std::vector<WeightArgument>& value_up,
+             const WeightArgument& output, TensorTuple mlp_norm, float norm_eps,
+             std::int64_t rotation, float scale) {
             DecoderLatent layer;
             const LatentShape& shape = decoder.latent();
             layer.attention_norm = as_tensor(std::move(attention_norm));
