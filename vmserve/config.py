@@ -18,7 +18,15 @@ from vmserve.sizes import format_size, parse_size
 if TYPE_CHECKING:
     from vmserve.models.config import ModelConfig
 
-__all__ = ["EngineConfig", "KVRegime", "ResolvedConfig", "ZeroPolicy", "resolve"]
+__all__ = [
+    "LEAST",
+    "LEAST_BYTES",
+    "EngineConfig",
+    "KVRegime",
+    "ResolvedConfig",
+    "ZeroPolicy",
+    "resolve",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +51,10 @@ CPU_KV_SHARE = 0.4
 #: Smallest cap chosen when memory is short. A cap that is too small fails at start, with the size
 #: needed; growing beyond the memory that exists is a recoverable error.
 MIN_KV_BYTES = 64 << 20
+#: As ``kv_cache_memory``: what the longest sequence needs; :class:`vmserve.KVPool` lends more.
+LEAST: Final = "least"
+#: As :attr:`ResolvedConfig.kv_limit_bytes`: not known yet.
+LEAST_BYTES: Final = -1
 #: Tokens of a step on a CPU. 512 keep the pause of running decodes short, and are enough that
 #: reading the weights costs little beside multiplying them.
 DEFAULT_BATCHED_TOKENS = 512
@@ -169,7 +181,8 @@ class EngineConfig:
     kv_cache_memory: Annotated[
         int | str | None,
         Option(
-            "Most memory that the KV cache may grow to, e.g. 512MiB or 4GiB.",
+            "Most memory that the KV cache may grow to, e.g. 512MiB or 4GiB; least: what the "
+            "longest sequence needs.",
             _KV,
             default=f"{CPU_KV_SHARE * 100:g} % of the memory that is free at start; on a GPU what "
             "--gpu-memory-utilization leaves",
@@ -434,6 +447,7 @@ class ResolvedConfig:
     max_num_batched_tokens: int
     max_logprobs: int
     kv_regime: KVRegime
+    #: :data:`LEAST_BYTES` until the memory is made, if the least was asked for.
     kv_limit_bytes: int
     kv_page_bytes: int | None
     kv_zero_pages: ZeroPolicy
@@ -592,6 +606,8 @@ def _gpu_limit_bytes(
 
     Raises :class:`ConfigurationError` if they leave next to nothing, and for more than the GPU has.
     """
+    if config.kv_cache_memory == LEAST:
+        return LEAST_BYTES
     if config.kv_cache_memory is not None:
         asked = parse_size(config.kv_cache_memory, "kv_cache_memory")
         return _within(asked, gpu_bytes, "kv_cache_memory", "the GPU's memory")
@@ -623,6 +639,8 @@ def _kv_limit_bytes(
     since the pool grows only as it is used. Raises :class:`ConfigurationError` for a cap above the
     machine's memory.
     """
+    if config.kv_cache_memory == LEAST:
+        return LEAST_BYTES
     itemsize = 2 if config.dtype in ("bfloat16", "float16", "half") else 4
     free, whose = available_memory()  # of the system, or of the control group
     free -= weight_bytes(model, itemsize) + activations

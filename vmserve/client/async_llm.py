@@ -123,6 +123,8 @@ class AsyncLLM(ClientCore):
 
     def _lost(self) -> None:
         self._died = True
+        if self.lender is not None:
+            self.lender.lost()
         dead = EngineDeadError("the engine has stopped; restart the server")
         self._on_loops(lambda inbox: inbox.fail(dead))
 

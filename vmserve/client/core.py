@@ -9,10 +9,19 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from vmserve.client.inbox import Inbox, OpenRequest
-from vmserve.client.messages import Abort, Add, Ask, FromEngine, ToEngine, Unpin
+from vmserve.client.messages import (
+    Abort,
+    Add,
+    Ask,
+    FromEngine,
+    Lend,
+    MemoryReport,
+    ToEngine,
+    Unpin,
+)
 from vmserve.client.transport import Transport
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.engine.limits import RequestLimits
@@ -23,7 +32,7 @@ from vmserve.text.prompts import PromptLike, encode_prompt
 from vmserve.text.tokenizer import Tokenizer
 from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
 
-__all__ = ["ClientCore"]
+__all__ = ["ClientCore", "Lender"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +48,20 @@ class _Pin:
     token_ids: list[int]
     cache_salt: str
     isolation: str
+
+
+class Lender(Protocol):
+    """Lends an engine its memory, with :meth:`ClientCore.lend`. Any thread may call it."""
+
+    def told(self, report: MemoryReport) -> None: ...
+
+    def lost(self) -> None:
+        """The engine has ended by itself, and its memory with it."""
+        ...
+
+    def revived(self) -> None:
+        """An engine was started in place of the lost one, with the memory that options say."""
+        ...
 
 
 class ClientCore:
@@ -73,6 +96,8 @@ class ClientCore:
         self._serials = itertools.count(1)
         self._pin_handles = itertools.count()
         self._pins: dict[int, _Pin] = {}
+        #: Hears of the engine's memory, which it lends; None: the engine has memory of its own.
+        self.lender: Lender | None = None
 
     @property
     def default_sampling(self) -> dict[str, Any]:
@@ -84,10 +109,21 @@ class ClientCore:
     def attach(self, transport: Transport) -> None:
         """Send over ``transport`` from now on."""
         self._transport = transport
-        transport.on(self._receive, self._lost)
+        transport.on(self._hear, self._lost)
 
     async def start(self) -> None:
         """Begin to listen to the engine on the running event loop. Every call begins with it."""
+
+    def _hear(self, message: FromEngine) -> None:
+        if isinstance(message, MemoryReport):
+            if self.lender is not None:
+                self.lender.told(message)
+        else:
+            self._receive(message)
+
+    def lend(self, order: Lend) -> None:
+        """Send an order of :attr:`lender` to the engine."""
+        self._send(order)
 
     def _receive(self, message: FromEngine) -> None:
         self._inbox.take(message)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from vmserve.engine.limits import RequestLimits
+from vmserve.pool.shares import Holding
 from vmserve.text.update import RequestUpdate
 from vmserve.types import RequestTerms
 
@@ -23,6 +24,8 @@ __all__ = [
     "Ask",
     "FromEngine",
     "Launch",
+    "Lend",
+    "MemoryReport",
     "ModelFacts",
     "Ping",
     "Pong",
@@ -84,6 +87,16 @@ class Ask(_Message, frozen=True):
     serial: int
     question: str
     arguments: dict[str, Any]
+
+
+class Lend(_Message, frozen=True):
+    """Let the KV cache have ``limit_bytes`` of a shared pool; :class:`MemoryReport` answers.
+
+    If it uses more, it keeps what it uses; with ``reclaim`` it preempts requests down to the limit.
+    """
+
+    limit_bytes: int
+    reclaim: bool
 
 
 class Unpin(_Message, frozen=True):
@@ -162,11 +175,21 @@ class Answer(_Message, frozen=True):
     error: Exception | None = None
 
 
+class MemoryReport(_Message, frozen=True):
+    """What the engine has of a shared pool and would like, in answer to :class:`Lend` or by itself.
+
+    Only engines that were lent something send it.
+    """
+
+    holding: Holding
+    is_answer: bool
+
+
 class Pong(_Message, frozen=True):
     """Answer a :class:`Ping`."""
 
     serial: int
 
 
-ToEngine = Launch | Add | Abort | Ask | Unpin | Ping | Shutdown
-FromEngine = Progress | Ready | Refused | StepUpdate | Answer | Pong
+ToEngine = Launch | Add | Abort | Ask | Lend | Unpin | Ping | Shutdown
+FromEngine = Progress | Ready | Refused | StepUpdate | Answer | MemoryReport | Pong

@@ -230,6 +230,8 @@ class ProcessLLM(ClientCore):
     def _lost(self) -> None:
         self._error = EngineDeadError("the engine has stopped")
         self._inbox.fail(self._error)
+        if self.lender is not None:
+            self.lender.lost()
         self._stats = {**self._stats, "num_requests_running": 0, "num_requests_waiting": 0}
         if not self._ending:
             self._died = True
@@ -263,6 +265,8 @@ class ProcessLLM(ClientCore):
             raise
         self._stats = {**ready.stats, **self._own_stats()}
         await self._connect()
+        if self.lender is not None:
+            self.lender.revived()
         logger.info("the engine serves again")
         await self._pin_again()
 

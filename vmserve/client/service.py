@@ -13,6 +13,8 @@ from vmserve.client.messages import (
     Answer,
     Ask,
     FromEngine,
+    Lend,
+    MemoryReport,
     Ping,
     Pong,
     Shutdown,
@@ -25,6 +27,10 @@ from vmserve.errors import EngineDeadError, FrameTooLargeError, VmserveError
 from vmserve.text.update import RequestUpdate
 
 __all__ = ["QUESTIONS", "EngineService"]
+
+
+#: How long a step that has no memory is put off for messages, one of which may bring some.
+_MEMORY_SECONDS = 0.01
 
 
 def _nothing() -> None:
@@ -91,7 +97,7 @@ class EngineService:
         what the engine raises, which cannot be used any more.
         """
         try:
-            while self._handle_posted():
+            while self.handle_posted():
                 if self.engine.has_unfinished:
                     self.step()
             for handle in list(self._ids):
@@ -101,11 +107,13 @@ class EngineService:
             with self._wake:
                 self._is_closed = True
 
-    def _handle_posted(self) -> bool:
+    def handle_posted(self) -> bool:
         """Handle what was posted; sleep while there is nothing to do. False: stop."""
         with self._wake:
             while not (self._posted or self._is_closed or self.engine.has_unfinished):
                 self._wake.wait()
+            if self.engine.awaits_memory and not (self._posted or self._is_closed):
+                self._wake.wait(_MEMORY_SECONDS)
             goes_on = not self._is_closed
         while self._posted:
             self.handle(self._posted.popleft())
@@ -122,6 +130,8 @@ class EngineService:
                 self._end(message.handle, tell=message.tell)
             case Ask():
                 self._answer(message)
+            case Lend():
+                self.engine.lend(message.limit_bytes, reclaim=message.reclaim)
             case Unpin():
                 self._unpin(message.pin)
             case Ping():
@@ -215,6 +225,9 @@ class EngineService:
 
     def flush(self) -> None:
         """Send what is new, if there is anything."""
+        if self.engine.lease is not None:
+            for holding, is_answer in self.engine.memory_news():
+                self._send(MemoryReport(holding, is_answer))
         counts = (self.engine.scheduler.num_running, self.engine.scheduler.num_waiting)
         if counts == self._counts and not (self._updates or self._accepted or self._failures):
             return

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vmserve.config import EngineConfig, ResolvedConfig, resolve
+from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig, resolve
 from vmserve.engine.parts import (
     attends_natively,
     attention_backends,
@@ -118,6 +118,8 @@ def build(
         pages,
         separates_kinds=native and not resolved.async_scheduling,
     )
+    if resolved.kv_limit_bytes == LEAST_BYTES:
+        resolved = replace(resolved, kv_limit_bytes=memory.limit_bytes)
     swaps = resolved.swap_bytes > 0
     preemption = PreemptionPolicy(resolved.preemption if swaps else "recompute")
     regimes = RegimePolicy(

@@ -15,6 +15,7 @@ from vmserve.engine.build import SCORED_LOGITS, EngineParts, Progress, build
 from vmserve.engine.deadlines import Deadlines, too_late
 from vmserve.engine.drafts import Drafts
 from vmserve.engine.grammars import StructuredRequests
+from vmserve.engine.lease import Lease
 from vmserve.engine.parts import require_room
 from vmserve.engine.pins import PinnedPrefixes
 from vmserve.engine.requests import RequestIntake, memory_tenant, request_limits
@@ -27,6 +28,7 @@ from vmserve.errors import (
     VmserveError,
 )
 from vmserve.memory.base import Regime
+from vmserve.pool.shares import Holding
 from vmserve.runner.model_runner import AttentionTime
 from vmserve.runner.runtime import DeviceRuntime
 from vmserve.sampling import GenerationParams
@@ -148,6 +150,8 @@ class LLMEngine:
         self._intake = RequestIntake(self.resolved, self.model_config, self.tokenizer, self._clock)
         self._deadlines = Deadlines(self.resolved.request_timeout, self._requests)
         self._pins = PinnedPrefixes(self.memory, self.resolved)
+        #: Its part in a pool that it shares with other engines; None until it is lent something.
+        self.lease: Lease | None = None
 
     # -- requests ---------------------------------------------------------------------
 
@@ -255,6 +259,10 @@ class LLMEngine:
         Raises :class:`~vmserve.errors.ConfigurationError` if the limit is below what the longest
         sequence and the pinned prefixes need, or above the reserved address space.
         """
+        if self.lease is not None:
+            raise ConfigurationError(
+                "kv_cache_memory: a pool lends this model's memory: set its cap"
+            )
         memory, page_bytes = self.memory, self.memory.layout.total_page_bytes
         num_bytes, before = parse_size(size, "kv_cache_memory"), memory.limit_pages
         if num_bytes // page_bytes > memory.max_pages:
@@ -272,6 +280,28 @@ class LLMEngine:
         limit, former = (pages * page_bytes for pages in (memory.limit_pages, before))
         logger.info("the KV cache may take %s, not %s", format_size(limit), format_size(former))
         return limit
+
+    def lend(self, limit_bytes: int, *, reclaim: bool) -> None:
+        """Have ``limit_bytes`` of a pool that other engines share; :meth:`memory_news` answers.
+
+        If more is used, that is kept; with ``reclaim`` requests are preempted down to the limit.
+        """
+        if self.lease is None:
+            self.lease = Lease(self.memory, self.scheduler, self._pins, self._clock)
+        self.lease.order(limit_bytes, reclaim=reclaim)
+
+    def memory_news(self) -> list[tuple[Holding, bool]]:
+        """What to tell the pool of :meth:`lend` between two steps, and whether it answers."""
+        assert self.lease is not None
+        if self.lease.has_orders and self._flight is None:
+            with self._runtime.active():
+                self.lease.obey()
+        return self.lease.take_news(is_idle=not self._requests)
+
+    @property
+    def awaits_memory(self) -> bool:
+        """Whether the last step computed nothing because memory was asked for and may come."""
+        return self.lease is not None and self.scheduler.awaits_memory
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, pinned ones too.
@@ -334,7 +364,7 @@ class LLMEngine:
         except NoRoomError as error:
             return StepResult(failures=(self._fail(error.request_id, error),))
         if plan is None:
-            if previous is None:
+            if previous is None and not self.scheduler.awaits_memory:
                 self._idle()
                 self.structured.wait()
             return StepResult()
@@ -365,6 +395,8 @@ class LLMEngine:
         """Launch the step after ``previous`` before its tokens are known; None if that is
         impossible."""
         self._wait_reason = previous.blocking_reason() or "room"
+        if self.lease is not None and self.lease.has_orders:
+            return None  # they are carried out when no step is in flight
         if self._drafts is not None and self._drafts.wanted(previous.logits.samplers):
             self._wait_reason = "speculation"  # drafts continue tokens that are known
         if self._wait_reason != "room":

@@ -8,7 +8,7 @@ from pathlib import Path
 from vmserve.attention import create_backend
 from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
-from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig
 from vmserve.dtypes import DType
 from vmserve.engine.pins import MAX_PINNED_PREFIXES
 from vmserve.errors import ConfigurationError
@@ -36,6 +36,7 @@ __all__ = [
     "attention_backends",
     "cost_model",
     "create_memory",
+    "least_kv_bytes",
     "linear_backend",
     "require_room",
     "widest_window",
@@ -70,7 +71,6 @@ def create_memory(
 
     ``separates_kinds``: layers with a sliding window have pages of their own, if others have none.
     """
-    limit_bytes = resolved.kv_limit_bytes
     shape = (model.num_layers, model.kv_heads, model.head_dim, dtype, device.granularity)
     layout = plan_layout(
         *shape,
@@ -90,6 +90,9 @@ def create_memory(
     kinds = layer_kinds(model.windows)
     if not separates_kinds or kinds[0].window is not None or layout.layers_per_group > 1:
         kinds = ()
+    limit_bytes = resolved.kv_limit_bytes
+    if limit_bytes == LEAST_BYTES:
+        limit_bytes = least_kv_bytes(layout, max_len, read_slack_tokens)
     require_room(layout, limit_bytes, max_len, read_slack_tokens)
     return MemoryManager(
         layout,
@@ -112,6 +115,14 @@ def create_memory(
             ready_bytes=device.ready_bytes,
         ),
     )
+
+
+def least_kv_bytes(
+    layout: KVLayout, max_len: int, read_slack_tokens: int, pinned_pages: int = 0
+) -> int:
+    """Bytes with which the longest sequence fits beside the pinned prefixes."""
+    pages = layout.pages_alone(max_len + read_slack_tokens) + pinned_pages
+    return pages * layout.total_page_bytes
 
 
 def require_room(

@@ -396,6 +396,15 @@ class MemoryManager:
 
     # -- the pool -----------------------------------------------------------------------
 
+    @property
+    def limit_bytes(self) -> int:
+        return self.limit_pages * self.layout.total_page_bytes
+
+    @property
+    def committed_bytes(self) -> int:
+        """Bytes of the pages that the memory has from the system, used or not."""
+        return sum(kind.committed_pages * kind.page_bytes for kind in self.kind_stats())
+
     def available_pages(self) -> int:
         """Pages that growths can get now: free, evictable, or not committed yet.
 

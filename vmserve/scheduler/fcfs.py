@@ -22,7 +22,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from itertools import chain, islice
 from operator import attrgetter
+from typing import Protocol
 
 from vmserve.memory.base import (
     Attach,
@@ -54,6 +56,14 @@ from vmserve.scheduler.siblings import computes_prompt, has_followers, is_fork_o
 __all__ = ["FCFSScheduler", "SchedulerLimits"]
 
 logger = logging.getLogger(__name__)
+
+
+class Lender(Protocol):
+    """Lends memory to this scheduler's, and may have more of it."""
+
+    def may_come(self, *, is_last_resort: bool = False) -> bool:
+        """Whether a step that has no memory should wait; ``is_last_resort``: or a request fails."""
+        ...
 
 
 class FCFSScheduler:
@@ -110,6 +120,10 @@ class FCFSScheduler:
         self._has_unapplied_plan = False
         #: The last reason why admitted newcomers had to wait again.
         self._last_shortfall: Shortfall | None = None
+        #: None: the memory is its own.
+        self.lender: Lender | None = None
+        #: The last step was put off because memory may come.
+        self.awaits_memory = False
         self.num_preemptions_total = 0
         #: Of these, the ones for claims.
         self.num_preemptions_by_claim: dict[ClaimReason, int] = {"priority": 0, "fairness": 0}
@@ -225,8 +239,9 @@ class FCFSScheduler:
         if self._prompts_began is not None:
             self._prompts_took = self._clock() - self._prompts_began
             self._prompts_began = None
+        self.awaits_memory = False
         plan = self._schedule()
-        while plan is None and self._break_deadlock():
+        while plan is None and not self.awaits_memory and self._break_deadlock():
             plan = self._schedule()
         return plan
 
@@ -259,6 +274,8 @@ class FCFSScheduler:
         self._preempt_for_claims()
         preempted_before = self.num_preemptions_total
         draft, plan = self._schedule_running()
+        if self.awaits_memory:
+            return None
         # If only waiting beams run, the sequence just preempted may be the one to continue.
         if self.num_preemptions_total == preempted_before or not draft:
             # If nothing decodes after all, this step may read prompts too.
@@ -302,6 +319,8 @@ class FCFSScheduler:
             return True
         if self._memory.settle():  # newcomers are admitted by what is available
             return True
+        if self.num_running + self.num_waiting and self._waits_for_memory():
+            return False
         if self._donors:
             self._drop_donors()
             return True
@@ -312,6 +331,8 @@ class FCFSScheduler:
                 victims = [seq for seq in self._running if seq.request is gangs[-1]]
                 self._preempt(victims, may_swap=False)  # if swapped, they would come back first
                 return True
+            if self._waits_for_memory(is_last_resort=True):
+                return False
             raise NoRoomError(gangs[0].request_id, self._no_room("the beams of a request"))
         if self._swapped:
             # Swapped sequences share nothing: they may fit when computed again.
@@ -319,7 +340,7 @@ class FCFSScheduler:
                 self._queues.leave(sequence)
                 self._release_and_requeue(sequence)
             return True
-        if self._waiting:
+        if self._waiting and not self._waits_for_memory(is_last_resort=True):
             request_id = self._admission.next_waiting().request.request_id
             raise NoRoomError(request_id, self._no_room("the next request"))
         return False
@@ -337,6 +358,28 @@ class FCFSScheduler:
             f"that can be had, of {self._memory.limit_pages}: raise --kv-cache-memory, unpin "
             "prefixes, or lower the beam width"
         )
+
+    def _waits_for_memory(self, *, is_last_resort: bool = False) -> bool:
+        """Put the step off, if memory has been asked for and may come soon."""
+        if self.lender is not None and self.lender.may_come(is_last_resort=is_last_resort):
+            self.awaits_memory = True
+        return self.awaits_memory
+
+    def give_way(self) -> bool:
+        """Preempt the last arrival for memory that is to go elsewhere; False if it runs alone."""
+        if self._donors:
+            self._drop_donors()
+            return True
+        return self._preempt_last()
+
+    def wanted_pages(self) -> int:
+        """Pages that running sequences lack for what they know, and that those need that wait for
+        memory alone."""
+        blocks = sum(self._forecast.owed(seq) for seq in self._running)
+        places = max(0, self._limits.max_num_seqs - len(self._running))
+        for sequence in islice(chain(self._swapped, self._waiting), places):
+            blocks += self._forecast.at_most(sequence)
+        return -(-blocks // self._forecast.blocks_per_page)
 
     def make_room(self) -> bool:
         if self._regimes.drop_conversions():
@@ -361,9 +404,13 @@ class FCFSScheduler:
                 return draft, answer
             if answer.missing_mappings and self._regimes.leave_slots():
                 continue  # block tables need no mappings
+            if self._waits_for_memory():
+                break
             if self._donors:
                 self._drop_donors()
             elif not (self._preempt_last() or self._start_over()):
+                if self._waits_for_memory(is_last_resort=True):
+                    break
                 # The engine checks at start that the pool holds the longest sequence. So several
                 # beams share it, or the system does not give pages back.
                 raise NoRoomError(

@@ -1,0 +1,337 @@
+"""Lend the memory of one pool to the engines of several clients.
+
+:class:`~vmserve.pool.shares.Shares` decides. :class:`KVPool` sends its orders to the engines, and
+tells it what they answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from typing import Protocol
+
+from vmserve.client.core import ClientCore, Lender
+from vmserve.client.messages import Lend, MemoryReport
+from vmserve.config import LEAST, EngineConfig, ResolvedConfig
+from vmserve.errors import ConfigurationError, EngineDeadError
+from vmserve.pool.shares import Member, Order, Shares
+from vmserve.sizes import format_size, parse_size
+
+__all__ = ["Borrower", "KVPool", "PoolMember"]
+
+#: How long a new member waits for others to give up what its floor needs.
+_JOIN_SECONDS = 30.0
+
+
+class Borrower(Protocol):
+    """A client whose engine was started with ``kv_cache_memory="least"``.
+
+    It calls :attr:`lender` with all that its engine tells of its memory.
+    """
+
+    config: EngineConfig
+    resolved: ResolvedConfig
+    lender: Lender | None
+
+    def lend(self, order: Lend) -> None:
+        """Send an order to the engine.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` if none takes it.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMember:
+    """How a member of a pool stands. Sizes in use are as its engine last told them.
+
+    ``granted_bytes``: what it may have committed; the sum over all members never exceeds the pool.
+    ``wanted_bytes``: what it would like to have. ``num_recalls``: how often it was asked to give
+    something back, ``recalled_bytes``: what it gave back. ``num_needs``: how often requests of it
+    were short of memory, ``waited_seconds``: for how long.
+    """
+
+    name: str
+    weight: float
+    floor_bytes: int
+    cap_bytes: int
+    granted_bytes: int
+    committed_bytes: int
+    used_bytes: int
+    wanted_bytes: int
+    is_short: bool
+    is_idle: bool
+    num_recalls: int
+    recalled_bytes: int
+    num_needs: int
+    waited_seconds: float
+
+
+class _Loan:
+    """One client's part in a pool."""
+
+    def __init__(self, pool: KVPool, name: str, borrower: Borrower) -> None:
+        self._pool = pool
+        self.name = name
+        self.borrower = borrower
+        #: Done when the floor is granted.
+        self.granted: Future[None] = Future()
+        self.short_since: float | None = None
+        self.waited_seconds = 0.0
+
+    def told(self, report: MemoryReport) -> None:
+        self._pool.told(self, report)
+
+    def lost(self) -> None:
+        self._pool.lost(self)
+
+    def revived(self) -> None:
+        self._pool.revived(self)
+
+    def is_short(self, member: Member) -> None:
+        """Measure how long it is short."""
+        now = time.monotonic()
+        if self.short_since is not None:
+            self.waited_seconds += now - self.short_since
+        self.short_since = now if member.needs else None
+
+
+class KVPool:
+    """Memory that the KV caches of several models share: bytes, of which each takes what it needs.
+
+    What one model does not use, another can have; what it caches is evicted for it, and under
+    pressure requests are preempted, so that models share by weight and none falls below its floor.
+
+        pool = KVPool("4GiB")
+        with LLM("a", kv_pool=pool) as first, LLM("b", kv_pool=pool, kv_weight=2) as second:
+            ...
+
+    Any thread may call it. On a GPU each process has a context of its own beside it.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for what is no size.
+    """
+
+    def __init__(self, size: int | str) -> None:
+        self._shares = Shares(parse_size(size, "size"))
+        self._loans: dict[str, _Loan] = {}
+        self._lock = threading.RLock()
+        self._outbox: deque[Order] = deque()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._shares.size
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nobody was granted."""
+        with self._lock:
+            return max(0, self._shares.free)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._loans
+
+    def state(self) -> list[PoolMember]:
+        """How each member stands, in order of joining."""
+        with self._lock:
+            return [self._row(member) for member in self._shares.members.values()]
+
+    def _row(self, member: Member) -> PoolMember:
+        loan, holding = self._loans[member.name], member.holding
+        loan.is_short(member)
+        return PoolMember(
+            member.name,
+            member.weight,
+            member.floor,
+            member.cap,
+            member.granted,
+            holding.committed_bytes,
+            holding.used_bytes,
+            holding.wanted_bytes,
+            member.needs,
+            holding.is_idle,
+            member.num_recalls,
+            member.recalled_bytes,
+            member.num_needs,
+            loan.waited_seconds,
+        )
+
+    # -- members ------------------------------------------------------------------------
+
+    async def join(
+        self,
+        client: ClientCore,
+        name: str,
+        *,
+        weight: float = 1.0,
+        floor: int | str | None = None,
+        cap: int | str | None = None,
+        timeout: float = _JOIN_SECONDS,
+    ) -> None:
+        """Lend memory to a client's engine; wait until others have given up what its floor needs.
+
+        ``floor``: what it always has; at least, and by default, what its longest sequence needs.
+        ``cap``: the most that it may have (default: the whole pool).
+
+        Raises :class:`~vmserve.errors.ConfigurationError` for a name in use, for floors that do not
+        fit, and if others do not give their memory back in ``timeout`` seconds.
+        """
+        await client.start()
+        loan = self._enter(client, name, weight, floor, cap)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(loan.granted), timeout)
+        except TimeoutError:
+            raise self._refusal(loan, timeout) from None
+        except BaseException:
+            self.leave(name)
+            raise
+
+    def join_now(
+        self,
+        client: Borrower,
+        name: str,
+        *,
+        weight: float = 1.0,
+        floor: int | str | None = None,
+        cap: int | str | None = None,
+        timeout: float = _JOIN_SECONDS,
+    ) -> None:
+        """:meth:`join` for callers without an event loop."""
+        loan = self._enter(client, name, weight, floor, cap)
+        try:
+            loan.granted.result(timeout)
+        except FutureTimeoutError:
+            raise self._refusal(loan, timeout) from None
+
+    def _enter(
+        self,
+        client: Borrower,
+        name: str,
+        weight: float,
+        floor: int | str | None,
+        cap: int | str | None,
+    ) -> _Loan:
+        if client.config.kv_cache_memory != LEAST:
+            raise ConfigurationError(
+                f"{name}: its engine has memory of its own; start it with kv_cache_memory least"
+            )
+        least = client.resolved.kv_limit_bytes
+        floor_bytes = max(least, 0 if floor is None else parse_size(floor, "kv_floor"))
+        cap_bytes = None if cap is None else parse_size(cap, "kv_cap")
+        loan = _Loan(self, name, client)
+        with self._lock:
+            orders = self._shares.join(name, weight=weight, floor=floor_bytes, cap=cap_bytes)
+            self._loans[name] = loan
+            client.lender = loan
+            self._outbox += orders
+        self._deliver()
+        return loan
+
+    def _refusal(self, loan: _Loan, timeout: float) -> ConfigurationError:
+        """The error of a member that did not get its floor, which leaves."""
+        with self._lock:
+            held = ", ".join(
+                f"{format_size(member.granted)} ({member.name})"
+                for member in self._shares.members.values()
+                if member.name != loan.name
+            )
+            needed = self._shares.members[loan.name].floor
+        self.leave(loan.name)
+        return ConfigurationError(
+            f"{loan.name} needs {format_size(needed)} of the pool of "
+            f"{format_size(self.size_bytes)}, and others have not given it back within "
+            f"{timeout:g} s: {held}"
+        )
+
+    def leave(self, name: str) -> None:
+        """Take everything back from an engine that has ended. Unknown names are ignored."""
+        with self._lock:
+            loan = self._loans.pop(name, None)
+            if loan is None:
+                return
+            loan.borrower.lender = None
+            self._outbox += self._shares.leave(name)
+        self._deliver()
+
+    def set(
+        self,
+        name: str,
+        *,
+        weight: float | None = None,
+        floor: int | str | None = None,
+        cap: int | str | None = None,
+    ) -> None:
+        """Change a member's terms while it serves.
+
+        Raises ``KeyError`` for an unknown name, and :class:`~vmserve.errors.ConfigurationError` for
+        floors that do not fit, a floor below what the longest sequence needs, and a cap below the
+        floor or below what requests use now.
+        """
+        with self._lock:
+            loan = self._loans[name]
+            floor_bytes = None if floor is None else parse_size(floor, "kv_floor")
+            least = loan.borrower.resolved.kv_limit_bytes
+            if floor_bytes is not None and floor_bytes < least:
+                raise ConfigurationError(
+                    f"{name}: a floor of {format_size(floor_bytes)} does not hold its longest "
+                    f"sequence: {format_size(least)} or more"
+                )
+            self._outbox += self._shares.change(
+                name,
+                weight=weight,
+                floor=floor_bytes,
+                cap=None if cap is None else parse_size(cap, "kv_cap"),
+            )
+        self._deliver()
+
+    def resize(self, size: int | str) -> None:
+        """Change the pool's size while it is used. Less holds when the members have answered.
+
+        Raises :class:`~vmserve.errors.ConfigurationError` for less than floors and running requests
+        take.
+        """
+        with self._lock:
+            self._outbox += self._shares.resize(parse_size(size, "size"))
+        self._deliver()
+
+    # -- what engines tell ----------------------------------------------------------------
+
+    def told(self, loan: _Loan, report: MemoryReport) -> None:
+        with self._lock:
+            if self._loans.get(loan.name) is not loan:
+                return
+            self._outbox += self._shares.told(loan.name, report.holding, is_answer=report.is_answer)
+            loan.is_short(self._shares.members[loan.name])
+        self._deliver()
+
+    def lost(self, loan: _Loan) -> None:
+        with self._lock:
+            if self._loans.get(loan.name) is loan:
+                self._outbox += self._shares.lost(loan.name)
+        self._deliver()
+
+    def revived(self, loan: _Loan) -> None:
+        with self._lock:
+            if self._loans.get(loan.name) is loan:
+                self._outbox += self._shares.revived(loan.name)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Send the orders, without the lock: an idle engine is served by this very thread."""
+        while True:
+            with self._lock:
+                if not self._outbox:
+                    return
+                order = self._outbox.popleft()
+                loan = self._loans.get(order.name)
+            if loan is None:
+                continue
+            with contextlib.suppress(EngineDeadError):  # it is told as lost
+                loan.borrower.lend(Lend(order.limit_bytes, order.reclaim))
+            with self._lock:
+                if not loan.granted.done():
+                    loan.granted.set_result(None)

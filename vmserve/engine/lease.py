@@ -1,0 +1,217 @@
+"""The engine's part in a shared pool: what it may take, what it would like, what it gives back.
+
+The pool (:mod:`vmserve.client.lending`) sends orders, which are carried out between two steps. The
+engine tells it what it has and wants, and rarely: when it becomes short and when it is not any
+more, when requests begin and end, and when it can give back what it could not before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vmserve.engine.parts import least_kv_bytes
+from vmserve.errors import DriverError, OutOfMemoryError
+from vmserve.pool.shares import Holding
+
+if TYPE_CHECKING:
+    from vmserve.engine.pins import PinnedPrefixes
+    from vmserve.memory.manager import MemoryManager
+    from vmserve.scheduler.fcfs import FCFSScheduler
+
+__all__ = ["Lease"]
+
+logger = logging.getLogger(__name__)
+
+#: How long steps wait for memory that was asked for, before somebody is preempted.
+_WAIT_SECONDS = 0.05
+#: The same, before a request fails that needs more than the pool has lent.
+_LONGEST_WAIT_SECONDS = 2.0
+#: Statistics are read in one of so many looks.
+_LOOKS = 16
+
+
+class Lease:
+    """The KV memory that an engine has from a pool."""
+
+    def __init__(
+        self,
+        memory: MemoryManager,
+        scheduler: FCFSScheduler,
+        pins: PinnedPrefixes,
+        clock: Callable[[], float],
+    ) -> None:
+        self._memory = memory
+        self._scheduler = scheduler
+        self._pins = pins
+        self._clock = clock
+        self._page_bytes = memory.layout.total_page_bytes
+        #: Limits in bytes, and whether requests may be preempted for them; oldest first.
+        self._orders: list[tuple[int, bool]] = []
+        self._told = Holding(0, 0, 0, 0, is_short=False, is_idle=True)
+        self._news: list[tuple[Holding, bool]] = []
+        #: The last order could not be met.
+        self._has_refused = False
+        #: Since when memory is under way: it was asked for, or some came and more is wanted.
+        self._asked_at: float | None = None
+        #: A step found no memory since the last look; since when a request would have failed.
+        self._is_starved = False
+        self._stuck_at: float | None = None
+        self._num_looks = 0
+
+    @property
+    def least_bytes(self) -> int:
+        """What the longest sequence needs beside the pinned prefixes."""
+        memory = self._memory
+        slack = memory.options.read_slack_tokens
+        return least_kv_bytes(memory.layout, memory.max_len, slack, self._pins.num_pages)
+
+    # -- orders -------------------------------------------------------------------------
+
+    @property
+    def has_orders(self) -> bool:
+        return bool(self._orders)
+
+    def order(self, limit_bytes: int, *, reclaim: bool) -> None:
+        """Note an order of the pool, for :meth:`obey`."""
+        self._orders.append((limit_bytes, reclaim))
+
+    def obey(self) -> None:
+        """Carry out the orders. No step may be in flight."""
+        while self._orders:
+            limit_bytes, reclaim = self._orders.pop(0)
+            before = self._memory.limit_bytes
+            self._take(limit_bytes, reclaim=reclaim)
+            after = self._memory.limit_bytes
+            self._has_refused = after > limit_bytes
+            told = self._told
+            if after > before and told.is_short:
+                self._asked_at = self._clock()  # more may come
+            self._tell(self._holding(told.wanted_bytes, told.is_short), is_answer=True)
+
+    def _take(self, limit_bytes: int, *, reclaim: bool) -> None:
+        memory = self._memory
+        if limit_bytes < memory.limit_bytes:
+            while reclaim and self._used_bytes() > limit_bytes and self._scheduler.give_way():
+                pass
+            kept = self._used_bytes() + (0 if reclaim else self._margin * self._page_bytes)
+            limit_bytes = min(memory.limit_bytes, max(limit_bytes, kept, self.least_bytes))
+        try:
+            memory.set_limit(limit_bytes)
+        except (OutOfMemoryError, DriverError) as error:
+            logger.warning("the pool keeps its pages for now: %s", error)
+
+    # -- what steps ask -----------------------------------------------------------------
+
+    def may_come(self, *, is_last_resort: bool = False) -> bool:
+        """Whether a step that has no memory should wait, because some may come.
+
+        ``is_last_resort``: otherwise a request fails.
+        """
+        now = self._clock()
+        self._is_starved = True
+        if self._asked_at is None:
+            self._asked_at = now
+        if not is_last_resort:
+            return now < self._asked_at + _WAIT_SECONDS
+        if self._stuck_at is None:
+            self._stuck_at = now
+        return now < self._stuck_at + _LONGEST_WAIT_SECONDS
+
+    # -- what the pool is told ------------------------------------------------------------
+
+    def take_news(self, *, is_idle: bool) -> list[tuple[Holding, bool]]:
+        """What to tell the pool since the last call, and whether it answers an order."""
+        self._look(is_idle)
+        news, self._news = self._news, []
+        return news
+
+    def _look(self, is_idle: bool) -> None:
+        told = self._told
+        starved, self._is_starved = self._is_starved, False
+        if not starved:
+            self._stuck_at = None
+        if is_idle != told.is_idle:
+            self._asked_at = None
+            self._tell(self._holding(0, is_short=False, is_idle=is_idle))
+            return
+        self._num_looks += 1
+        if told.committed_bytes > self._memory.limit_bytes:
+            self._tell_if_lower()
+        if is_idle:
+            return
+        with self._memory.without_waiting():
+            available = self._memory.available_pages()
+        margin = self._margin
+        if starved or available < margin or self._scheduler.num_waiting:
+            self._look_for_shortage(available, margin, starved)
+        elif told.is_short:
+            self._asked_at = None
+            self._tell(self._holding(0, is_short=False))
+        elif self._num_looks % _LOOKS == 0:
+            self._look_at_use()
+
+    def _look_for_shortage(self, available: int, margin: int, starved: bool) -> None:
+        told, page = self._told, self._page_bytes
+        limit = self._memory.limit_bytes
+        pages = self._memory.limit_pages - available + margin + self._scheduler.wanted_pages()
+        if starved:
+            pages = max(pages, self._memory.limit_pages + margin)
+        wanted = min(pages, self._memory.max_pages) * page
+        is_short = wanted > limit
+        if not is_short and not told.is_short:
+            return
+        grew = wanted > told.wanted_bytes + max(page, limit // _LOOKS)
+        fell = wanted < told.wanted_bytes // 4 * 3
+        if is_short == told.is_short and not grew and not fell:
+            return
+        if not is_short:
+            self._asked_at = None
+        elif self._asked_at is None:
+            self._asked_at = self._clock()
+        self._tell(self._holding(wanted, is_short=is_short))
+
+    def _look_at_use(self) -> None:
+        """Ask for more where the prefix cache would fill it; offer what was refused."""
+        now = self._holding(0, is_short=False)
+        told = self._told
+        step = now.limit_bytes // _LOOKS
+        if self._has_refused and now.used_bytes + self._margin * self._page_bytes + step <= (
+            now.limit_bytes
+        ):
+            self._has_refused = False
+            self._tell(now)
+        elif now.committed_bytes + step > now.limit_bytes and told.wanted_bytes <= now.limit_bytes:
+            self._tell(self._holding(now.limit_bytes + 4 * step, is_short=False))
+
+    def _tell_if_lower(self) -> None:
+        committed = self._memory.committed_bytes
+        if committed < self._told.committed_bytes:
+            self._tell(self._holding(self._told.wanted_bytes, self._told.is_short))
+
+    def _tell(self, holding: Holding, *, is_answer: bool = False) -> None:
+        self._told = holding
+        self._news.append((holding, is_answer))
+
+    # -- counts -------------------------------------------------------------------------
+
+    @property
+    def _margin(self) -> int:
+        """Pages for the next steps of running sequences, and those that admission leaves free."""
+        return 1 + self._scheduler.num_running + self._memory.limit_pages // 64
+
+    def _used_bytes(self) -> int:
+        stats = self._memory.stats()
+        return (stats.committed_pages - stats.free_pages - stats.idle_pages) * self._page_bytes
+
+    def _holding(self, wanted_bytes: int, is_short: bool, is_idle: bool | None = None) -> Holding:
+        memory = self._memory
+        return Holding(
+            memory.limit_bytes,
+            memory.committed_bytes,
+            self._used_bytes(),
+            wanted_bytes,
+            is_short,
+            self._told.is_idle if is_idle is None else is_idle,
+        )
