@@ -179,9 +179,13 @@ void do_decode(const AttendRun& run, const cpu::WorkItem& item, cpu::Output out,
   args.seq.v.data += item.kv_head * args.seq.v.head_stride * item_bytes(view.dtype());
   args.q = row_of(run.q, run.batch.start(item.seq)) +
            item.kv_head * args.group * run.q.strides[1] * item_bytes(run.q.dtype);
+  args.q_row_stride = run.q.strides[0];
   args.q_head_stride = run.q.strides[1];
   args.kv_heads = item.kv_heads;
   args.head_dim = static_cast<std::int32_t>(view.head_dim());
+  args.rows = item.rows;
+  args.first_position = run.batch.num_past(item.seq);
+  args.window = run.plan.window == 0 ? kNoWindow : run.plan.window;
   args.begin = item.begin;
   args.end = item.end;
   args.scale = run.call.scale;
@@ -330,7 +334,8 @@ void CpuAttention::attend(const CpuBatch& batch, const CpuLayerCall& call, cpu::
   const DType dtype = batch.view().dtype();
   const auto head_dim = static_cast<std::int32_t>(batch.view().head_dim());
   const std::size_t floats =
-      std::max(table_->decode_scratch(static_cast<std::int32_t>(plan.q_heads), head_dim),
+      std::max(table_->decode_scratch(
+                   static_cast<std::int32_t>(plan.q_heads) * plan.max_decode_rows, head_dim),
                table_->tile_scratch(plan.max_rows_and_heads, head_dim,
                                     static_cast<std::int32_t>(width_of(call.out))));
   const std::size_t scratch_floats = (floats + kAlignFloats - 1) / kAlignFloats * kAlignFloats;

@@ -11,6 +11,9 @@ namespace {
 // split too, into items of at least kMinTileParts parts. Latents have many more products.
 constexpr std::int32_t kTileRows = 96;
 constexpr std::int64_t kEnoughTiles = 8, kMinTileParts = 4, kMinLatentParts = 1;
+// A chunk with so few rows times heads of a group is decoded, as those of short drafts: a tile
+// costs as much as with all lanes.
+constexpr std::int64_t kDecodedLanes = 32;
 
 std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
@@ -35,7 +38,7 @@ Plan::Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads,
   const bool latent = batch.view().values_in_keys();
   if (!latent) add_decodes(batch, num_threads);
   for (std::int32_t seq = 0; seq < batch.num_sequences(); ++seq) {
-    if (latent || batch.num_new(seq) > 1) add_tiles(batch, seq);
+    if (latent || !is_decoded(batch.num_new(seq))) add_tiles(batch, seq);
   }
   const auto cost = [](const WorkItem& item) {
     return (item.end - item.begin) * item.rows * item.kv_heads;
@@ -46,16 +49,22 @@ Plan::Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads,
   left_ = std::make_unique<std::atomic<std::int32_t>[]>(merges.size());
 }
 
+bool Plan::is_decoded(std::int64_t num_new) const {
+  return num_new == 1 || num_new * group_ <= kDecodedLanes;
+}
+
 void Plan::add_decodes(const CpuBatch& batch, std::int64_t num_threads) {
   std::vector<WorkItem> decodes;
   std::int64_t parts = 0;
   for (std::int32_t seq = 0; seq < batch.num_sequences(); ++seq) {
-    if (batch.num_new(seq) > 1) continue;
+    if (!is_decoded(batch.num_new(seq))) continue;
     WorkItem item;
     item.seq = seq;
     item.decode = true;
+    item.rows = static_cast<std::int32_t>(batch.num_new(seq));
     item.begin = batch.first_seen(seq, window);
-    item.end = batch.num_past(seq) + 1;
+    item.end = batch.num_past(seq) + item.rows;
+    max_decode_rows = std::max(max_decode_rows, item.rows);
     parts += num_parts(item);
     decodes.push_back(item);
   }

@@ -10,8 +10,8 @@
 
 namespace vmserve::cpu {
 
-// A decode item is one query row over positions [begin, end) of one part, with all heads or, if
-// there are more threads than parts, some; any other item is `rows` rows of one KV head over
+// A decode item is one query row, or a few, over positions [begin, end) of one part, with all heads
+// or, if there are more threads than parts, some; any other item is `rows` rows of one KV head over
 // positions [begin, end). Latents have no decode items.
 struct WorkItem {
   std::int32_t seq = 0, kv_head = 0, kv_heads = 1, row = 0, rows = 1;
@@ -37,14 +37,15 @@ class Plan {
   std::vector<WorkItem> items;  // most work first
   std::vector<Merge> merges;
   std::int64_t partial_floats = 0;
-  std::int32_t max_rows_and_heads = 0;  // of items that are not decodes
-  std::int64_t work = 0;                // multiplications
+  std::int32_t max_decode_rows = 1, max_rows_and_heads = 0;  // of decodes, of other items
+  std::int64_t work = 0;                                     // multiplications
 
   void restart();
   // Counts a finished item. True for the last one of its merge.
   bool finish_item(std::int32_t merge);
 
  private:
+  bool is_decoded(std::int64_t num_new) const;
   void add_decodes(const CpuBatch& batch, std::int64_t num_threads);
   void add_tiles(const CpuBatch& batch, std::int32_t seq);
   void add_items(WorkItem item, std::int64_t parts_of_item);

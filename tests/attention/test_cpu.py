@@ -534,25 +534,26 @@ def test_a_sum_of_zero_has_one_sign(isa: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 30)])
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize(("past", "new", "at"), [(3, 130, 70), (58, 10, 4), (61, 10, 4)])
 def test_a_token_that_is_no_number_hurts_only_those_that_see_it(
-    isa: str, dtype: torch.dtype, window: int | None, wrong: float
+    isa: str, dtype: torch.dtype, window: int | None, wrong: float, past: int, new: int, at: int
 ) -> None:
     """Rows before it in a prompt become blocks of the prefix cache, which others may share."""
     shape = Shape(kv_heads=1, group=2, head_dim=24, dtype=dtype)
-    batch = RaggedBatch.build([0], [3], [130])
+    batch = RaggedBatch.build([0], [past], [new])
     spec = LayerAttention(0, 0.2, window)
     backend = CpuBackend(num_threads=1, isa=isa)
     outputs = []
     for is_broken in (False, True):
-        inputs = draw(130, shape, seed=7)
+        inputs = draw(new, shape, seed=7)
         if is_broken:
-            inputs.k[70], inputs.v[70] = wrong, wrong
+            inputs.k[at], inputs.v[at] = wrong, wrong
         call = backend.bind(filled_view(batch, shape), batch)
         outputs.append(call(spec, inputs.q, inputs.k, inputs.v))
     fine, broken = outputs
-    end = 130 if window is None else 70 + window
-    assert not broken[70:end].isfinite().any()
-    assert torch.equal(broken[:70], fine[:70])
+    end = new if window is None else min(new, at + window)
+    assert not broken[at:end].isfinite().any()
+    assert torch.equal(broken[:at], fine[:at])
     assert torch.equal(broken[end:], fine[end:])
 
 

@@ -1,13 +1,13 @@
-// Decode: one query row over a range of positions. Bound by memory bandwidth.
+// Decode: one query row over a range of positions, or a few of a draft. Bound by memory bandwidth.
 //
 // Takes kKeys positions at a time: scores of all heads, running softmax (Milakov and Gimelshein
 // 2018), weighted sum. The order of all sums is that of tile.h, so a row has the same bits in
 // either. There, rows lie across the lanes and a score is one chain of sums along the head
 // dimension; here, tokens lie across the lanes, so blocks of K are transposed in registers, once
-// for all query heads of a group. A K or V row is loaded once for all query heads of its group.
-// Both passes read the rows of a block of tokens side by side from the first head to the last:
-// streams that the hardware prefetchers follow, as fast as a plain read (head by head over more
-// tokens is half as fast; docs/log.md). Both views become addresses of token rows, so the
+// for all query heads of a group and all rows. A K or V row is loaded once for all query heads of
+// its group. Both passes read the rows of a block of tokens side by side from the first head to the
+// last: streams that the hardware prefetchers follow, as fast as a plain read (head by head over
+// more tokens is half as fast; docs/log.md). Both views become addresses of token rows, so the
 // arithmetic and all bits of the result are the same. Weighted sums of bfloat16 pairs:
 // decode_pairs.h.
 #pragma once
@@ -130,10 +130,10 @@ void score_words(const Vec::R (&words)[kSideVectors][Vec::kWidth], const float* 
   }
 }
 
-// Scores of kSide tokens for the query heads of one KV head.
+// Scores of kSide tokens for the query heads of one KV head, of `rows` rows.
 template <class T>
-void score_group(const float* q, int q_stride, int group, const T* const* k, std::int64_t offset,
-                 int head_dim, float* scores) {
+void score_group(const float* q, int q_stride, int group, int rows, const T* const* k,
+                 std::int64_t offset, int head_dim, float* scores) {
   // Elements of K in a vector, and their floats of q.
   constexpr int kElements = Vec::kWidth * static_cast<int>(sizeof(float) / sizeof(T));
   constexpr int kFloats = kDots<T> ? Vec::kWidth : kElements;
@@ -153,10 +153,12 @@ void score_group(const float* q, int q_stride, int group, const T* const* k, std
                                   scores + g * kKeys);
       g += kHeads;
     };
-    while (g + kMostHeads <= group) score(Heads<kMostHeads>{});
-    if (group - g == 3) score(Heads<3>{});
-    if (group - g == 2) score(Heads<2>{});
-    if (group - g == 1) score(Heads<1>{});
+    for (int end = group; end <= rows * group; end += group) {
+      while (g + kMostHeads <= end) score(Heads<kMostHeads>{});
+      if (end - g == 3) score(Heads<3>{});
+      if (end - g == 2) score(Heads<2>{});
+      if (end - g == 1) score(Heads<1>{});
+    }
   }
 }
 
@@ -264,14 +266,17 @@ Softened soften(float* scores, int begin, int end, float scale, float softcap, f
   return {new_maximum, Vec::reduce_add(sum)};
 }
 
-// Converts q: unchanged for pairs, else scaled and in the order of load_pair. The heads of a group
-// lie side by side, as score_words takes them: [q_stride, heads].
+// Converts q: unchanged for pairs, else scaled and in the order of load_pair. Heads are in the
+// order [kv_heads, rows, group], as in all of the scratch. Those of a group and a row lie side by
+// side, as score_words takes them: [q_stride, heads].
 template <class T>
 void prepare_queries(const DecodeArgs& a, float* to, int q_stride) {
   const Vec::R factor = Vec::set(prescale(a.scale, a.softcap));
   float row[kMaxHeadDim];
-  for (int h = 0; h < a.kv_heads * a.group; ++h) {
-    const T* const from = static_cast<const T*>(a.q) + h * a.q_head_stride;
+  for (int h = 0; h < a.kv_heads * a.rows * a.group; ++h) {
+    const int head = h / (a.rows * a.group) * a.group + h % a.group, place = h / a.group % a.rows;
+    const T* const from =
+        static_cast<const T*>(a.q) + place * a.q_row_stride + head * a.q_head_stride;
     for (int d = 0; d < a.head_dim; d += kPair) {
       if constexpr (kDots<T>) {
         Vec::store(row + d / 2, load_bits_upto<Vec>(from + d, a.head_dim - d));
@@ -309,23 +314,34 @@ inline size_t decode_scratch(std::int32_t q_heads, std::int32_t head_dim) {
                              q_heads * kKeys);
 }
 
+// Query rows that attend to the same tokens of a tile.
+struct QueryRows {
+  int begin, end;
+};
+
 template <class T>
-void score_tokens(const DecodeArgs& a, const DecodeScratch& s, const TileRows<T>& rows,
-                  int q_stride) {
+void score_tokens(const DecodeArgs& a, const DecodeScratch& s, QueryRows queries,
+                  const TileRows<T>& rows, int q_stride) {
   for (int t = rows.begin / kSide * kSide; t < rows.end; t += kSide) {
     for (int h = 0; h < a.kv_heads; ++h) {
-      const int first = h * a.group;
-      score_group(s.q + first * q_stride, q_stride, a.group, rows.k + t, h * a.seq.k.head_stride,
-                  a.head_dim, s.scores + first * kKeys + t);
+      const int first = (h * a.rows + queries.begin) * a.group;
+      score_group(s.q + first * q_stride, q_stride, a.group, queries.end - queries.begin,
+                  rows.k + t, h * a.seq.k.head_stride, a.head_dim, s.scores + first * kKeys + t);
     }
   }
 }
 
 // Softmax of a tile: weights in place of scores, and factors for the sums of the tiles before it.
 template <class T>
-void soften_heads(const DecodeArgs& a, const DecodeScratch& s, int begin, int end) {
-  const int q_heads = a.kv_heads * a.group;
+void soften_heads(const DecodeArgs& a, const DecodeScratch& s, QueryRows queries, int begin,
+                  int end) {
+  const int q_heads = a.kv_heads * a.rows * a.group;
   for (int h = 0; h < q_heads; ++h) {
+    const int row = h / a.group % a.rows;
+    if (row < queries.begin || row >= queries.end) {
+      s.added[h] = 0.0F;  // with the same maximum as before: nothing changes
+      continue;
+    }
     const Softened softened =
         soften<Vec, kDots<T>>(s.scores + h * kKeys, begin, end, a.scale, a.softcap, s.maxima[h]);
     s.new_maxima[h] = softened.maximum;
@@ -356,14 +372,14 @@ void weigh_heads(const DecodeArgs& a, const DecodeScratch& s, const T* const* v,
 }
 
 template <class T>
-void weigh_tokens(const DecodeArgs& a, const DecodeScratch& s, const TileRows<T>& rows,
-                  int stride) {
+void weigh_tokens(const DecodeArgs& a, const DecodeScratch& s, QueryRows queries,
+                  const TileRows<T>& rows, int stride) {
   const int begin = rows.begin / kBlock * kBlock;
   for (int t = begin; t < rows.end; t += kBlock) {
     const int count = least(kBlock, rows.end - t);
     for (int h = 0; h < a.kv_heads; ++h) {
-      int q_head = h * a.group;
-      const int end = q_head + a.group;
+      int q_head = (h * a.rows + queries.begin) * a.group;
+      const int end = (h * a.rows + queries.end) * a.group;
       const auto add = [&](auto heads) {
         constexpr int kHeads = decltype(heads)::kCount;
         weigh_heads<T, kHeads>(a, s, rows.v + t, count, h, q_head, t, t == begin, stride);
@@ -378,7 +394,7 @@ void weigh_tokens(const DecodeArgs& a, const DecodeScratch& s, const TileRows<T>
 
 template <class T>
 void decode(const DecodeArgs& a) {
-  const int q_heads = a.kv_heads * a.group, stride = padded(a.head_dim);
+  const int q_heads = a.kv_heads * a.rows * a.group, stride = padded(a.head_dim);
   const int q_stride = kDots<T> ? stride / 2 : stride;  // floats
   const DecodeScratch s(a.scratch, q_heads, stride);
   prepare_queries<T>(a, s.q, q_stride);
@@ -387,15 +403,33 @@ void decode(const DecodeArgs& a) {
     s.maxima[h] = s.new_maxima[h] = kLowest;
     s.totals[h] = s.added[h] = 0.0F;
   }
-  for (std::int64_t at = a.begin; at < a.end; at = (at / kKeys + 1) * kKeys) {
-    TileRows<T> rows;
-    fill(rows, a.seq, at / kKeys * kKeys, at, a.end);
-    score_tokens(a, s, rows, q_stride);
-    soften_heads<T>(a, s, rows.begin, rows.end);
-    weigh_tokens(a, s, rows, stride);
+  for (std::int64_t at = a.begin, next = 0; at < a.end; at = next) {
+    next = (at / kKeys + 1) * kKeys;
+    const auto begin_of = [&](int row) {
+      return most<std::int64_t>(at, a.first_position + row + 1 - a.window);
+    };
+    const auto end_of = [&](int row) {
+      return least<std::int64_t>(a.end, a.first_position + row + 1);
+    };
+    for (QueryRows q{0, 0}; q.begin < a.rows; q.begin = q.end) {
+      const std::int64_t begin = begin_of(q.begin), end = end_of(q.begin);
+      const auto sees_the_same = [&](int row) {
+        return begin_of(row) == begin && (end_of(row) == end || end >= next);
+      };
+      q.end = q.begin + 1;
+      while (q.end < a.rows && sees_the_same(q.end)) ++q.end;
+      if (begin >= least(end, next)) continue;
+      TileRows<T> rows;
+      fill(rows, a.seq, at / kKeys * kKeys, begin, end);
+      score_tokens(a, s, q, rows, q_stride);
+      soften_heads<T>(a, s, q, rows.begin, rows.end);
+      weigh_tokens(a, s, q, rows, stride);
+    }
   }
   for (int h = 0; h < q_heads; ++h) {
-    emit<T>(a.out, 0, h, q_heads, a.head_dim, s.sums + h * stride, s.maxima[h], s.totals[h]);
+    const int head = h / (a.rows * a.group) * a.group + h % a.group;
+    emit<T>(a.out, h / a.group % a.rows, head, a.kv_heads * a.group, a.head_dim,
+            s.sums + h * stride, s.maxima[h], s.totals[h]);
   }
 }
 

@@ -57,14 +57,15 @@ struct Output {
   std::int64_t lse_stride;
 };
 
-// One query row over positions [begin, end) of one part, all heads at once, so that a token's
-// memory is read as one stream.
+// `rows` consecutive query rows, one or few, over positions [begin, end) of one part, all heads at
+// once, so that a token's memory is read as one stream. Row r has position first_position + r and
+// attends to (that - window, that].
 struct DecodeArgs {
   Sequence seq;
-  const void* q;  // [q_heads, head_dim], q_head_stride apart
-  std::int64_t q_head_stride;
-  std::int32_t kv_heads, group, head_dim;
-  std::int64_t begin, end;
+  const void* q;  // [rows, q_heads, head_dim]
+  std::int64_t q_row_stride, q_head_stride;
+  std::int32_t kv_heads, group, head_dim, rows;
+  std::int64_t first_position, begin, end, window;
   float scale, softcap;  // softcap 0: none
   float* scratch;        // decode_scratch floats, 64-byte aligned
   Output out;            // heads: kv_heads * group
