@@ -40,8 +40,8 @@ Quantization = Literal["none", "int8", "int8-dynamic"]
 KVMapper = Literal["auto", "off", "thread"]
 Preemption = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority", "v0"]
-#: Where drafts come from; "auto": as "prompt-lookup", as far as they pay.
-Speculative = Literal["off", "prompt-lookup", "auto"]
+#: Where drafts come from; "auto": as far as they pay.
+Speculative = Literal["off", "prompt-lookup", "draft-model", "auto"]
 #: Whether a step is launched while the previous one runs; "auto": on a GPU.
 AsyncScheduling = Literal["auto", "on", "off"]
 
@@ -322,10 +322,29 @@ class EngineConfig:
             "Compute several tokens of an answer in a step, where the request's own text (prompt, "
             "answer so far, prediction) suggests how it goes on. The tokens are the same. "
             "prompt-lookup: wherever there is a match; auto: as far as it pays by the measured "
-            "times of steps and by what was accepted.",
+            "times of steps and by what was accepted; draft-model: by --speculative-model.",
             _SCHEDULING,
         ),
     ] = "off"
+    speculative_model: Annotated[
+        str | None,
+        Option(
+            "A small model with the same tokenizer, which drafts: a directory, a GGUF file, or a "
+            "hub id. It runs on the CPU and takes a part of --kv-cache-memory.",
+            _SCHEDULING,
+            default="none",
+            metavar="PATH",
+        ),
+    ] = None
+    num_speculative_tokens: Annotated[
+        int | None,
+        Option(
+            "Most tokens of a draft.",
+            _SCHEDULING,
+            Bounds(1, 15),
+            default="5 of a draft model; of a text 7, with auto 15",
+        ),
+    ] = None
     priority_max_wait: Annotated[
         float | None,
         Option(
@@ -410,6 +429,26 @@ class EngineConfig:
             raise ConfigurationError(
                 "priority_max_wait: only the policy priority lets requests pass others; give "
                 "--scheduling-policy priority too"
+            )
+        drafts = self.speculative != "off"
+        if (self.speculative == "draft-model") > (self.speculative_model is not None):
+            raise ConfigurationError(
+                "speculative: draft-model needs a model that drafts: give --speculative-model"
+            )
+        if self.speculative_model is not None and self.speculative != "draft-model":
+            raise ConfigurationError(
+                "speculative_model: it drafts with --speculative draft-model, not with "
+                f"{self.speculative}"
+            )
+        if self.speculative_model is not None and self.kv_cache_memory == LEAST:
+            raise ConfigurationError(
+                "speculative_model: a draft model takes a part of a fixed --kv-cache-memory, which "
+                "a pool of several models does not lend: serve this model alone, or without drafts "
+                "of a model"
+            )
+        if self.num_speculative_tokens is not None and not drafts:
+            raise ConfigurationError(
+                "num_speculative_tokens: nothing is drafted with --speculative off"
             )
         if self.scheduler_delay_factor and self.scheduling_policy != "v0":
             raise ConfigurationError(

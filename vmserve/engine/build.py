@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig, resolve
+from vmserve.engine.draft_build import choose_draft, load_draft
+from vmserve.engine.draft_model import DraftModel
 from vmserve.engine.parts import (
     attends_natively,
     attention_backends,
@@ -64,6 +66,8 @@ class EngineParts:
     idle_bytes: int = IDLE_BYTES
     #: None: every token is computed by a step of its own.
     drafter: Drafter | None = None
+    #: The model that drafts, if one does, whose KV memory is a part of the engine's.
+    draft_model: DraftModel | None = None
 
 
 def build(
@@ -109,6 +113,12 @@ def build(
             progress=progress,
         )
         runtime.synchronize()
+    choice = choose_draft(config, model_config, dtype, tokenizer, runtime.device_type)
+    draft_model = None
+    if choice is not None:
+        part = int(choice.share * resolved.kv_limit_bytes)
+        draft_model = load_draft(choice, config, resolved, part, progress)
+        resolved = replace(resolved, kv_limit_bytes=resolved.kv_limit_bytes - part)
     # Kernels of torch know one block table for all layers.
     memory = create_memory(
         resolved,
@@ -175,11 +185,15 @@ def build(
         runtime=runtime,
         runner=runner,
         sampler=sampler,
-        drafter=_drafter(resolved),
+        drafter=draft_model or _lookup(config),
+        draft_model=draft_model,
     )
 
 
-def _drafter(resolved: ResolvedConfig) -> Drafter | None:
-    if resolved.speculative == "off":
+def _lookup(config: EngineConfig) -> Drafter | None:
+    if config.speculative == "off":
         return None
-    return PromptLookup(PRICED if resolved.speculative == "auto" else EVIDENCE)
+    policy = PRICED if config.speculative == "auto" else EVIDENCE
+    return PromptLookup(
+        replace(policy, most_drafted=config.num_speculative_tokens or policy.most_drafted)
+    )

@@ -28,6 +28,7 @@ from vmserve.errors import (
     VmserveError,
 )
 from vmserve.memory.base import Regime
+from vmserve.memory.manager import MemoryManager
 from vmserve.pool.shares import Holding
 from vmserve.runner.model_runner import AttentionTime
 from vmserve.runner.runtime import DeviceRuntime
@@ -98,6 +99,7 @@ class LLMEngine:
         self.tokenizer = parts.tokenizer
         self.resolved = parts.resolved
         self.memory = parts.memory
+        self.draft_model = parts.draft_model
         self.scheduler = parts.scheduler
         self._preemption = parts.preemption
         self._regimes = parts.regimes
@@ -265,6 +267,10 @@ class LLMEngine:
             )
         memory, page_bytes = self.memory, self.memory.layout.total_page_bytes
         num_bytes, before = parse_size(size, "kv_cache_memory"), memory.limit_pages
+        drafting = self.draft_model
+        if drafting is not None:
+            part = drafting.part_of(num_bytes)
+            num_bytes -= part
         if num_bytes // page_bytes > memory.max_pages:
             raise ConfigurationError(
                 f"kv_cache_memory: {format_size(num_bytes)} is more than the "
@@ -275,11 +281,13 @@ class LLMEngine:
         require_room(memory.layout, num_bytes, memory.max_len, slack, pinned)
         try:
             memory.set_limit(num_bytes)
+            if drafting is not None:
+                drafting.set_limit(part)
         except DriverError as error:
             logger.warning("the pool keeps its pages for now: %s", error)
         limit, former = (pages * page_bytes for pages in (memory.limit_pages, before))
         logger.info("the KV cache may take %s, not %s", format_size(limit), format_size(former))
-        return limit
+        return limit if drafting is None else limit + drafting.limit_bytes
 
     def lend(self, limit_bytes: int, *, reclaim: bool) -> None:
         """Have ``limit_bytes`` of a pool that other engines share; :meth:`memory_news` answers.
@@ -309,7 +317,8 @@ class LLMEngine:
         Running requests keep their pages, but share them no more.
         """
         self._pins.clear()
-        self.memory.clear_cache()
+        for memory in self._memories:
+            memory.clear_cache()
         if not self._requests:
             self._idle()
 
@@ -545,14 +554,15 @@ class LLMEngine:
 
     def _idle(self) -> None:
         """Give free pages of the pool back to the system when nothing runs."""
-        keep_pages = self._idle_bytes // self.memory.layout.total_page_bytes
-        keep_pages = max(keep_pages, self.memory.ready_pages)
         # Keep cached prefixes; without prefix caching drop parked slots.
-        try:
-            self.memory.wait()
-            self.memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
-        except (OutOfMemoryError, DriverError) as error:
-            logger.warning("the pool keeps its pages for now: %s", error)
+        for memory in self._memories:
+            keep_pages = self._idle_bytes // memory.layout.total_page_bytes
+            keep_pages = max(keep_pages, memory.ready_pages)
+            try:
+                memory.wait()
+                memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
+            except (OutOfMemoryError, DriverError) as error:
+                logger.warning("the pool keeps its pages for now: %s", error)
 
     def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
         """The system refused memory that the plan counted on: preempt, or fail the only request."""
@@ -608,7 +618,13 @@ class LLMEngine:
         self.structured.close()
         self._flight = None
         self._runtime.synchronize()
-        self.memory.close()
+        for memory in self._memories:
+            memory.close()
+
+    @property
+    def _memories(self) -> list[MemoryManager]:
+        """The KV memory, and that of the draft model."""
+        return [self.memory, *([] if self.draft_model is None else [self.draft_model.memory])]
 
 
 def _reads_prompts_mostly(plan: StepPlan) -> bool:

@@ -128,6 +128,17 @@ class Tokenizer:
         if self._hf.chat_template:
             _ = self._complete
 
+    def difference(self, other: Tokenizer) -> str | None:
+        """What another tokenizer gives another meaning; None if both have the same tokens."""
+        mine, its = (each._backend.get_vocab(with_added_tokens=True) for each in (self, other))
+        if mine == its:
+            return None
+        if len(mine) != len(its):
+            return f"it has {len(its):,} tokens, not {len(mine):,}"
+        ids = sorted(set(mine.values()) | set(its.values()))
+        changed = next(each for each in ids if self.token_str(each) != other.token_str(each))
+        return f"token {changed} is {other.token_str(changed)!r}, not {self.token_str(changed)!r}"
+
     def to_json(self) -> str:
         """The tokenizer of the ``tokenizers`` library, as its own JSON."""
         return str(self._backend.to_str())

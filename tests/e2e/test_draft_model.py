@@ -1,0 +1,258 @@
+"""A draft model changes no answer, and drafts what the model itself would say where both agree."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_speculation import any_params, converting, seen
+from tests.models import checkpoints
+from vmserve import LLM, BeamSearchParams, SamplingParams
+from vmserve.errors import ConfigurationError
+from vmserve.models import ModelConfig, resolve_model
+
+Prompts = Callable[[int, int, int], list[list[int]]]
+
+SWAPS = {"preemption": "swap", "swap_space": "64MiB"}
+#: Engines, and what each has to meet.
+ENGINES: list[tuple[dict[str, Any], str]] = [
+    ({"kv_regime": "virtual", "kv_cache_memory": "small"}, "num_preemptions_total"),
+    ({"kv_regime": "paged", "kv_cache_memory": "small", **SWAPS}, "swapped_in_blocks_total"),
+    ({"kv_cache_memory": "64MiB"}, "converted_to_paged_total"),
+    ({"max_num_batched_tokens": 37, "kv_cache_memory": "64MiB"}, "prefix_hit_blocks_total"),
+    ({"enable_prefix_caching": False, "kv_cache_memory": "64MiB"}, "generation_tokens_total"),
+]
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A small random model with the embedded one's tokenizer, and a few ids more."""
+    own = resolve_model(None)
+    config = ModelConfig.from_directory(own)
+    directory = tmp_path_factory.mktemp("stranger")
+    shape = checkpoints.llama(vocab_size=config.vocab_size + 8, head_dim=16)
+    checkpoints.save(shape, directory)
+    for file in own.glob("tokenizer*"):
+        shutil.copy(file, directory)
+    return directory
+
+
+def small_pool() -> int:
+    """Room for one of the longest requests and little beside, in each of two equal memories."""
+    with LLM(max_model_len=256) as llm:
+        stats = llm.stats()
+    return int(2 * (288 // stats["page_tokens"]) * stats["page_bytes"])
+
+
+def preempting(llm: LLM, rng: random.Random) -> None:
+    """Let some steps find that the system has no memory."""
+    step = llm.engine.step
+
+    def short_step() -> object:
+        if rng.random() < 0.1:
+            llm.engine.scheduler.make_room()
+        return step()
+
+    llm.engine.step = short_step  # type: ignore[method-assign, assignment]
+
+
+@pytest.mark.parametrize(("options", "met"), ENGINES)
+def test_random_workloads(options: dict[str, Any], met: str, prompts: Prompts) -> None:
+    rng = random.Random(met)
+    if options["kv_cache_memory"] == "small":
+        options = {**options, "kv_cache_memory": small_pool()}
+    pool = prompts(40, 120, 3)
+    work = []
+    for number in range(3):
+        asked = [rng.choice(pool) for _ in range(rng.randrange(5, 9))]
+        work.append((asked, [any_params(rng, 100 * number + i) for i in range(len(asked))]))
+    with LLM(max_model_len=256, max_num_seqs=8) as llm:
+        expected = [llm.generate(*each) for each in work]
+    drafting = {"speculative": "draft-model", "speculative_model": "vmserve-embedded"}
+    with LLM(max_model_len=256, max_num_seqs=8, **drafting, **options) as llm:
+        if met == "converted_to_paged_total":
+            converting(llm, rng)
+        preempting(llm, rng)
+        for _ in range(2):
+            for (asked, params), alone in zip(work, expected, strict=True):
+                for one, a, b in zip(params, alone, llm.generate(asked, params), strict=True):
+                    assert seen(b) == seen(a), one
+        stats = llm.stats()
+        drafted, accepted = (
+            stats[f"spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted")
+        )
+        for memory in (llm.engine.memory, llm.engine.draft_model.memory):
+            memory.check()
+            assert memory.stats().used_pages == 0
+    assert stats[met] > 0
+    assert drafted > 50
+    # Grammars, and stop strings beside them, end answers that a draft goes on with.
+    assert accepted > 0.75 * drafted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_model_that_drafts_for_itself_is_believed(temperature: float, prompts: Prompts) -> None:
+    asked = prompts(4, 60, 1)
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=i, max_tokens=40, ignore_eos=True, frequency_penalty=0.4
+        )
+        for i in range(4)
+    ]
+    options = {"max_model_len": 256, "max_num_seqs": 8}
+    with LLM(**options) as llm:
+        expected = [seen(each) for each in llm.generate(asked, params)]
+    with LLM(
+        **options,
+        speculative="draft-model",
+        speculative_model="vmserve-embedded",
+        num_speculative_tokens=3,
+    ) as llm:
+        found = llm.generate(asked, params)
+        stats = llm.stats()
+    assert [seen(each) for each in found] == expected
+    assert (
+        stats["spec_decode_num_accepted_tokens_total"]
+        == stats["spec_decode_num_draft_tokens_total"]
+    )
+    # 40 tokens: the first by the prompt's step, then 4 a step.
+    assert stats["engine_steps_total"] <= 12
+
+
+def test_a_stranger_is_not_believed(stranger: Path, prompts: Prompts) -> None:
+    asked = prompts(4, 60, 2)
+    params = [SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=30) for i in range(4)]
+    options = {"max_model_len": 256, "max_num_seqs": 8}
+    with LLM(**options) as llm:
+        expected = [seen(each) for each in llm.generate(asked, params)]
+    with LLM(**options, speculative="draft-model", speculative_model=str(stranger)) as llm:
+        assert [seen(each) for each in llm.generate(asked, params)] == expected
+        stats = llm.stats()
+    assert stats["spec_decode_num_draft_tokens_total"] > 50
+    assert (
+        stats["spec_decode_num_accepted_tokens_total"]
+        < 0.1 * stats["spec_decode_num_draft_tokens_total"]
+    )
+
+
+def test_who_gets_no_drafts(prompts: Prompts) -> None:
+    """Requests that want none, beams, and ids that the draft model has not."""
+    asked = prompts(3, 40, 5)
+    with LLM(
+        max_model_len=256, speculative="draft-model", speculative_model="vmserve-embedded"
+    ) as llm:
+        llm.generate(asked[0], SamplingParams(max_tokens=20, speculative=False))
+        llm.beam_search(asked[1], BeamSearchParams(beam_width=2, max_tokens=10))
+        assert llm.stats()["spec_decode_num_drafts_total"] == 0
+        assert not llm.engine.draft_model.memory.stats().used_pages
+
+
+def test_a_draft_model_that_fails_ends_drafts_alone(prompts: Prompts) -> None:
+    [asked] = prompts(1, 40, 6)
+    one = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
+    with LLM(
+        max_model_len=256, speculative="draft-model", speculative_model="vmserve-embedded"
+    ) as llm:
+        expected = llm.generate(asked, one)[0].outputs[0].token_ids
+        drafts = llm.stats()["spec_decode_num_drafts_total"]
+
+        def failing(*_: object) -> None:
+            raise RuntimeError("out of order")
+
+        llm.engine.draft_model._runner.execute = failing
+        assert llm.generate(asked, one)[0].outputs[0].token_ids == expected
+        assert llm.stats()["spec_decode_num_drafts_total"] == drafts > 0
+
+
+def test_sequences_for_which_there_is_no_room_get_no_drafts(prompts: Prompts) -> None:
+    asked = prompts(6, 100, 8)
+    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
+    options = {"max_model_len": 256, "max_num_seqs": 8}
+    with LLM(**options) as llm:
+        expected = [seen(each) for each in llm.generate(asked, params)]
+    with LLM(**options, speculative="draft-model", speculative_model="vmserve-embedded") as llm:
+        memory = llm.engine.draft_model.memory
+        drafted, steps = [0], [0]
+        for limit_pages in (100, 4):  # four have room for one and a half of six sequences
+            llm.engine.reset_prefix_cache()
+            llm.engine.draft_model.set_limit(limit_pages * memory.layout.total_page_bytes)
+            assert [seen(each) for each in llm.generate(asked, params)] == expected
+            stats = llm.stats()
+            drafted.append(stats["spec_decode_num_draft_tokens_total"] - sum(drafted))
+            steps.append(stats["engine_steps_total"] - sum(steps))
+            memory.check()
+        assert 0 < drafted[2] < drafted[1]
+        assert steps[2] > 1.5 * steps[1]
+        assert stats["num_preemptions_total"] == 0
+
+
+def test_the_limit_is_of_both_memories(prompts: Prompts) -> None:
+    with LLM(
+        max_model_len=256,
+        kv_cache_memory="64MiB",
+        speculative="draft-model",
+        speculative_model="vmserve-embedded",
+    ) as llm:
+        memories = (llm.engine.memory, llm.engine.draft_model.memory)
+
+        def limits() -> list[int]:
+            return [each.limit_pages * each.layout.total_page_bytes for each in memories]
+
+        page = memories[0].layout.total_page_bytes
+        assert 64 << 20 >= sum(limits()) > (64 << 20) - 2 * page
+        llm.generate(prompts(4, 60, 7), SamplingParams(max_tokens=20))
+        told = llm.engine.set_kv_cache_memory("16MiB")
+        assert told == sum(limits())
+        assert 16 << 20 >= told > (16 << 20) - 2 * page
+        llm.engine.reset_prefix_cache()
+        assert all(each.stats().cached_blocks == 0 for each in memories)
+
+
+def test_another_tokenizer_is_refused(stranger: Path, tmp_path: Path) -> None:
+    shutil.copytree(stranger, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    described = json.loads(file.read_text(encoding="utf-8"))
+    vocab = described["model"]["vocab"]
+    one, other = sorted(vocab)[300:302]
+    vocab[one], vocab[other] = vocab[other], vocab[one]
+    file.write_text(json.dumps(described), encoding="utf-8")
+    first = min(vocab[one], vocab[other])
+    with pytest.raises(ConfigurationError, match=f"another tokenizer: token {first} is .*, not "):
+        LLM(speculative="draft-model", speculative_model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"speculative": "draft-model"}, "give --speculative-model"),
+        ({"speculative_model": "vmserve-embedded"}, "--speculative draft-model"),
+        ({"num_speculative_tokens": 3}, "--speculative off"),
+        (
+            {
+                "speculative": "draft-model",
+                "speculative_model": "vmserve-embedded",
+                "kv_cache_memory": "least",
+            },
+            "does not lend",
+        ),
+        ({"speculative": "draft-model", "speculative_model": "/nowhere"}, "/nowhere"),
+        (
+            {
+                "speculative": "draft-model",
+                "speculative_model": "vmserve-embedded",
+                "kv_cache_memory": "1MiB",
+                "max_model_len": 1024,
+            },
+            "of the KV cache, 50% are the draft model's",
+        ),
+    ],
+)
+def test_options_that_do_not_agree_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        LLM(**options)

@@ -1,0 +1,144 @@
+"""Choose, check and load the draft model of an engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vmserve.attention.cpu import CpuBackend
+from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.dtypes import DType
+from vmserve.engine.draft_model import DraftModel
+from vmserve.engine.parts import create_memory, widest_window
+from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.memory.base import Regime
+from vmserve.models import asked_dtype, load_model, resolve_model
+from vmserve.models.config import ModelConfig
+from vmserve.models.gguf.reader import GgufModel
+from vmserve.models.native import refusal
+from vmserve.runner.cpu_runtime import open_runtime
+from vmserve.runner.kernels import RegimeKernels
+from vmserve.runner.model_runner import ModelRunner
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["DraftChoice", "choose_draft", "load_draft"]
+
+logger = logging.getLogger(__name__)
+
+#: Tokens of a draft, if nobody says.
+_NUM_TOKENS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftChoice:
+    """A draft model that fits the engine's model. ``share``: its part of the KV cache, with which
+    both hold as many tokens."""
+
+    path: Path
+    config: ModelConfig
+    dtype: DType
+    share: float
+
+
+def choose_draft(
+    config: EngineConfig,
+    target: ModelConfig,
+    target_dtype: DType,
+    tokenizer: Tokenizer,
+    device_type: str,
+) -> DraftChoice | None:
+    """The draft model that ``config`` names; None without one.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for one that cannot be used, or that has
+    another tokenizer.
+    """
+    if config.speculative_model is None:
+        return None
+    if device_type != "cpu":
+        raise UnsupportedError(
+            "speculative_model: a draft model runs beside a model on the CPU only: use "
+            "--device cpu, or --speculative prompt-lookup"
+        )
+    path = resolve_model(config.speculative_model)
+    draft = ModelConfig.from_directory(path)
+    name = f"speculative_model: {config.speculative_model}"
+    if draft.state_bytes:
+        raise ConfigurationError(
+            f"{name} has linear attention, whose state cannot forget a token that is rejected: "
+            "use a draft model with attention alone"
+        )
+    dtype = asked_dtype(config.dtype, draft)
+    if (reason := refusal(draft.network, dtype)) is not None:
+        raise UnsupportedError(
+            f"{name} cannot draft: draft models run in the native CPU decoder, and {reason}"
+        )
+    texts = draft.native_only if isinstance(draft.native_only, GgufModel) else path
+    if (difference := tokenizer.difference(load_tokenizer(texts))) is not None:
+        raise ConfigurationError(
+            f"{name} has another tokenizer: {difference}: use a draft model of the same family"
+        )
+    if draft.num_weights > target.num_weights:
+        logger.warning(
+            "%s has %d weights, more than the model that it drafts for (%d): drafts cost more "
+            "than they save",
+            name,
+            draft.num_weights,
+            target.num_weights,
+        )
+    own = draft.kv_elements * dtype.itemsize
+    others = target.kv_elements * target_dtype.itemsize
+    return DraftChoice(path=path, config=draft, dtype=dtype, share=own / (own + others))
+
+
+def load_draft(
+    choice: DraftChoice,
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    limit_bytes: int,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> DraftModel:
+    """Load it, with ``limit_bytes`` of KV cache. ``resolved``: those of the engine's model."""
+    model_config = choice.config
+    resolved = replace(
+        resolved,
+        max_model_len=min(resolved.max_model_len, model_config.max_position_embeddings),
+        kv_limit_bytes=limit_bytes,
+        kv_page_bytes=None,
+        kv_layers_per_group=None,
+        kv_eager_slots=0,
+        swap_bytes=0,
+    )
+    runtime = open_runtime("cpu", config.kv_driver)
+    # Weights that are quantized already stay as they are.
+    quantization = config.quantization if model_config.native_only is None else "none"
+    model = load_model(
+        choice.path,
+        choice.dtype,
+        config=model_config,
+        max_model_len=resolved.max_model_len,
+        native=True,
+        quantization=quantization,
+        progress=progress,
+    )
+    try:
+        memory = create_memory(
+            resolved, model_config, choice.dtype, 0, runtime.memory(), separates_kinds=True
+        )
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"of the KV cache, {choice.share:.0%} are the draft model's; for it {error}"
+        ) from error
+    backend, views = CpuBackend(), runtime.views(memory)
+    kernels = {regime: RegimeKernels(backend, views[regime]) for regime in Regime}
+    return DraftModel(
+        memory,
+        ModelRunner(model, kernels, runtime),
+        runtime,
+        runtime.sampler(model_config.vocab_size, is_async=False),
+        num_tokens=config.num_speculative_tokens or _NUM_TOKENS,
+        max_tokens=resolved.max_num_batched_tokens,
+        window=widest_window(model_config, 0),
+        share=choice.share,
+    )
