@@ -23,7 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve import _core
-from vmserve.errors import ConfigurationError, EngineDeadError, InvalidRequestError
+from vmserve.errors import (
+    ConfigurationError,
+    EngineDeadError,
+    InvalidRequestError,
+    VmserveError,
+)
 from vmserve.runner.null_runtime import NullRuntime
 from vmserve.sampling import GenerationParams, SamplingParams
 from vmserve.telemetry.snapshot import (
@@ -185,6 +190,11 @@ class ScriptedEngine:
         self.num_snapshots = 0
         self.num_resets = 0
         self.kv_cache_memory: int | str = 0
+        #: Clear it to hold :meth:`wake`.
+        self.waking = asyncio.Event()
+        self.waking.set()
+        self.fail_to_wake: VmserveError | None = None
+        self.num_wakes = 0
 
     def stats(self) -> dict[str, float | int]:
         return {
@@ -246,6 +256,17 @@ class ScriptedEngine:
 
     async def reset_prefix_cache(self) -> None:
         self.num_resets += 1
+
+    async def sleep(self, timeout: float = 0.0) -> None:
+        await self.shutdown(timeout)
+
+    async def wake(self) -> None:
+        """Serve again after :meth:`sleep`; raise ``fail_to_wake``, if that is set."""
+        await self.waking.wait()
+        if self.fail_to_wake is not None:
+            raise self.fail_to_wake
+        self.num_wakes += 1
+        self.stopped = False
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         self.stopped = True

@@ -52,9 +52,7 @@ class Running:
         try:
             app = create_app(self.engine, self.config)
             self.app_context: ServerContext = app.state.context
-            await serve(
-                self.engine, self.config, self._listener, self.stop_event, self._ready.set, app
-            )
+            await serve(app, self._listener, self.stop_event, self._ready.set)
         except EngineDeadError as error:
             self.death = error
 

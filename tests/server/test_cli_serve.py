@@ -1,6 +1,6 @@
 """``vmserve serve``: options to configuration, errors in one line."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 from tests.server.conftest import Running
 from vmserve.cli import serve as cli_serve
 from vmserve.cli.options import ENGINE_OPTIONS
-from vmserve.cli.serve import ServeCommand, check_template, repeat_option, serve_command
+from vmserve.cli.serve import ServeCommand, repeat_option, serve_command
 from vmserve.errors import ChatTemplateError, ConfigurationError
 from vmserve.models.hub import EMBEDDED_NAME, resolve_model
 from vmserve.server.config import ServerConfig
+from vmserve.server.dialect import check_template
+from vmserve.server.models.specs import ModelSpec
 from vmserve.testing import ByteTokenizer
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -57,6 +59,109 @@ def test_the_model(parse: Parse, args: list[str]) -> None:
     assert config.served_model_names == ("m",)
     with pytest.raises(ConfigurationError, match="two models"):
         parse("a", "--model", "b")
+
+
+def test_a_name_for_the_model(parse: Parse, tmp_path: Path) -> None:
+    config, options = parse("--model", "small=some/where")
+    assert (options["model"], config.served_model_names) == ("some/where", ("small",))
+    odd = tmp_path / "a=b"
+    odd.mkdir()
+    assert parse(str(odd))[1]["model"] == str(odd)
+    for text in ("=x", "x="):
+        with pytest.raises(ConfigurationError, match="NAME=PATH"):
+            parse("--model", text)
+
+
+@pytest.fixture
+def parse_several(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Sequence[ModelSpec]]:
+    """Runs the command line, and returns the models that would be served."""
+    seen: list[Sequence[ModelSpec]] = []
+    monkeypatch.setattr(cli_serve, "_run", lambda *_, several, **__: seen.append(several))
+
+    def run(*args: str) -> Sequence[ModelSpec]:
+        app(["serve", *args], standalone_mode=False)
+        return seen.pop()
+
+    return run
+
+
+def test_several_models(parse_several: Callable[..., Sequence[ModelSpec]], tmp_path: Path) -> None:
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages }}")
+    file = tmp_path / "models.toml"
+    file.write_text(
+        f"""
+        [models.c]
+        model = "somewhere/c"
+        weight = 2
+        kv_floor = "64MiB"
+        kv_cap = 1_000_000_000
+        preload = false
+        dtype = "float32"
+        chat_template = "{template}"
+        [models."org/d"]
+        """
+    )
+    a, b, c, d = parse_several(
+        *("--model", "a", "--model", "b=x/y", "--models-config", str(file), "--max-num-seqs", "8"),
+        *("--dtype", "bfloat16"),
+    )
+    assert [a.name, b.name, c.name, d.name] == ["a", "b", "c", "org/d"]
+    assert [each.model for each in (a, b, c, d)] == ["a", "x/y", "somewhere/c", "org/d"]
+    assert [each.engine["dtype"] for each in (a, c, d)] == ["bfloat16", "float32", "bfloat16"]
+    assert {each.engine["max_num_seqs"] for each in (a, b, c, d)} == {8}
+    assert (a.weight, a.kv_floor, a.kv_cap, a.preload) == (1, None, None, True)
+    assert (c.weight, c.kv_floor, c.kv_cap, c.preload) == (2, "64MiB", 10**9, False)
+    server = ServerConfig(served_model_names=("a",), tool_call_parser="hermes")
+    config = c.config(server)
+    assert config.served_model_names == ("c",)
+    assert (config.chat_template, config.tool_call_parser) == ("{{ messages }}", "hermes")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[models.a", "is not TOML"),
+        ("x = 1", "must have tables"),
+        ("[models]", "must have tables"),
+        ("[models]\na = 1", "a in .* must be a table"),
+        ("[other.a]\n[models.a]", "other"),
+        ("[models.a]\nnonsense = 1", "model a: unknown engine option nonsense"),
+        ("[models.a]\nweight = 0", "model a: weight"),
+        ("[models.a]\nkv_floor = 'much'", "model a: kv_floor"),
+        ("[models.a]\nmax_num_seqs = 'x'", "model a: max_num_seqs"),
+        ("[models.a]\nkv_cache_memory = '1GiB'", "model a: kv_cache_memory .* kv_cap"),
+        ("[models.a]\nchat_template = 'none.jinja'", "model a: chat_template: cannot read"),
+        ("[models.a]\ntool_call_parser = 'none'", "model a: .*none"),
+        ("[models.m]", "two models have the name 'm'"),
+    ],
+)
+def test_files_of_models_that_cannot_be_used(
+    parse_several: Callable[..., Sequence[ModelSpec]], tmp_path: Path, text: str, told: str
+) -> None:
+    file = tmp_path / "models.toml"
+    with pytest.raises(ConfigurationError, match=r"cannot read .*models\.toml"):
+        parse_several("--models-config", str(file))
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=told):
+        parse_several("--model", "m", "--models-config", str(file))
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--served-model-name", "x"], "served_model_name"),
+        (["--pin-prefix", "x.txt"], "pin_prefix"),
+        (["--in-process-engine"], "in_process_engine"),
+    ],
+)
+def test_options_that_go_with_one_model(
+    parse_several: Callable[..., Sequence[ModelSpec]], args: list[str], told: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=f"{told}: .* one model, and several"):
+        parse_several("--model", "a", "--model", "b", *args)
+    with pytest.raises(ConfigurationError, match="idle_unload: an engine in the server's own"):
+        parse_several("--idle-unload", "60", "--in-process-engine")
 
 
 @pytest.mark.parametrize(

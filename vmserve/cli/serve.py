@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,13 +23,14 @@ from typer.core import TyperCommand
 
 from vmserve.cli.options import ENGINE_OPTIONS, parameters_of, with_parameters
 from vmserve.client.process_llm import ProcessLLM, Supervision
-from vmserve.errors import ChatTemplateError, ConfigurationError, InvalidRequestError
+from vmserve.errors import ConfigurationError
 from vmserve.imports import import_quickly
 from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.models.hub import EMBEDDED_NAME, is_embedded
 from vmserve.options import Option, check_options, declared_options
 from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import API, LIMITS, NETWORK, PROCESSES, ServerConfig, is_loopback
+from vmserve.server.dialect import check_template
 from vmserve.server.listen import (
     ConnectionLimits,
     bind,
@@ -37,13 +38,15 @@ from vmserve.server.listen import (
     raise_descriptor_limit,
     url_of,
 )
-from vmserve.sizes import format_size
+from vmserve.server.models.specs import ModelSpec, log_loaded, model_specs, named_model
+from vmserve.server.tokenizer_info import tokenizer_info
 
 if TYPE_CHECKING:
-    from vmserve.client.async_llm import AsyncLLM
-    from vmserve.text.tokenizer import Tokenizer
+    from fastapi import FastAPI
 
-__all__ = ["SERVE_OPTIONS", "ServeCommand", "check_template", "serve_command"]
+    from vmserve.client.async_llm import AsyncLLM
+
+__all__ = ["SERVE_OPTIONS", "ServeCommand", "serve_command"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +61,16 @@ class ServeOptions:
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
 
+    models_config: Annotated[
+        Path | None,
+        Option(
+            "TOML file of models: tables [models.NAME] with model, weight, kv_floor, kv_cap, "
+            "preload, chat_template, tool_call_parser, reasoning_parser and any option of the "
+            "engine.",
+            API,
+            metavar="FILE",
+        ),
+    ] = None
     pin_prefixes: Annotated[
         tuple[Path, ...],
         Option(
@@ -139,6 +152,17 @@ def repeat_option(args: list[str], name: str) -> list[str]:
     return [*spread, *rest]
 
 
+#: The engine's option, which a server takes several times.
+_MODELS = dataclasses.replace(
+    ENGINE_OPTIONS["model"],
+    type=tuple[str, ...],
+    option=dataclasses.replace(
+        ENGINE_OPTIONS["model"].option,
+        help=f"{ENGINE_OPTIONS['model'].option.help} NAME=PATH gives it a name. Several models, "
+        "one option each, share --kv-cache-memory.",
+        metavar="[NAME=]PATH",
+    ),
+)
 #: The options of ``vmserve serve`` without those of the engine, by group.
 SERVE_OPTIONS = sorted(
     [*_SERVER.values(), *_OWN.values()], key=lambda option: _GROUPS.index(option.option.group)
@@ -148,7 +172,7 @@ SERVE_OPTIONS = sorted(
 @with_parameters(
     [
         *parameters_of(SERVE_OPTIONS, keep_defaults=True),
-        *parameters_of(ENGINE_OPTIONS.values()),
+        *parameters_of({**ENGINE_OPTIONS, "model": _MODELS}.values()),
     ]
 )
 def serve_command(
@@ -158,30 +182,57 @@ def serve_command(
     ] = None,
     **options: Any,
 ) -> None:
-    """Serve a model over HTTP, with the OpenAI API."""
+    """Serve models over HTTP, with the OpenAI API."""
     own = ServeOptions(**{name: options.pop(name) for name in _OWN if name in options})
     configure_logging(logging.INFO, own.log_format)
     server = {name: options.pop(name) for name in _SERVER if name in options}
-    options["model"] = _one_model(model_argument, options.get("model"))
-    config = _server_config(options["model"], server)
+    models = [named_model(each) for each in _given_models(model_argument, options.pop("model", ()))]
+    several: Sequence[ModelSpec] = ()
+    if len(models) > 1 or own.models_config is not None:
+        several = model_specs(models, own.models_config, options)
+        name = several[0].name
+    else:
+        name, options["model"] = models[0] if models else (EMBEDDED_NAME, None)
     supervision = Supervision(
         restarts=own.engine_restarts,
         hang_timeout=own.engine_hang_timeout,
         log_format=own.log_format,
     )
+    _check_together(own, server, bool(several))
     _run(
-        config,
+        _server_config(name, server),
         options,
         own.pin_prefixes,
         show_tokenizer=own.enable_tokenizer_info_endpoint,
         supervision=None if own.in_process_engine else supervision,
+        several=several,
     )
 
 
-def _server_config(model: str | None, given: dict[str, Any]) -> ServerConfig:
+def _check_together(own: ServeOptions, server: dict[str, Any], are_several: bool) -> None:
+    """Refuse options that do not go together."""
+    if own.in_process_engine and "idle_unload" in server:
+        raise ConfigurationError(
+            "idle_unload: an engine in the server's own process cannot be ended: leave out "
+            "--in-process-engine"
+        )
+    if not are_several:
+        return
+    for option, is_given in (
+        ("served_model_name", bool(server.get("served_model_names"))),
+        ("pin_prefix", bool(own.pin_prefixes)),
+        ("in_process_engine", own.in_process_engine),
+    ):
+        if is_given:
+            raise ConfigurationError(
+                f"{option}: --{option.replace('_', '-')} goes with one model, and several are given"
+            )
+
+
+def _server_config(model: str, given: dict[str, Any]) -> ServerConfig:
     """Make the server's configuration of options as typed: read files, normalise texts."""
     key_file, template = given.pop("named_keys", None), given.pop("chat_template", None)
-    names = given.pop("served_model_names", ()) or (model or EMBEDDED_NAME,)
+    names = given.pop("served_model_names", ()) or (model,)
     return ServerConfig(
         **{
             **given,
@@ -206,8 +257,11 @@ def _run(
     *,
     show_tokenizer: bool,
     supervision: Supervision | None,
+    several: Sequence[ModelSpec],
 ) -> None:
     """Load the model and serve it until stopped. Without ``supervision`` the engine runs here.
+
+    ``several``: models to serve instead, with ``engine_options`` unless they say otherwise.
 
     Raises :class:`~vmserve.errors.VmserveError` if the server cannot start, and if the engine died.
     """
@@ -225,43 +279,72 @@ def _run(
                 "listening on %s without an API key: whoever reaches it can use it (--api-key)",
                 config.host,
             )
-        logger.info(
-            "loading %s",
-            "the embedded model"
-            if is_embedded(engine_options["model"])
-            else engine_options["model"],
-        )
-        began = time.monotonic()
-        engine = _start_engine(engine_options, supervision)
-        resolved = engine.resolved
-        logger.info(
-            "loaded in %.1f s; reserved: KV cache of up to %s, context of %d tokens, "
-            "%d sequences at once",
-            time.monotonic() - began,
-            format_size(resolved.kv_limit_bytes),
-            resolved.max_model_len,
-            resolved.max_num_seqs,
-        )
-        try:
-            check_template(engine.tokenizer, config.chat_template)
-            prefixes = {
-                path: _prefix_ids(path, text, engine, config.chat_template)
-                for path, text in texts.items()
-            }
-            if show_tokenizer:
-                from vmserve.server.tokenization import tokenizer_info  # noqa: PLC0415 - as below
-
-                info = tokenizer_info(engine.tokenizer.hf)
-                config = dataclasses.replace(config, tokenizer_info=info)
-        except BaseException:
-            asyncio.run(engine.shutdown())
-            raise
-        # Loaded objects stay until the end; the garbage collector need not visit them while
-        # serving, nor at exit.
-        gc.collect()
-        gc.freeze()
-        asyncio.run(_serve(engine, config, listener, prefixes))
+        if several:
+            assert supervision is not None
+            asyncio.run(
+                _serve_several(
+                    several, config, engine_options, supervision, listener, show_tokenizer
+                )
+            )
+        else:
+            _serve_one(config, engine_options, texts, show_tokenizer, supervision, listener)
     logger.info("stopped")
+
+
+def _serve_one(
+    config: ServerConfig,
+    engine_options: dict[str, Any],
+    texts: dict[Path, str],
+    show_tokenizer: bool,
+    supervision: Supervision | None,
+    listener: socket.socket,
+) -> None:
+    """Load one model, with prefixes of these ``texts``, and serve it."""
+    model = engine_options["model"]
+    logger.info("loading %s", "the embedded model" if is_embedded(model) else model)
+    began = time.monotonic()
+    engine = _start_engine(engine_options, supervision)
+    log_loaded(engine.resolved, time.monotonic() - began)
+    try:
+        check_template(engine.tokenizer, config.chat_template)
+        prefixes = {
+            path: _prefix_ids(path, text, engine, config.chat_template)
+            for path, text in texts.items()
+        }
+        if show_tokenizer:
+            info = tokenizer_info(engine.tokenizer.hf)
+            config = dataclasses.replace(config, tokenizer_info=info)
+    except BaseException:
+        asyncio.run(engine.shutdown())
+        raise
+    _freeze()
+    asyncio.run(_serve_engine(engine, config, listener, prefixes))
+
+
+def _freeze() -> None:
+    """Keep the garbage collector from visiting loaded objects, which stay until the end."""
+    gc.collect()
+    gc.freeze()
+
+
+async def _serve_several(
+    specs: Sequence[ModelSpec],
+    config: ServerConfig,
+    shared: dict[str, Any],
+    supervision: Supervision,
+    listener: socket.socket,
+    show_tokenizer: bool,
+) -> None:
+    from vmserve.server.app import create_app  # noqa: PLC0415 - see _import_server
+    from vmserve.server.models.loading import ModelLoader  # noqa: PLC0415 - as above
+    from vmserve.server.run import stop_on_signals  # noqa: PLC0415 - as above
+
+    loader = ModelLoader(config, shared, supervision, show_tokenizer=show_tokenizer)
+    models = await loader.load_all(specs)
+    _freeze()
+    stop = asyncio.Event()
+    with stop_on_signals(stop):
+        await _serve(create_app(models, config), config, listener, stop)
 
 
 def _start_engine(
@@ -285,19 +368,16 @@ def _import_server() -> None:
     import_quickly("vmserve.server.run")
 
 
-async def _serve(
+async def _serve_engine(
     engine: AsyncLLM | ProcessLLM,
     config: ServerConfig,
     listener: socket.socket,
     prefixes: dict[Path, list[int]],
 ) -> None:
     from vmserve.server.app import create_app  # noqa: PLC0415 - see _import_server
-    from vmserve.server.run import serve, stop_on_signals  # noqa: PLC0415
+    from vmserve.server.run import stop_on_signals  # noqa: PLC0415 - as above
 
     stop = asyncio.Event()
-    names = ", ".join(config.served_model_names)
-    url = url_of(listener, tls=config.ssl_certfile is not None)
-    page = "in a browser: figures and a chat; " if config.uds is None else ""
     app = create_app(engine, config)
     with stop_on_signals(stop):
         try:
@@ -305,14 +385,23 @@ async def _serve(
         except BaseException:
             await engine.shutdown()
             raise
-        await serve(
-            engine,
-            config,
-            listener,
-            stop,
-            lambda: logger.info("ready: serving %s at %s (%sCtrl-C stops)", names, url, page),
-            app=app,
-        )
+        await _serve(app, config, listener, stop)
+
+
+async def _serve(
+    app: FastAPI, config: ServerConfig, listener: socket.socket, stop: asyncio.Event
+) -> None:
+    from vmserve.server.run import serve  # noqa: PLC0415 - see _import_server
+
+    names = ", ".join(app.state.context.models.names)
+    url = url_of(listener, tls=config.ssl_certfile is not None)
+    page = "in a browser: figures and a chat; " if config.uds is None else ""
+    await serve(
+        app,
+        listener,
+        stop,
+        lambda: logger.info("ready: serving %s at %s (%sCtrl-C stops)", names, url, page),
+    )
 
 
 async def _pin(
@@ -329,26 +418,6 @@ async def _pin(
             logger.info(
                 "pinned %d of the %d tokens of %s%s", pin.num_tokens, len(token_ids), path, whom
             )
-
-
-def check_template(tokenizer: Tokenizer, chat_template: str | None) -> None:
-    """Render a short chat, so that a broken template is reported at start.
-
-    Raises :class:`~vmserve.errors.ChatTemplateError` for the ``chat_template`` given. The model's
-    own template is logged as a warning, since completions work without one.
-    """
-    if not (chat_template or tokenizer.chat_template_text):
-        return
-    try:
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}], chat_template=chat_template
-        )
-    except ChatTemplateError as error:
-        if chat_template is not None:
-            raise
-        logger.warning("chats will be refused with 400: %s", error)
-    except InvalidRequestError as error:  # the template may refuse this very message
-        logger.warning("a chat of one user's message will be refused: %s", error)
 
 
 def _prefix_ids(
@@ -402,10 +471,16 @@ def _report_phases() -> Callable[[str, int, int], None]:
     return report
 
 
-def _one_model(argument: str | None, option: str | None) -> str | None:
-    if argument is not None and option is not None and argument != option:
-        raise ConfigurationError(f"two models are given, {argument} and --model {option}")
-    return argument if argument is not None else option
+def _given_models(argument: str | None, options: Sequence[str]) -> list[str]:
+    if argument is None:
+        return list(options)
+    for option in options:
+        if option != argument:
+            raise ConfigurationError(
+                f"two models are given, {argument} and --model {option}: to serve both, give each "
+                "with --model"
+            )
+    return [argument]
 
 
 def _admin_key(given: str | None) -> str | None:

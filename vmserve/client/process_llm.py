@@ -73,6 +73,7 @@ class ProcessLLM(ClientCore):
 
     Arguments and errors are those of :class:`vmserve.AsyncLLM`. Loading blocks. The engine is
     killed when the thread that made this object ends. ``meanwhile`` is called while it loads.
+    ``process``: one that was started with these options.
     """
 
     # A slow reader, or a slow process, catches up with fewer outputs.
@@ -88,14 +89,14 @@ class ProcessLLM(ClientCore):
         progress: Callable[[str, int, int], None] | None = None,
         supervision: Supervision | None = None,
         meanwhile: Callable[[], None] = lambda: None,
+        process: EngineProcess | None = None,
         **engine_options: Any,
     ) -> None:
         given = {"model": model, **engine_options}
         config = EngineConfig.from_options(given)
-        #: The configuration's values: a ``Path`` cannot be in a message.
-        self._options = {name: getattr(config, name) for name in given}
+        self._options = _values(config, given)
         self._supervision = supervision or Supervision()
-        self._process = self._spawn()
+        self._process = process or self._spawn()
         try:
             meanwhile()
             early = _early_tokenizer(config)
@@ -116,10 +117,34 @@ class ProcessLLM(ClientCore):
         self._died = False
         self._ending = False
         self._final = asyncio.Event()
+        #: Set while no engine is connected.
+        self._gone = asyncio.Event()
         self._restarts = RestartBudget(self._supervision.restarts)
         self._num_restarts = 0
         #: Pings since the engine's last message.
         self._num_silent = 0
+
+    @classmethod
+    async def load(
+        cls,
+        model: str | None = None,
+        *,
+        supervision: Supervision | None = None,
+        **engine_options: Any,
+    ) -> ProcessLLM:
+        """Load a model while the event loop goes on."""
+        given = {"model": model, **engine_options}
+        config = EngineConfig.from_options(given)
+        # Started by this thread, which outlives those that only wait: the engine ends with it.
+        process = _spawn(_values(config, given), supervision or Supervision())
+        loading = asyncio.to_thread(
+            cls, model, supervision=supervision, process=process, **engine_options
+        )
+        try:
+            return await loading
+        except asyncio.CancelledError:
+            process.kill()  # which ends the waiting
+            raise
 
     # -- what callers see -------------------------------------------------------------
 
@@ -187,14 +212,29 @@ class ProcessLLM(ClientCore):
         if self._error is None:
             self._transport.send(Shutdown())
             await asyncio.to_thread(self._process.reap, _END_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_END_SECONDS):
+                    await self._gone.wait()  # or the loop would watch a socket that was closed
         await asyncio.to_thread(self._process.close)
+
+    async def sleep(self, timeout: float = 0.0) -> None:
+        """End the engine's process as :meth:`shutdown` does, until :meth:`wake`.
+
+        The tokenizer and the list of pinned prefixes stay.
+        """
+        await self.shutdown(timeout)
+
+    async def wake(self) -> None:
+        """Start the engine again after :meth:`sleep` or its death, and pin its prefixes.
+
+        Raises what loading raises; the engine then sleeps on.
+        """
+        await self._restart()
 
     # -- the engine's process ---------------------------------------------------------
 
     def _spawn(self) -> EngineProcess:
-        return EngineProcess(
-            self._options, self._supervision.log_level, self._supervision.log_format
-        )
+        return _spawn(self._options, self._supervision)
 
     async def _connect(self) -> None:
         transport = ProcessTransport(self._process.sock)
@@ -202,6 +242,7 @@ class ProcessLLM(ClientCore):
         await transport.connect()
         self._error = None
         self._died = False
+        self._gone.clear()
         self._num_silent = 0
         self._begin(self._watch(transport))
 
@@ -229,6 +270,7 @@ class ProcessLLM(ClientCore):
 
     def _lost(self) -> None:
         self._error = EngineDeadError("the engine has stopped")
+        self._gone.set()
         self._inbox.fail(self._error)
         if self.lender is not None:
             self.lender.lost()
@@ -243,20 +285,21 @@ class ProcessLLM(ClientCore):
         while (pause := self._restarts.take()) is not None:
             self._num_restarts += 1
             await asyncio.sleep(pause)
+            logger.info(
+                "starting the engine again (%d more times if it dies again within %g minutes)",
+                self._restarts.left,
+                RESTART_WINDOW_SECONDS / 60,
+            )
             try:
                 await self._restart()
             except VmserveError as error:
                 logger.error("the engine did not start again: %s", error)
             else:
+                logger.info("the engine serves again")
                 return
         self._final.set()
 
     async def _restart(self) -> None:
-        logger.info(
-            "starting the engine again (%d more times if it dies again within %g minutes)",
-            self._restarts.left,
-            RESTART_WINDOW_SECONDS / 60,
-        )
         self._process = process = self._spawn()
         try:
             ready = await asyncio.to_thread(process.wait_ready, _no_progress)
@@ -264,10 +307,11 @@ class ProcessLLM(ClientCore):
             process.close()
             raise
         self._stats = {**ready.stats, **self._own_stats()}
+        self._ending = False
+        self._final.clear()
         await self._connect()
         if self.lender is not None:
             self.lender.revived()
-        logger.info("the engine serves again")
         await self._pin_again()
 
     # -- messages ---------------------------------------------------------------------
@@ -283,6 +327,15 @@ class ProcessLLM(ClientCore):
             self._stats["num_requests_running"] = message.num_running
             self._stats["num_requests_waiting"] = message.num_waiting
         self._inbox.take(message)
+
+
+def _values(config: EngineConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """The given options as ``config`` has them: a ``Path`` cannot be in a message."""
+    return {name: getattr(config, name) for name in given}
+
+
+def _spawn(options: dict[str, Any], supervision: Supervision) -> EngineProcess:
+    return EngineProcess(options, supervision.log_level, supervision.log_format)
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:

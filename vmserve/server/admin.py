@@ -21,18 +21,20 @@ ADMIN_PATHS: Final = frozenset({"/v1/kv/memory", "/reset_prefix_cache", "/flush_
 
 class AdminService:
     def __init__(self, context: ServerContext) -> None:
-        self._engine = context.engine
+        self._models = context.models
 
     async def set_kv_memory(self, request: Request) -> Response:
         """``{kv_cache_memory}``: how far the KV cache may grow now, in bytes of whole pages."""
         body = await read_model(request, KVMemoryRequest)
         try:
-            limit = await self._engine.set_kv_cache_memory(body.kv_cache_memory)
+            limit = await self._models.default.engine.set_kv_cache_memory(body.kv_cache_memory)
         except ConfigurationError as error:
             raise InvalidRequestError(str(error), "kv_cache_memory") from error
         return Response(dump_json({"kv_cache_memory": limit}), media_type=JSON_TYPE)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """200 without a body once every cached prefix is forgotten and pinned ones are back."""
-        await self._engine.reset_prefix_cache()
+        for served in self._models:
+            if served.is_awake:
+                await served.engine.reset_prefix_cache()
         return Response()

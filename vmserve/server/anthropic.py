@@ -36,12 +36,13 @@ class MessagesService:
     async def count_tokens(self, request: Request) -> Response:
         """The route ``/v1/messages/count_tokens``."""
         body = await read_model(request, CountMessageTokensRequest)
-        reply = {"input_tokens": await self._chat.count(request, lambda: chat_body(body))}
+        num_tokens = await self._chat.count(request, body, lambda: chat_body(body))
+        reply = {"input_tokens": num_tokens}
         return Response(dump_json(reply), media_type=JSON_TYPE)
 
     async def _create(self, request: Request, body: MessagesRequest) -> Response:
         message_id = f"msg_{secrets.token_hex(12)}"
-        started = await self._chat.start(request, lambda: chat_body(body), message_id)
+        started = await self._chat.start(request, body, lambda: chat_body(body), message_id)
         reply = _Reply(message_id, started)
         if body.stream:
             events = reply.events(await started.generation.stream())

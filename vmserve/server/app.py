@@ -22,6 +22,8 @@ from vmserve.server.errors import error_response
 from vmserve.server.info import InfoService, InvocationService
 from vmserve.server.live import LiveView, Pages
 from vmserve.server.middleware import GENERATION_PATHS, Boundary, Gate, RequestScope
+from vmserve.server.models.registry import Models
+from vmserve.server.models.served import ServedModel
 from vmserve.server.openapi import body_of, install_openapi
 from vmserve.server.origins import Cors, OriginPolicy
 from vmserve.server.protocol import (
@@ -47,12 +49,13 @@ __all__ = ["create_app"]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
-    """Make the application for ``engine``, which it neither starts nor stops.
+def create_app(engine: EngineClient | Models, config: ServerConfig) -> FastAPI:
+    """Make the application for one engine or several models, which it neither starts nor stops.
 
     ``app.state.context`` is its :class:`ServerContext`.
     """
-    context = ServerContext(engine, config)
+    models = engine if isinstance(engine, Models) else Models([ServedModel(config, engine)])
+    context = ServerContext(models, config)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -69,7 +72,7 @@ def create_app(engine: EngineClient, config: ServerConfig) -> FastAPI:
     )
     app.state.context = context
     _add_routes(app, context)
-    install_openapi(app, needs_key=bool(config.keys), model_names=config.served_model_names)
+    install_openapi(app, bool(config.keys), models)
     app.add_exception_handler(StarletteHTTPException, _routing_error)
     origins = OriginPolicy(config)
     # The last one added is the outermost.

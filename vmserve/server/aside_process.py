@@ -20,6 +20,7 @@ import msgspec
 from vmserve.client.framing import receive_frame, send_frame
 from vmserve.client.process import child_environment
 from vmserve.errors import InvalidRequestError, VmserveError
+from vmserve.server.engine_client import TokenizerLike
 
 __all__ = ["MOST_CHARS_IN_THREAD", "AsideProcesses", "Tokens"]
 
@@ -43,12 +44,10 @@ class AsideProcesses:
 
     Safe to call from several threads.
 
-    ``tokenizer_json``: of the ``tokenizers`` library; called once for each process that encodes.
     Methods raise :class:`~vmserve.errors.VmserveError` if a process dies of its task.
     """
 
-    def __init__(self, tokenizer_json: Callable[[], str]) -> None:
-        self._tokenizer_json = tokenizer_json
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._idle: list[_Process] = []
 
@@ -56,13 +55,22 @@ class AsideProcesses:
         """Parse ``body`` as ``parse_json`` does, with the same errors."""
         return self._run(lambda process: process.ask("parse", body))
 
-    def tokenize(self, text: str, add_special_tokens: bool, with_strings: bool = False) -> Tokens:
-        """Encode as ``Tokenizer.encode`` and ``Tokenizer.token_str`` do."""
+    def tokenize(
+        self,
+        tokenizer: TokenizerLike,
+        text: str,
+        add_special_tokens: bool,
+        with_strings: bool = False,
+    ) -> Tokens:
+        """Encode as ``Tokenizer.encode`` and ``Tokenizer.token_str`` do.
+
+        A process loads a tokenizer, as JSON of the ``tokenizers`` library, when it changes.
+        """
 
         def tokenize(process: _Process) -> Any:
-            if not process.has_tokenizer:
-                process.ask("load", self._tokenizer_json().encode())
-                process.has_tokenizer = True
+            if process.tokenizer is not tokenizer:
+                process.ask("load", tokenizer.to_json().encode())
+                process.tokenizer = tokenizer
             return process.ask("tokenize", text, add_special_tokens, with_strings)
 
         return Tokens(*self._run(tokenize))
@@ -109,7 +117,7 @@ class AsideProcesses:
 
 class _Process:
     def __init__(self) -> None:
-        self.has_tokenizer = False
+        self.tokenizer: TokenizerLike | None = None
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self._popen = subprocess.Popen(

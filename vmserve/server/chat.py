@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -14,11 +13,12 @@ from starlette.responses import Response
 from vmserve.errors import InvalidRequestError
 from vmserve.server.body import read_model
 from vmserve.server.choices import StreamedChoice, begun_with, with_echo
-from vmserve.server.context import ServerContext
+from vmserve.server.context import NamesModel, ServerContext
 from vmserve.server.errors import below_minimum, not_implemented
 from vmserve.server.generation import Generation, Job, Piece, terms_of
 from vmserve.server.logprobs import LogprobShape, Position, chat_logprobs, prompt_logprobs
 from vmserve.server.messages import content_text, conversation
+from vmserve.server.models.served import ServedModel
 from vmserve.server.params import (
     StreamOptions,
     check_max_tokens,
@@ -36,14 +36,9 @@ from vmserve.server.tools import ToolUse, message_of, tool_use, with_reasoning
 from vmserve.server.tracing import trace_of
 from vmserve.server.usage import Usage, per_request_metrics
 from vmserve.server.wire import TextTemplate
-from vmserve.tools import told
-from vmserve.tools.reasoning import template_thinks
-from vmserve.tools.registry import parser_for_template
 from vmserve.types import CompletionOutput, RequestOutput
 
 __all__ = ["ChatService", "RenderedChat", "StartedChat", "render_chat"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +54,7 @@ class RenderedChat:
 
 def render_chat(
     body: ChatCompletionRequest | TokenizeRequest,
-    context: ServerContext,
+    served: ServedModel,
     tools: list[Mapping[str, Any]] | None,
     max_tokens: int | None = None,
 ) -> RenderedChat:
@@ -79,12 +74,12 @@ def render_chat(
             "add_generation_prompt",
             "continue_final_message",
         )
-    text, token_ids = context.engine.tokenizer.apply_chat_template(
+    text, token_ids = served.engine.tokenizer.apply_chat_template(
         messages,
         tools=tools,
         add_generation_prompt=not continued and body.add_generation_prompt is not False,
         continue_final_message=continued,
-        chat_template=context.config.chat_template,
+        chat_template=served.config.chat_template,
         chat_template_kwargs=body.template_variables,
         add_special_tokens=bool(body.add_special_tokens),
         max_tokens=max_tokens,
@@ -99,18 +94,22 @@ def render_chat(
 class StartedChat:
     """A chat that was admitted and can be generated."""
 
-    model: str
+    served: ServedModel
     chat: RenderedChat
     use: ToolUse
     job: Job
     generation: Generation
+
+    @property
+    def model(self) -> str:
+        """The model's name in the reply."""
+        return self.served.name
 
 
 class _PreparedChat(NamedTuple):
     """The result of preparing a chat's body, before admission."""
 
     body: ChatCompletionRequest
-    model: str
     chat: RenderedChat
     use: ToolUse
     job: Job
@@ -121,19 +120,6 @@ class ChatService:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        config = context.config
-        template = config.chat_template or context.engine.tokenizer.chat_template_text
-        self._parser = config.tool_call_parser or parser_for_template(template)
-        self._tells_tools = not told.knows_tools(template)
-        if self._tells_tools and template:
-            self._parser = told.PARSER
-            logger.info(
-                "the chat template shows no tools: the system message tells of them, and calls are "
-                "found as by --tool-call-parser %s",
-                told.PARSER,
-            )
-        parser = config.reasoning_parser
-        self._thinks = template_thinks(template) if parser == "auto" else parser == "think"
 
     async def create(self, request: Request) -> Response:
         """The route."""
@@ -145,7 +131,7 @@ class ChatService:
     async def _serve(self, request: Request, body: ChatCompletionRequest) -> Response:
         options = stream_options(body, self._context.config.force_include_usage)
         reply_id = f"chatcmpl-{body.request_id or request.state.request_id}"
-        started = await self.start(request, lambda: body, reply_id)
+        started = await self.start(request, body, lambda: body, reply_id)
         reply = _Reply(self._context, body, options, started, reply_id)
         if body.stream:
             return EventStream(reply.chunks(await started.generation.stream()))
@@ -153,77 +139,86 @@ class ChatService:
         return await json_reply(self._context, request, results, lambda: reply.full(results[0]))
 
     async def start(
-        self, request: Request, make_body: Callable[[], ChatCompletionRequest], reply_id: str
+        self,
+        request: Request,
+        asked: NamesModel,
+        make_body: Callable[[], ChatCompletionRequest],
+        reply_id: str,
     ) -> StartedChat:
-        """Check and admit the chat of ``make_body``, which is called on another thread; what it
-        holds is given back with the request.
+        """Check and admit the chat that ``make_body`` makes of ``asked``, on another thread; what
+        it holds is given back with the request.
 
         Raises :class:`InvalidRequestError` and :class:`~vmserve.server.errors.ApiError`.
         """
         context = self._context
-
-        body, model, chat, use, job = await context.run_aside(
-            request, lambda: self._prepare(make_body())
+        served = await context.model_of(request, asked)
+        body, chat, use, job = await context.run_aside(
+            request, lambda: _prepare(served, make_body())
         )
-        terms = terms_of(request, body)
+        terms = terms_of(request, body, served)
         trace = trace_of(request)
         if trace is not None:
-            trace.begin(body.model, model, reply_id, job.params)
-        generation = Generation(context, request.state.exit_stack, reply_id, [job], terms, trace)
-        return StartedChat(model, chat, use, job, generation)
+            trace.begin(body.model, served.name, reply_id, job.params)
+        generation = Generation(
+            context, served, request.state.exit_stack, reply_id, [job], terms, trace
+        )
+        return StartedChat(served, chat, use, job, generation)
 
-    async def count(self, request: Request, make_body: Callable[[], ChatCompletionRequest]) -> int:
+    async def count(
+        self,
+        request: Request,
+        asked: NamesModel,
+        make_body: Callable[[], ChatCompletionRequest],
+    ) -> int:
         """Count the prompt's tokens. Errors: those of :meth:`start`."""
+        served = await self._context.model_of(request, asked)
+        return await self._context.run_aside(
+            request, lambda: len(_render(served, make_body())[0].token_ids)
+        )
 
-        def count() -> int:
-            body = make_body()
-            self._context.served_name(body.model)
-            return len(self._render(body)[0].token_ids)
 
-        return await self._context.run_aside(request, count)
+def _prepare(served: ServedModel, body: ChatCompletionRequest) -> _PreparedChat:
+    chat, use = _render(served, body)
+    job = _job(served, body, chat, use)
+    if served.dialect.thinks and job.params.structured_outputs in (None, use.loose):
+        use = with_reasoning(use, chat.text)
+    return _PreparedChat(body, chat, use, job)
 
-    def _prepare(self, body: ChatCompletionRequest) -> _PreparedChat:
-        model = self._context.served_name(body.model)
-        chat, use = self._render(body)
-        job = self._job(body, chat, use)
-        if self._thinks and job.params.structured_outputs in (None, use.loose):
-            use = with_reasoning(use, chat.text)
-        return _PreparedChat(body, model, chat, use, job)
 
-    def _render(self, body: ChatCompletionRequest) -> tuple[RenderedChat, ToolUse]:
-        _check(body)
-        use = tool_use(body, self._parser, are_told=self._tells_tools)
-        most = most_tokens(body, self._context.max_model_len)
-        return render_chat(body, self._context, use.shown, most), use
+def _render(served: ServedModel, body: ChatCompletionRequest) -> tuple[RenderedChat, ToolUse]:
+    _check(body)
+    use = tool_use(body, served.dialect.parser, are_told=served.dialect.tells_tools)
+    most = most_tokens(body, served.max_model_len)
+    return render_chat(body, served, use.shown, most), use
 
-    def _job(self, body: ChatCompletionRequest, chat: RenderedChat, use: ToolUse) -> Job:
-        context = self._context
-        if use.keeps_special_tokens and body.skip_special_tokens is None:
-            body = body.model_copy(update={"skip_special_tokens": False})
-        name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-        max_tokens = body.max_completion_tokens or body.max_tokens
-        check_max_tokens(max_tokens, context.max_model_len, name)
-        try:
-            params = sampling_params(
-                body,
-                context.engine,
-                max_tokens=max_tokens,
-                logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-                prompt_logprobs=body.prompt_logprobs,
-                structured=use.structured,
-                loose=use.loose,
-            )
-        except InvalidRequestError as error:
-            if error.param == "logprobs":  # the name it has here
-                raise InvalidRequestError(str(error), "top_logprobs") from error
-            raise
-        token_ids = truncate(chat.token_ids, body, context.max_model_len)
-        if not token_ids:
-            raise InvalidRequestError(
-                "messages: the chat template makes an empty prompt of them", "messages"
-            )
-        check_prompt(len(token_ids), context.max_model_len)
-        return Job(chat.text, token_ids, params)
+
+def _job(served: ServedModel, body: ChatCompletionRequest, chat: RenderedChat, use: ToolUse) -> Job:
+    if use.keeps_special_tokens and body.skip_special_tokens is None:
+        body = body.model_copy(update={"skip_special_tokens": False})
+    name = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    check_max_tokens(max_tokens, served.max_model_len, name)
+    try:
+        params = sampling_params(
+            body,
+            served.engine,
+            max_tokens=max_tokens,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            prompt_logprobs=body.prompt_logprobs,
+            structured=use.structured,
+            loose=use.loose,
+        )
+    except InvalidRequestError as error:
+        if error.param == "logprobs":  # the name it has here
+            raise InvalidRequestError(str(error), "top_logprobs") from error
+        raise
+    token_ids = truncate(chat.token_ids, body, served.max_model_len)
+    if not token_ids:
+        raise InvalidRequestError(
+            "messages: the chat template makes an empty prompt of them", "messages"
+        )
+    check_prompt(len(token_ids), served.max_model_len)
+    return Job(chat.text, token_ids, params)
 
 
 def _check(body: ChatCompletionRequest) -> None:
@@ -262,7 +257,7 @@ class _Reply:
         if as_ids is None:
             as_ids = context.config.return_tokens_as_token_ids
         exact = body.logprob_token_ids is not None or body.top_logprobs == -1
-        self._eos_ids = context.engine.tokenizer.eos_ids
+        self._eos_ids = started.served.engine.tokenizer.eos_ids
         self._shape = LogprobShape(None if exact else body.top_logprobs or 0, as_ids)
         every = body.prompt_logprobs == -1
         self._prompt_shape = LogprobShape(None if every else body.prompt_logprobs, as_ids)

@@ -18,6 +18,7 @@ from vmserve.server.context import ServerContext
 from vmserve.server.errors import below_minimum
 from vmserve.server.generation import ChoiceBuffer, Generation, Job, Piece, terms_of
 from vmserve.server.logprobs import LogprobShape, Position, completion_logprobs, prompt_logprobs
+from vmserve.server.models.served import ServedModel
 from vmserve.server.params import (
     StreamOptions,
     check_max_tokens,
@@ -57,22 +58,23 @@ class CompletionService:
 
     async def _serve(self, request: Request, body: CompletionRequest) -> Response:
         context = self._context
-        model = context.served_name(body.model)
+        served = await context.model_of(request, body)
         options = stream_options(body, context.config.force_include_usage)
         _check(body)
-        jobs = await context.run_aside(request, lambda: self._jobs(body))
+        jobs = await context.run_aside(request, lambda: self._jobs(served, body))
         reply = _Reply(
-            context, body, options, jobs, model, body.request_id or request.state.request_id
+            context, served, body, options, jobs, body.request_id or request.state.request_id
         )
         trace = trace_of(request)
         if trace is not None:
-            trace.begin(body.model, model, reply.id, jobs[0].params)
+            trace.begin(body.model, served.name, reply.id, jobs[0].params)
         generation = Generation(
             context,
+            served,
             request.state.exit_stack,
             reply.id,
             jobs,
-            terms_of(request, body),
+            terms_of(request, body, served),
             trace,
         )
         if body.stream:
@@ -80,41 +82,52 @@ class CompletionService:
         results = await generation.run()
         return await json_reply(context, request, results, lambda: reply.full(results))
 
-    def _jobs(self, body: CompletionRequest) -> list[Job]:
+    def _jobs(self, served: ServedModel, body: CompletionRequest) -> list[Job]:
         prompts = split_prompts(body.prompt)
-        params = self._params(body)
-        return [self._job(prompt, body, params) for prompt in prompts]
+        params = _params(served, body)
+        return [self._job(served, prompt, body, params) for prompt in prompts]
 
-    def _params(self, body: CompletionRequest) -> GenerationParams:
-        max_tokens = body.max_tokens
-        if max_tokens is None:
-            max_tokens = min(_DEFAULT_MAX_TOKENS, self._context.max_model_len)
-        check_max_tokens(max_tokens, self._context.max_model_len)
-        return sampling_params(
-            body,
-            self._context.engine,
-            max_tokens=max_tokens,
-            logprobs=body.logprobs,
-            prompt_logprobs=_num_prompt_logprobs(body),
-            best_of=body.best_of,
-        )
-
-    def _job(self, prompt: Prompt, body: CompletionRequest, params: GenerationParams) -> Job:
-        context = self._context
-        most = most_tokens(body, context.max_model_len)
+    def _job(
+        self,
+        served: ServedModel,
+        prompt: Prompt,
+        body: CompletionRequest,
+        params: GenerationParams,
+    ) -> Job:
+        most = most_tokens(body, served.max_model_len)
         text: str | None
         if body.suffix and isinstance(prompt, str):
-            tokenizer = context.engine.tokenizer
+            tokenizer = served.engine.tokenizer
             text, given = prompt, tokenizer.encode_infill(prompt, body.suffix, most)
         else:
             special = body.add_special_tokens is not False
             text, given = encode_prompt(
-                context, prompt, "prompt", add_special_tokens=special, max_tokens=most
+                self._context.processes,
+                served,
+                prompt,
+                "prompt",
+                add_special_tokens=special,
+                max_tokens=most,
             )
-        token_ids = truncate(given, body, context.max_model_len)
-        check_prompt(len(token_ids), context.max_model_len)
+        token_ids = truncate(given, body, served.max_model_len)
+        check_prompt(len(token_ids), served.max_model_len)
         # What was cut off is not part of the prompt that an echo repeats.
         return Job(text if len(token_ids) == len(given) else None, token_ids, params)
+
+
+def _params(served: ServedModel, body: CompletionRequest) -> GenerationParams:
+    max_tokens = body.max_tokens
+    if max_tokens is None:
+        max_tokens = min(_DEFAULT_MAX_TOKENS, served.max_model_len)
+    check_max_tokens(max_tokens, served.max_model_len)
+    return sampling_params(
+        body,
+        served.engine,
+        max_tokens=max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=_num_prompt_logprobs(body),
+        best_of=body.best_of,
+    )
 
 
 def _check(body: CompletionRequest) -> None:
@@ -152,13 +165,14 @@ class _Reply:
     def __init__(
         self,
         context: ServerContext,
+        served: ServedModel,
         body: CompletionRequest,
         options: StreamOptions,
         jobs: list[Job],
-        model: str,
         request_id: str,
     ) -> None:
         self._context = context
+        self._tokenizer = served.engine.tokenizer
         self._body = body
         self._options = options
         self._jobs = jobs
@@ -168,7 +182,7 @@ class _Reply:
             "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
-            "model": model,
+            "model": served.name,
         }
         as_ids = body.return_tokens_as_token_ids
         if as_ids is None:
@@ -341,7 +355,7 @@ class _Reply:
         }, offset
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._context.engine.tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 def _dump(make: Callable[[], Any]) -> bytes:

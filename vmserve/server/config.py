@@ -272,6 +272,18 @@ class ServerConfig:
             unit="seconds",
         ),
     ] = 10.0
+    idle_unload: Annotated[
+        float | None,
+        Option(
+            "Seconds without a request after which a model's engine is ended, and its memory is "
+            "given back. The next request starts it again.",
+            PROCESSES,
+            Bounds(0, 86_400, open_low=True),
+            default="never",
+            metavar="SECONDS",
+            unit="seconds",
+        ),
+    ] = None
     write_timeout: Annotated[
         float,
         Option(

@@ -1,29 +1,47 @@
-"""The state that routes share: engine, options and counts."""
+"""The state that routes share: models, options and counts."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from starlette.requests import Request
 
-from vmserve.server.admission import Admission, BodyBytes, Visit
+from vmserve.errors import DeadlineError
+from vmserve.server.admission import BodyBytes, Visit
 from vmserve.server.aside_process import AsideProcesses
 from vmserve.server.auth import ApiKey, KeyRing
 from vmserve.server.config import ServerConfig
-from vmserve.server.engine_client import EngineClient
-from vmserve.server.errors import ApiError
 from vmserve.server.idle import IdleWork
 from vmserve.server.key_limits import KeyLedger
 from vmserve.server.lifecycle import Lifecycle
-from vmserve.server.telemetry import Telemetry
+from vmserve.server.models.registry import Models
+from vmserve.server.models.served import ServedModel
+from vmserve.server.protocol import (
+    CountMessageTokensRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    GenerationRequest,
+    ResponsesRequest,
+    TokenizeRequest,
+)
 from vmserve.server.tracing import Tracing
 from vmserve.server.workers import Workers
 
-__all__ = ["ServerContext"]
+__all__ = ["NamesModel", "ServerContext"]
 
 T = TypeVar("T")
+#: Requests that may say which model they are for.
+NamesModel = (
+    GenerationRequest
+    | ResponsesRequest
+    | CountMessageTokensRequest
+    | EmbeddingRequest
+    | TokenizeRequest
+    | DetokenizeRequest
+)
 
 
 class ServerContext:
@@ -32,8 +50,8 @@ class ServerContext:
     Raises :class:`~vmserve.errors.ConfigurationError` for spans that cannot be exported.
     """
 
-    def __init__(self, engine: EngineClient, config: ServerConfig) -> None:
-        self.engine = engine
+    def __init__(self, models: Models, config: ServerConfig) -> None:
+        self.models = models
         self.config = config
         self.lifecycle = Lifecycle()
         self.keys = KeyRing(config.keys, share_prefix_cache=config.share_prefix_cache_across_keys)
@@ -41,57 +59,39 @@ class ServerContext:
         self.admin_keys = (
             None if config.admin_api_key is None else KeyRing([ApiKey.of("", config.admin_api_key)])
         )
-        self.admission = Admission(
-            config.max_queued_requests,
-            config.max_queued_tokens,
-            lambda: int(engine.stats().get("num_requests_running", 0)),
-        )
         self.key_limits = KeyLedger(
             config.key_limits, {key.name: key.limits for key in config.named_keys}
         )
-        self.telemetry = Telemetry()
         endpoint = config.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(endpoint)
-        self.created = int(time.time())
         self.bodies = BodyBytes()
-        self.processes = AsideProcesses(engine.tokenizer.to_json)
+        self.processes = AsideProcesses()
         self.workers = Workers()
         self._idle = IdleWork(self.processes)
 
-    @property
-    def max_model_len(self) -> int:
-        return self.engine.resolved.max_model_len
+    async def model_of(self, request: Request, asked: NamesModel) -> ServedModel:
+        """Return the model that ``asked`` names, which counts as used until the request ends.
 
-    # What telemetry reads at each scrape.
-
-    def engine_stats(self) -> dict[str, float | int]:
-        return self.engine.stats()
-
-    @property
-    def model_name(self) -> str:
-        return self.config.model_name
-
-    @property
-    def num_rejected(self) -> int:
-        return self.admission.num_rejected + self.key_limits.num_rejected
-
-    @property
-    def num_failed(self) -> int:
-        return self.lifecycle.num_failed
-
-    @property
-    def num_active(self) -> int:
-        return self.lifecycle.num_active
-
-    @property
-    def vllm_metrics(self) -> bool:
-        return self.config.vllm_metrics
-
-    def served_name(self, name: str | None) -> str:
-        """Return the model name for a reply. Raises :class:`ApiError` 404 for one unknown."""
-        if name is not None and name not in self.config.served_model_names:
-            raise ApiError(404, f"The model `{name[:200]}` does not exist.", "model")
-        return self.config.model_name
+        A model that was never loaded is loaded first, in the request's time. Raises
+        :class:`~vmserve.server.errors.ApiError` 404 for an unknown name and 503 for a model that
+        does not start, and :class:`~vmserve.errors.DeadlineError`.
+        """
+        served = self.models.find(asked.model)
+        request.state.model = served
+        request.state.exit_stack.enter_context(served.serving())
+        if not served.is_loaded:
+            began = time.monotonic()
+            seconds = getattr(asked, "request_timeout", None)
+            try:
+                async with asyncio.timeout(seconds):
+                    await served.awake()
+            except TimeoutError:
+                raise DeadlineError(
+                    f"the request waited its {seconds:g} seconds for its model to load: allow "
+                    "more time"
+                ) from None
+            request.state.waited = time.monotonic() - began
+        return served
 
     async def run_aside(
         self, request: Request, work: Callable[[], T], size: int | None = None

@@ -13,6 +13,7 @@ from vmserve.sampling import SamplingParams
 from vmserve.server.body import read_model
 from vmserve.server.context import ServerContext
 from vmserve.server.generation import Generation, Job, terms_of
+from vmserve.server.models.served import ServedModel
 from vmserve.server.params import check_prompt, most_tokens, truncate
 from vmserve.server.prompts import encode_prompt, split_prompts
 from vmserve.server.protocol import EmbeddingRequest
@@ -36,27 +37,31 @@ class EmbeddingService:
 
     async def _create(self, request: Request, body: EmbeddingRequest) -> Response:
         context = self._context
-        model = context.served_name(body.model)
-        jobs = await context.run_aside(request, lambda: self._jobs(body))
+        served = await context.model_of(request, body)
+        jobs = await context.run_aside(request, lambda: self._jobs(served, body))
         generation = Generation(
             context,
+            served,
             request.state.exit_stack,
             f"embd-{request.state.request_id}",
             jobs,
-            terms_of(request, body),
+            terms_of(request, body, served),
         )
         results = await generation.run()
         size = sum(result.embedding.size for result in results if result.embedding is not None)
-        reply = await context.run_aside(request, lambda: _reply(results, body, model), 16 * size)
+        reply = await context.run_aside(
+            request, lambda: _reply(results, body, served.name), 16 * size
+        )
         return Response(reply, media_type=JSON_TYPE)
 
-    def _jobs(self, body: EmbeddingRequest) -> list[Job]:
-        most = self._context.max_model_len
+    def _jobs(self, served: ServedModel, body: EmbeddingRequest) -> list[Job]:
+        most = served.max_model_len
         params = SamplingParams(max_tokens=0, pooling=body.pooling or "auto", detokenize=False)
         jobs = []
         for prompt in split_prompts(body.input, "input"):
             text, given = encode_prompt(
-                self._context,
+                self._context.processes,
+                served,
                 prompt,
                 "input",
                 add_special_tokens=body.add_special_tokens is not False,

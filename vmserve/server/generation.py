@@ -16,7 +16,9 @@ from vmserve.errors import DeadlineError, EngineDeadError, InvalidRequestError, 
 from vmserve.sampling import GenerationParams
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
+from vmserve.server.errors import ApiError
 from vmserve.server.limits import MAX_LOGPROB_ENTRIES
+from vmserve.server.models.served import ServedModel
 from vmserve.server.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.scope import closing, gather
 from vmserve.server.tracing import RequestTrace
@@ -35,16 +37,21 @@ class Job:
     params: GenerationParams
 
 
-def terms_of(request: Request, body: GenerationRequest | EmbeddingRequest) -> RequestTerms:
+def terms_of(
+    request: Request, body: GenerationRequest | EmbeddingRequest, served: ServedModel
+) -> RequestTerms:
     """A tenant is whoever has the key; where there are no keys, whom the client names as its
     user."""
     caller: Caller = request.state.caller
+    timeout = body.request_timeout
+    if waited := getattr(request.state, "waited", 0.0):
+        timeout = _left(_shorter(timeout, served.engine.resolved.request_timeout), waited)
     return RequestTerms(
         priority=body.priority or 0,
         cache_salt=caller.cache_salt(body.cache_salt or ""),
         tenant=caller.name or body.user or "",
         isolation=caller.isolation,
-        timeout=body.request_timeout,
+        timeout=timeout,
     )
 
 
@@ -54,28 +61,33 @@ class Generation:
     def __init__(
         self,
         context: ServerContext,
+        served: ServedModel,
         stack: AsyncExitStack,
         request_id: str,
         jobs: list[Job],
         terms: RequestTerms,
         trace: RequestTrace | None = None,
     ) -> None:
-        self._context = context
+        self._served = served
         self._stack = stack
-        self._jobs = _with_bounded_logprobs(jobs, context)
+        self._jobs = _with_bounded_logprobs(jobs, served)
         self._terms = terms
         self._trace = trace
         # Two clients may choose the same id; the engine's must be unique.
         self._engine_id = f"{request_id}-{uuid.uuid4().hex[:8]}"
-        self._use = context.key_limits.admit(
-            terms.tenant,
-            len(jobs),
-            sum(job.params.num_sequences for job in self._jobs),
-            sum(len(job.token_ids) for job in self._jobs),
-        )
-        stack.callback(self._use.release)
-        ticket = context.admission.admit(len(jobs), sum(self._cost(job) for job in self._jobs))
-        stack.callback(context.admission.release, ticket)
+        try:
+            self._use = context.key_limits.admit(
+                terms.tenant,
+                len(jobs),
+                sum(job.params.num_sequences for job in self._jobs),
+                sum(len(job.token_ids) for job in self._jobs),
+            )
+            stack.callback(self._use.release)
+            ticket = served.admission.admit(len(jobs), sum(self._cost(job) for job in self._jobs))
+        except ApiError:
+            served.num_rejected += 1
+            raise
+        stack.callback(served.admission.release, ticket)
 
     async def run(self) -> list[RequestOutput]:
         """The finished output of every job, in order."""
@@ -125,28 +137,33 @@ class Generation:
         return output
 
     async def _enter(self) -> None:
-        """Wait for the tenant's other sequences, if it has as many as it may; this takes of the
-        request's time. Raises :class:`~vmserve.errors.DeadlineError`."""
-        if self._use.enters_now():
+        """Wait for the model, if it sleeps, and for the tenant's other sequences, if it has as many
+        as it may; this takes of the request's time.
+
+        Raises :class:`~vmserve.errors.DeadlineError`, and :class:`ApiError` 503 for a model that
+        does not start.
+        """
+        if self._served.is_awake and self._use.enters_now():
             return
-        limits = (self._terms.timeout, self._context.engine.resolved.request_timeout)
-        seconds = min((each for each in limits if each is not None), default=None)
+        seconds = _shorter(self._terms.timeout, self._served.engine.resolved.request_timeout)
         began = time.monotonic()
         try:
             async with asyncio.timeout(seconds):
-                await self._use.enter()
+                await self._served.awake()
+                if not self._use.enters_now():
+                    await self._use.enter()
         except TimeoutError:
+            what, remedy = "other sequences of its key to end", "send fewer at once, or "
+            if not self._served.is_awake:
+                what, remedy = "its model to wake", ""
             raise DeadlineError(
-                f"the request waited its {seconds:g} seconds for other sequences of its key to "
-                "end: send fewer at once, or allow more time"
+                f"the request waited its {seconds:g} seconds for {what}: {remedy}allow more time"
             ) from None
-        if seconds is not None:
-            left = max(seconds - (time.monotonic() - began), 1e-3)
-            self._terms = replace(self._terms, timeout=left)
+        self._terms = replace(self._terms, timeout=_left(seconds, time.monotonic() - began))
 
     def _open(self, index: int, *, stream: bool) -> AsyncIterator[RequestOutput]:
         job = self._jobs[index]
-        return self._context.engine.serve(
+        return self._served.engine.serve(
             Prompt(job.text, job.token_ids),
             job.params,
             request_id=f"{self._engine_id}-{index}",
@@ -155,12 +172,12 @@ class Generation:
 
     def _finished(self, index: int, output: RequestOutput, num_tokens: int) -> None:
         self._use.leave(self._jobs[index].params.num_sequences)
-        self._context.telemetry.observe(self._jobs[index].params, output, num_tokens)
+        self._served.telemetry.observe(self._jobs[index].params, output, num_tokens)
         if self._trace is not None:
             self._trace.finished(output, num_tokens)
 
     def _cost(self, job: Job) -> int:
-        left = max(0, self._context.max_model_len - len(job.token_ids))
+        left = max(0, self._served.max_model_len - len(job.token_ids))
         asked = left if job.params.max_tokens is None else min(job.params.max_tokens, left)
         return job.params.num_sequences * (len(job.token_ids) + asked)
 
@@ -205,7 +222,7 @@ class ChoiceBuffer:
         return piece
 
 
-def _with_bounded_logprobs(jobs: list[Job], context: ServerContext) -> list[Job]:
+def _with_bounded_logprobs(jobs: list[Job], served: ServedModel) -> list[Job]:
     """The same jobs; where log-probabilities are wanted of an open number of tokens, with as many
     as the bound allows.
 
@@ -213,7 +230,7 @@ def _with_bounded_logprobs(jobs: list[Job], context: ServerContext) -> list[Job]
     """
 
     def num_entries(k: int) -> int:
-        return context.engine.model_config.vocab_size if k == -1 else k + 1
+        return served.engine.model_config.vocab_size if k == -1 else k + 1
 
     in_all = 0
     bounded: list[Job] = []
@@ -224,7 +241,7 @@ def _with_bounded_logprobs(jobs: list[Job], context: ServerContext) -> list[Job]
         if params.logprobs is not None:
             asked = max(num_entries(params.logprobs), len(params.logprob_token_ids or ()) + 1)
             asked *= job.params.num_sequences
-            left = max(1, context.max_model_len - len(job.token_ids))
+            left = max(1, served.max_model_len - len(job.token_ids))
             num_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
             most = max(1, MAX_LOGPROB_ENTRIES // (len(jobs) * asked))
             if params.max_tokens is None and most < left:
@@ -240,6 +257,15 @@ def _with_bounded_logprobs(jobs: list[Job], context: ServerContext) -> list[Job]
             "logprobs",
         )
     return bounded
+
+
+def _shorter(*timeouts: float | None) -> float | None:
+    return min((each for each in timeouts if each is not None), default=None)
+
+
+def _left(seconds: float | None, waited: float) -> float | None:
+    """Return what is left of a request's time."""
+    return None if seconds is None else max(seconds - waited, 1e-3)
 
 
 async def _next(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:

@@ -13,7 +13,10 @@ from vmserve.server.chat import ChatService
 from vmserve.server.completions import CompletionService
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import ApiError
+from vmserve.server.models.served import ServedModel
 from vmserve.server.protocol import ChatCompletionRequest, CompletionRequest
+from vmserve.server.scope import gather
+from vmserve.server.telemetry import ModelFigures, render_metrics
 from vmserve.server.wire import JSON_TYPE, dump_json
 from vmserve.version import __version__
 
@@ -26,7 +29,7 @@ class InfoService:
 
     async def health(self, request: Request) -> Response:
         """200 without a body while the engine runs; 503 from its death or a shutdown on."""
-        if self._context.engine.errored:
+        if self._context.models.errored:
             raise ApiError(503, "The engine has stopped and cannot serve requests.")
         return Response()
 
@@ -38,34 +41,56 @@ class InfoService:
         return _json({"server_load": self._context.lifecycle.num_active})
 
     async def models(self, request: Request) -> Response:
-        names = self._context.config.served_model_names
-        return _json({"object": "list", "data": [self._card(name) for name in names]})
+        cards = [
+            self._card(name, served)
+            for served in self._context.models
+            for name in served.config.served_model_names
+        ]
+        return _json({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        self._context.served_name(name)
-        return _json(self._card(name))
+        return _json(self._card(name, self._context.models.find(name)))
 
     async def kv(self, request: Request) -> Response:
         """The engine's figures: queues, pages, slots and what memory they take."""
-        return _json(await self._context.engine.fetch_stats())
+        served = self._context.models.find(request.query_params.get("model"))
+        return _json(await served.fetch_stats())
 
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
-        await self._context.engine.fetch_stats()
-        body, media_type = self._context.telemetry.render(self._context)
+        context = self._context
+        await gather([served.fetch_stats() for served in context.models])
+        body, media_type = render_metrics(
+            [self._figures(served) for served in context.models],
+            vllm_metrics=context.config.vllm_metrics,
+        )
         return Response(body, media_type=media_type)
 
-    def _card(self, name: str) -> dict[str, Any]:
-        config = self._context.config
-        return {
+    def _figures(self, served: ServedModel) -> ModelFigures:
+        # Where there is one model, its requests are all requests, also before they name it.
+        models, life = self._context.models, served.lifecycle
+        life = self._context.lifecycle if len(models) == 1 else life
+        return ModelFigures(
+            model_name=served.name,
+            max_model_len=served.max_model_len if served.is_loaded else None,
+            telemetry=served.telemetry,
+            stats=served.stats(),
+            num_rejected=served.num_rejected,
+            num_failed=life.num_failed,
+            num_active=life.num_active,
+        )
+
+    def _card(self, name: str, served: ServedModel) -> dict[str, Any]:
+        card = {
             "id": name,
             "object": "model",
-            "created": self._context.created,
+            "created": served.created,
             "owned_by": "vmserve",
-            "root": config.model_name,  # never a path that was not given as a name
-            "max_model_len": self._context.max_model_len,
+            "root": served.name,  # never a path that was not given as a name
+            "max_model_len": served.max_model_len if served.is_loaded else None,
         }
+        return {**card, "state": served.state} if self._context.models.have_states else card
 
 
 class InvocationService:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
 from importlib import resources
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,6 +16,7 @@ from starlette.responses import Response
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
+from vmserve.server.models.served import ServedModel
 from vmserve.server.wire import JSON_TYPE, dump_json
 from vmserve.telemetry.kinds import kinds_in
 from vmserve.telemetry.snapshot import (
@@ -73,7 +75,7 @@ class LiveView:
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
-        self._snapshots = _Snapshots(context.engine)
+        self._snapshots: WeakKeyDictionary[ServedModel, _Snapshots] = WeakKeyDictionary()
         self._began = time.monotonic()
 
     async def data(self, request: Request) -> Response:
@@ -81,23 +83,25 @@ class LiveView:
 
         Of requests, only those of the caller's own key are shown; of all others, their number.
         """
-        taken, snapshot = await self._snapshots.newest()
-        context, now = self._context, time.monotonic()
+        context = self._context
+        served = context.models.find(request.query_params.get("model"))
+        taken, snapshot = await self._newest(served)
+        now = time.monotonic()
         caller: Caller = request.state.caller
         tenant = caller.name
         shown = [each for each in snapshot.requests if not tenant or each.tenant == tenant]
         kinds = [asdict(kind) for kind in kinds_in(snapshot.stats)]
         reply = {
             "version": __version__,
-            "model": context.model_name,
-            "max_model_len": context.max_model_len,
+            "model": served.name,
+            "max_model_len": served.max_model_len,
             "uptime_seconds": now - self._began,
             "age_seconds": now - taken,
             "draining": context.lifecycle.draining,
-            "num_active": context.num_active,
-            "num_rejected": context.num_rejected,
-            "num_failed": context.num_failed,
-            "latency": context.telemetry.recent.summary(),
+            "num_active": context.lifecycle.num_active,
+            "num_rejected": sum(each.num_rejected for each in context.models),
+            "num_failed": context.lifecycle.num_failed,
+            "latency": served.telemetry.recent.summary(),
             "stats": snapshot.stats,
             "pool": _pool(snapshot.pool),
             **({"kinds": kinds} if kinds else {}),
@@ -108,6 +112,12 @@ class LiveView:
         return Response(
             dump_json(reply), media_type=JSON_TYPE, headers={"cache-control": "no-store"}
         )
+
+    async def _newest(self, served: ServedModel) -> tuple[float, EngineSnapshot]:
+        snapshots = self._snapshots.get(served)
+        if snapshots is None:
+            snapshots = self._snapshots[served] = _Snapshots(served.engine)
+        return await snapshots.newest()
 
 
 def _row(request: RequestSnapshot) -> dict[str, Any]:

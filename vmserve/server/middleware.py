@@ -108,6 +108,8 @@ class Boundary:
             outcome = scope["state"].get("stream_error", status)
             if outcome >= 500 and route_path(scope) in GENERATION_PATHS:
                 self._lifecycle.num_failed += 1
+                if (served := scope["state"].get("model")) is not None:
+                    served.lifecycle.num_failed += 1
             _log(scope, status, time.monotonic() - began)
 
 
@@ -186,13 +188,14 @@ class RequestScope:
         self._lifecycle = lifecycle
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) not in GENERATION_PATHS:
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        with self._lifecycle.serving():
-            async with contextlib.AsyncExitStack() as stack:
-                scope["state"]["exit_stack"] = stack
-                await self._app(scope, receive, send)
+        async with contextlib.AsyncExitStack() as stack:
+            if route_path(scope) in GENERATION_PATHS:
+                stack.enter_context(self._lifecycle.serving())
+            scope["state"]["exit_stack"] = stack
+            await self._app(scope, receive, send)
 
 
 def _tenant(scope: Scope) -> str:

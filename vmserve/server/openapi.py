@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -10,6 +9,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from vmserve.server.errors import has_anthropic_errors
+from vmserve.server.models.registry import Models
 from vmserve.server.openapi_replies import REPLIES, REPLY_SCHEMAS, Reply
 from vmserve.server.protocol import (
     ChatCompletionRequest,
@@ -75,14 +75,14 @@ def body_of(*models: type[RequestModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {JSON_TYPE: {"schema": schema}}}}
 
 
-def install_openapi(app: FastAPI, needs_key: bool, model_names: Sequence[str]) -> None:
+def install_openapi(app: FastAPI, needs_key: bool, models: Models) -> None:
     """Give ``app`` an ``openapi()`` that knows the request models, the API key and which names
     a request may give for the model.
     """
 
     def describe() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = _describe(app, needs_key, list(model_names))
+            app.openapi_schema = _describe(app, needs_key, models.names)
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]

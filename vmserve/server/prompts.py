@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from vmserve.errors import InvalidRequestError
-from vmserve.server.aside_process import MOST_CHARS_IN_THREAD
-from vmserve.server.context import ServerContext
+from vmserve.server.aside_process import MOST_CHARS_IN_THREAD, AsideProcesses
 from vmserve.server.limits import SIZES
+from vmserve.server.models.served import ServedModel
 
 __all__ = ["check_vocabulary", "encode_prompt", "split_prompts"]
 
@@ -46,7 +46,8 @@ def _one(name: str, item: Any) -> Prompt:
 
 
 def encode_prompt(
-    context: ServerContext,
+    processes: AsideProcesses,
+    served: ServedModel,
     prompt: Prompt,
     name: str,
     *,
@@ -59,11 +60,11 @@ def encode_prompt(
     is refused early since it begins with more than ``max_tokens``.
     """
     if isinstance(prompt, str):
+        tokenizer = served.engine.tokenizer
         if max_tokens is None and len(prompt) > MOST_CHARS_IN_THREAD:
-            return prompt, context.processes.tokenize(prompt, add_special_tokens).id_list()
-        tokenizer = context.engine.tokenizer
+            return prompt, processes.tokenize(tokenizer, prompt, add_special_tokens).id_list()
         return prompt, tokenizer.encode(prompt, add_special_tokens, max_tokens)
-    check_vocabulary(name, prompt, context.engine.model_config.vocab_size)
+    check_vocabulary(name, prompt, served.engine.model_config.vocab_size)
     return None, prompt
 
 

@@ -73,7 +73,7 @@ class ResponsesService:
         body = await read_model(request, ResponsesRequest)
         earlier = self._earlier(request, body)
         num_tokens = await self._chat.count(
-            request, lambda: _chat_body(body, _messages(earlier, body))
+            request, body, lambda: _chat_body(body, _messages(earlier, body))
         )
         reply = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return Response(dump_json(reply), media_type=JSON_TYPE)
@@ -112,7 +112,7 @@ class ResponsesService:
             messages.extend(_messages(earlier, body))
             return _chat_body(body, messages)
 
-        started = await self._chat.start(request, chat_body, response_id)
+        started = await self._chat.start(request, body, chat_body, response_id)
         reply = _Reply(response_id, body, started)
         keep = body.store is not False
 

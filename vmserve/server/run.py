@@ -18,12 +18,11 @@ from fastapi import FastAPI
 
 from vmserve.errors import EngineDeadError
 from vmserve.server.accept import Acceptor
-from vmserve.server.app import create_app
-from vmserve.server.config import ServerConfig
 from vmserve.server.connection import GuardedProtocol
-from vmserve.server.engine_client import EngineClient
+from vmserve.server.context import ServerContext
 from vmserve.server.limits import MAX_HEADER_BYTES
 from vmserve.server.listen import ConnectionLimits, cannot_bind, url_of
+from vmserve.server.models.registry import Models
 
 __all__ = ["serve", "stop_on_signals"]
 
@@ -78,41 +77,38 @@ class _Server(uvicorn.Server):
 
 
 async def serve(
-    engine: EngineClient,
-    config: ServerConfig,
+    app: FastAPI,
     listener: socket.socket,
     stop: asyncio.Event,
     ready: Callable[[], None] = lambda: None,
-    app: FastAPI | None = None,
 ) -> None:
-    """Serve until ``stop`` is set, then drain: new requests are refused at once, admitted
-    ones have ``config.shutdown_timeout`` seconds, and the engine is shut down.
+    """Serve what :func:`~vmserve.server.app.create_app` made until ``stop`` is set, then drain: new
+    requests are refused at once, admitted ones have ``config.shutdown_timeout`` seconds, and the
+    engines are shut down.
 
-    ``ready`` is called when requests are taken. ``app``: what :func:`create_app` made, if it is
-    made already. ``listener`` is closed at the end.
+    ``ready`` is called when requests are taken. ``listener`` is closed at the end.
 
-    Raises :class:`~vmserve.errors.EngineDeadError` if the engine dies for good: after
+    Raises :class:`~vmserve.errors.EngineDeadError` if the only model's engine dies for good: after
     ``config.engine_death_linger`` seconds of 503, or when ``stop`` is set.
     """
-    app = app or create_app(engine, config)
+    context: ServerContext = app.state.context
     # Threads that prepare requests let go of the interpreter's lock so often: each of the loop's
     # many waits for it would else take ten times as long.
     sys.setswitchinterval(_SWITCH_SECONDS)
     with contextlib.closing(listener):
-        await _serve(app, engine, config, listener, stop, ready)
-    if engine.errored:
+        await _serve(app, context, listener, stop, ready)
+    if context.models.errored:
         raise EngineDeadError("the engine has died: restart the server")
 
 
 async def _serve(
     app: FastAPI,
-    engine: EngineClient,
-    config: ServerConfig,
+    context: ServerContext,
     listener: socket.socket,
     stop: asyncio.Event,
     ready: Callable[[], None],
 ) -> None:
-    lifecycle = app.state.context.lifecycle
+    config, models, lifecycle = context.config, context.models, context.lifecycle
     server = _Server(
         uvicorn.Config(
             app,
@@ -135,12 +131,12 @@ async def _serve(
         while not (server.started or running.done()):
             await asyncio.sleep(0.01)
         ready()
-        await _until_over(engine, config.engine_death_linger, stop, running)
+        await _until_over(models, config.engine_death_linger, stop, running)
         lifecycle.draining = True
         if lifecycle.num_active:
             logger.info("draining: %d requests are being served", lifecycle.num_active)
         await lifecycle.until_idle(config.shutdown_timeout)
-        await engine.shutdown(0.0)
+        await models.shutdown()
         await lifecycle.until_idle(FLUSH_SECONDS)
     finally:
         server.leave()
@@ -154,11 +150,11 @@ async def _serve(
 
 
 async def _until_over(
-    engine: EngineClient, linger: float, stop: asyncio.Event, running: asyncio.Task[None]
+    models: Models, linger: float, stop: asyncio.Event, running: asyncio.Task[None]
 ) -> None:
     """Wait for ``stop``, the end of ``running``, or ``linger`` seconds after the engine's end."""
     stopping = asyncio.create_task(stop.wait())
-    dying = asyncio.create_task(engine.until_dead())
+    dying = asyncio.create_task(models.until_dead())
     try:
         ended, _ = await asyncio.wait(
             {running, stopping, dying}, return_when=asyncio.FIRST_COMPLETED

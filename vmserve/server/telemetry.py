@@ -9,8 +9,9 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics_core import (
@@ -27,7 +28,7 @@ from vmserve.telemetry.counters import STEP_TOKENS
 from vmserve.telemetry.kinds import KIND_FIGURE, kinds_in
 from vmserve.types import RequestMetrics, RequestOutput
 
-__all__ = ["Histogram", "Telemetry"]
+__all__ = ["Histogram", "ModelFigures", "Telemetry", "render_metrics"]
 
 _SHORT: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5,
                  10, 20, 40, 80, 160, 640, 2560)  # fmt: skip
@@ -109,32 +110,8 @@ class Histogram:
         return list(zip(names, itertools.accumulate(self._counts), strict=True))
 
 
-class MetricsSource(Protocol):
-    """The figures that :meth:`Telemetry.render` reads besides its own counts."""
-
-    def engine_stats(self) -> Mapping[str, float | int]: ...
-
-    @property
-    def model_name(self) -> str: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def num_rejected(self) -> int: ...
-
-    @property
-    def num_failed(self) -> int: ...
-
-    @property
-    def num_active(self) -> int: ...
-
-    @property
-    def vllm_metrics(self) -> bool: ...
-
-
 class Telemetry:
-    """Observations of one server."""
+    """Observations of one model's requests."""
 
     def __init__(self) -> None:
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
@@ -175,15 +152,8 @@ class Telemetry:
         if value is not None:
             self._histograms[name].observe(value, times)
 
-    def render(self, source: MetricsSource) -> tuple[bytes, str]:
-        """The text format, and its media type."""
-        return generate_latest(_Families(self._families(source), source.vllm_metrics)), (
-            CONTENT_TYPE_LATEST
-        )
-
-    def _families(self, source: MetricsSource) -> Iterator[Metric]:
-        labels = {"model_name": source.model_name, "engine": "0"}
-        names, values = list(labels), list(labels.values())
+    def families(self, names: list[str], values: list[str]) -> Iterator[Metric]:
+        """All that was observed, with the labels ``names`` of these ``values``."""
         for name, (text, _) in _HISTOGRAMS.items():
             histogram = self._histograms[name]
             family = HistogramMetricFamily(name, text, labels=names)
@@ -203,15 +173,49 @@ class Telemetry:
         for (regime, why), count in self._regimes.items():
             regimes.add_metric([*values, regime, why], count)
         yield regimes
-        yield from _engine_families(source.engine_stats(), names, values)
-        yield from _server_families(source, names, values)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFigures:
+    """What ``/metrics`` tells of one model besides what its telemetry observed."""
+
+    model_name: str
+    #: None if it was never loaded.
+    max_model_len: int | None
+    telemetry: Telemetry
+    stats: Mapping[str, float | int]
+    num_rejected: int
+    num_failed: int
+    num_active: int
+
+    def families(self) -> Iterator[Metric]:
+        labels = {"model_name": self.model_name, "engine": "0"}
+        names, values = list(labels), list(labels.values())
+        yield from self.telemetry.families(names, values)
+        yield from _engine_families(self.stats, names, values)
+        yield from _server_families(self, names, values)
+
+
+def render_metrics(models: Iterable[ModelFigures], *, vllm_metrics: bool) -> tuple[bytes, str]:
+    """Return the text format with the families of all models, and its media type.
+
+    ``vllm_metrics``: under vLLM's names as well.
+    """
+    merged: dict[str, Metric] = {}
+    for figures in models:
+        for family in figures.families():
+            if family.name in merged:
+                merged[family.name].samples += family.samples
+            else:
+                merged[family.name] = family
+    return generate_latest(_Families(merged.values(), vllm_metrics)), CONTENT_TYPE_LATEST
 
 
 class _Families(Collector):
     """The families under one prefix or two."""
 
-    def __init__(self, families: Iterator[Metric], both: bool) -> None:
-        self._families = list(families)
+    def __init__(self, families: Iterable[Metric], both: bool) -> None:
+        self._families = families
         self._both = both
 
     def collect(self) -> Iterator[Metric]:
@@ -282,9 +286,7 @@ def _kind_families(
     yield sizes
 
 
-def _server_families(
-    source: MetricsSource, names: list[str], values: list[str]
-) -> Iterator[Metric]:
+def _server_families(source: ModelFigures, names: list[str], values: list[str]) -> Iterator[Metric]:
     rejections = CounterMetricFamily(
         "admission_rejections", "Requests answered with 429.", labels=names
     )
@@ -300,8 +302,9 @@ def _server_families(
     load = GaugeMetricFamily("server_load", "Generation requests being served.", labels=names)
     load.add_metric(values, source.num_active)
     yield load
-    stats = source.engine_stats()
-    tokens = int(stats.get("limit_pages", 0) * stats.get("page_tokens", 0))
+    if source.max_model_len is None:
+        return
+    tokens = int(source.stats.get("limit_pages", 0) * source.stats.get("page_tokens", 0))
     config = GaugeMetricFamily(
         "cache_config_info",
         "The KV cache's size, in labels.",

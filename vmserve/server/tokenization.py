@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,11 +14,12 @@ from vmserve.server.chat import render_chat
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import ApiError
 from vmserve.server.messages import check_tools
+from vmserve.server.models.served import ServedModel
 from vmserve.server.prompts import check_vocabulary
 from vmserve.server.protocol import DetokenizeRequest, TokenizeRequest
 from vmserve.server.wire import JSON_TYPE, dump_json
 
-__all__ = ["TokenizationService", "tokenizer_info"]
+__all__ = ["TokenizationService"]
 
 
 #: A conversation that is so many times too long is not counted to its end.
@@ -34,32 +33,32 @@ class TokenizationService:
     async def tokenize(self, request: Request) -> Response:
         """``{count, max_model_len, tokens, token_strs}`` of a prompt or a conversation."""
         body = await read_model(request, TokenizeRequest)
-        self._context.served_name(body.model)
-        reply = await self._context.run_aside(request, lambda: self._reply(body))
+        served = await self._context.model_of(request, body)
+        reply = await self._context.run_aside(request, lambda: self._reply(served, body))
         return Response(reply, media_type=JSON_TYPE)
 
-    def _reply(self, body: TokenizeRequest) -> bytes:
-        tokens = self._tokens(body)
+    def _reply(self, served: ServedModel, body: TokenizeRequest) -> bytes:
+        tokens = self._tokens(served, body)
         return b'{"count":%d,"max_model_len":%d,"tokens":%b,"token_strs":%b}' % (
             tokens.num_ids,
-            self._context.max_model_len,
+            served.max_model_len,
             tokens.ids,
             tokens.strings or b"null",
         )
 
-    def _tokens(self, body: TokenizeRequest) -> Tokens:
+    def _tokens(self, served: ServedModel, body: TokenizeRequest) -> Tokens:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages", "prompt")
-        context, text = self._context, body.prompt
-        tokenizer, with_strings = context.engine.tokenizer, bool(body.return_token_strs)
+        text = body.prompt
+        tokenizer, with_strings = served.engine.tokenizer, bool(body.return_token_strs)
         special = body.add_special_tokens is not False
         if text is not None and len(text) > MOST_CHARS_IN_THREAD:
-            return context.processes.tokenize(text, special, with_strings)
+            return self._context.processes.tokenize(tokenizer, text, special, with_strings)
         if text is None:
             # Tools are only shown to the template here: nothing would call them.
             tools = check_tools(body.tools, "none")
-            most = _MOST_CONTEXTS * context.max_model_len
-            ids = render_chat(body, context, tools, most).token_ids
+            most = _MOST_CONTEXTS * served.max_model_len
+            ids = render_chat(body, served, tools, most).token_ids
         else:
             ids = tokenizer.encode(text, special)
         strings = dump_json(list(map(tokenizer.token_str, ids))) if with_strings else None
@@ -69,46 +68,17 @@ class TokenizationService:
         """``{prompt}``: the text of the ids, special tokens kept."""
         body = await read_model(request, DetokenizeRequest)
         context = self._context
-        context.served_name(body.model)
+        served = await context.model_of(request, body)
 
         def decode() -> bytes:
-            check_vocabulary("tokens", body.tokens, context.engine.model_config.vocab_size)
-            return dump_json({"prompt": context.engine.tokenizer.decode(body.tokens, False)})
+            check_vocabulary("tokens", body.tokens, served.engine.model_config.vocab_size)
+            return dump_json({"prompt": served.engine.tokenizer.decode(body.tokens, False)})
 
         return Response(await context.run_aside(request, decode), media_type=JSON_TYPE)
 
     async def info(self, request: Request) -> Response:
         """The tokenizer's own configuration, where the server was asked to show it."""
-        info = self._context.config.tokenizer_info
+        info = self._context.models.find(request.query_params.get("model")).config.tokenizer_info
         if info is None:
             raise ApiError(404, "Start the server with --enable-tokenizer-info-endpoint for this.")
         return Response(dump_json(info), media_type=JSON_TYPE)
-
-
-def tokenizer_info(tokenizer: Any) -> dict[str, Any]:
-    """What ``transformers`` read from tokenizer_config.json for ``tokenizer``: tokens as
-    strings, and nothing that names a place on this machine."""
-    info = {
-        name: _plain(value)
-        for name, value in tokenizer.init_kwargs.items()
-        if not _names_a_place(name, value)
-    }
-    info["tokenizer_class"] = type(tokenizer).__name__
-    info["chat_template"] = tokenizer.chat_template
-    return info
-
-
-def _names_a_place(name: str, value: Any) -> bool:
-    if name == "name_or_path" or name.endswith(("_file", "_path", "_dir")):
-        return True
-    return isinstance(value, str) and Path(value).is_absolute()
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, str | bool | int | float):
-        return value if not isinstance(value, float) or math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value)

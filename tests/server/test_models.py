@@ -1,0 +1,171 @@
+"""Several models behind one server: which one a request gets, and how models sleep and wake."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.helpers import until
+from tests.server.conftest import Body, Running, error_of
+from vmserve.errors import ConfigurationError
+from vmserve.server.config import ServerConfig
+from vmserve.server.models.registry import Models
+from vmserve.server.models.served import ServedModel
+from vmserve.testing import ScriptedEngine
+
+CHAT: Body = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+def served(
+    name: str, engine: ScriptedEngine | None, load: Any = None, **options: Any
+) -> ServedModel:
+    return ServedModel(ServerConfig(served_model_names=(name,), **options), engine, load)
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Running]]:
+    """Starts a server with models."""
+    started: list[Running] = []
+
+    def begin(*models: ServedModel, **options: Any) -> Running:
+        running: Any = Running(Models(models, are_several=True), **options)
+        started.append(running)
+        return running
+
+    yield begin
+    for running in started:
+        running.close()
+
+
+@pytest.fixture
+def two(serve: Callable[..., Running]) -> Running:
+    return serve(
+        served("a", ScriptedEngine("alpha", max_model_len=256)),
+        served("b", ScriptedEngine("beta", max_model_len=32), chat_template="B"),
+    )
+
+
+def said(reply: Body) -> str:
+    """The text of a reply of any route that generates."""
+    found: str
+    if "output" in reply:
+        found = reply["output"][0]["content"][0]["text"]
+    elif "content" in reply:
+        found = reply["content"][0]["text"]
+    else:
+        choice = reply["choices"][0]
+        found = choice["text"] if "text" in choice else choice["message"]["content"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {**CHAT, "max_tokens": 9}),
+        ("/invocations", {"prompt": "Hi"}),
+        ("/invocations", CHAT),
+    ],
+)
+def test_a_request_gets_the_model_that_it_names(two: Running, path: str, body: Body) -> None:
+    for name, text in ((None, "alpha"), ("a", "alpha"), ("b", "beta")):
+        reply = two.ok(path, body if name is None else {**body, "model": name})
+        assert said(reply) == text
+        assert reply["model"] == (name or "a")
+    error = two.error(path, {**body, "model": "c"}, 404)
+    assert "The model `c` does not exist." in error["message"]
+
+
+def test_tokens_and_templates_are_the_models_own(two: Running) -> None:
+    tokens = two.ok("/tokenize", {**CHAT, "model": "a"})
+    ours = two.ok("/tokenize", {**CHAT, "model": "b"})
+    assert (tokens["max_model_len"], ours["max_model_len"]) == (256, 32)
+    text = two.ok("/detokenize", {"tokens": ours["tokens"], "model": "b"})["prompt"]
+    assert text == "B" + two.ok("/detokenize", {"tokens": tokens["tokens"]})["prompt"]
+    count = {**CHAT, "max_tokens": 1}
+    counts = [
+        two.ok("/v1/messages/count_tokens", {**count, "model": name})["input_tokens"]
+        for name in ("a", "b")
+    ]
+    assert counts == [tokens["count"], ours["count"]]
+    for path in ("/tokenize", "/detokenize", "/v1/messages/count_tokens", "/v1/embeddings"):
+        body = {"tokens": [5], "input": "x", "prompt": "x", **(count if "count" in path else {})}
+        two.error(path, {**body, "model": "c"}, 404)
+
+
+def test_limits_are_the_models_own(two: Running) -> None:
+    long = "x" * 40
+    two.complete(prompt=long, model="a")
+    assert "32" in two.error("/v1/completions", {"prompt": long, "model": "b"})["message"]
+    sizes = [two.ok("/v1/embeddings", {"input": "x" * n, "model": "b"}) for n in (3, 4)]
+    assert [each["model"] for each in sizes] == ["b", "b"]
+
+
+def test_what_the_server_tells_of_models(two: Running) -> None:
+    cards = two.http.get("/v1/models").json()["data"]
+    assert [(card["id"], card["max_model_len"], card["state"]) for card in cards] == [
+        ("a", 256, "ready"),
+        ("b", 32, "ready"),
+    ]
+    assert two.http.get("/v1/models/b").json() == cards[1]
+    assert two.http.get("/v1/models/c").status_code == 404
+    two.complete(model="b")
+    text = two.http.get("/metrics").text
+    for name, count in (("a", 0.0), ("b", 1.0)):
+        labels = f'engine="0",finished_reason="stop",model_name="{name}"'
+        assert f"vmserve:request_success_total{{{labels}}} {count}" in text
+    assert text.count("# TYPE vmserve:request_success_total counter") == 1
+    assert two.http.get("/v1/kv?model=b").status_code == 200
+    assert two.http.get("/v1/kv?model=c").status_code == 404
+    assert two.http.get("/v1/kv/live?model=b").json()["model"] == "b"
+    names = two.http.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]
+    assert names["properties"]["model"]["anyOf"][0]["enum"] == ["a", "b"]
+
+
+def test_one_model_is_told_of_as_ever(start: Callable[..., Running]) -> None:
+    assert "state" not in start().http.get("/v1/models").json()["data"][0]
+
+
+def test_two_models_of_one_name_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="two models have the name 'a'"):
+        Models([served("a", ScriptedEngine()), served("a", ScriptedEngine())])
+
+
+def test_queues_are_the_models_own(serve: Callable[..., Running]) -> None:
+    full, free = ScriptedEngine("alpha"), ScriptedEngine("beta")
+    server = serve(served("a", full, max_queued_requests=1), served("b", free))
+    full.pause = server.on_loop(asyncio.Event)
+    one = threading.Thread(target=lambda: server.complete(model="a"))
+    one.start()
+    until(lambda: len(full.running) == 1)
+    full.num_waiting = 1
+    response = server.post("/v1/completions", {"prompt": "Hi", "model": "a"})
+    assert response.status_code == 429
+    assert "overloaded" in error_of(response)["message"]
+    assert said(server.complete(model="b")) == "beta"
+    text = server.http.get("/metrics").text
+    assert 'vmserve:admission_rejections_total{engine="0",model_name="a"} 1.0' in text
+    assert 'vmserve:admission_rejections_total{engine="0",model_name="b"} 0.0' in text
+    server.on_loop(full.pause.set)
+    one.join()
+
+
+def test_one_of_several_that_dies_leaves_the_others(serve: Callable[..., Running]) -> None:
+    dead, alive = ScriptedEngine("alpha"), ScriptedEngine("beta")
+    server = serve(served("a", dead), served("b", alive), engine_death_linger=0.1)
+    dead.errored = True
+    dead.died.set_result(None)
+    until(lambda: server.http.get("/v1/models/a").json()["state"] == "failed")
+    assert (
+        "stopped" in server.error("/v1/completions", {"prompt": "x", "model": "a"}, 503)["message"]
+    )
+    assert said(server.complete(model="b")) == "beta"
+    assert server.http.get("/health").status_code == 200
+    server.close()
+    assert server.death is None

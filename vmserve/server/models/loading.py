@@ -1,0 +1,115 @@
+"""Load several models, each in an engine process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.config import CPU_KV_SHARE
+from vmserve.errors import ConfigurationError
+from vmserve.memory.limits import available_memory
+from vmserve.server.config import ServerConfig
+from vmserve.server.dialect import check_template
+from vmserve.server.models.registry import Models
+from vmserve.server.models.served import ServedModel
+from vmserve.server.models.specs import ModelSpec, log_loaded
+from vmserve.server.tokenizer_info import tokenizer_info
+from vmserve.sizes import format_size, parse_size
+
+__all__ = ["ModelLoader"]
+
+logger = logging.getLogger(__name__)
+
+_GPU: Final = Path("/dev/nvidiactl")
+
+
+class ModelLoader:
+    """Makes served models. ``shared``: options of the engine that all models have unless they say
+    otherwise; its ``kv_cache_memory`` is the memory of all of them together.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        shared: Mapping[str, Any],
+        supervision: Supervision,
+        *,
+        show_tokenizer: bool = False,
+    ) -> None:
+        self._config = config
+        self._supervision = supervision
+        self._show_tokenizer = show_tokenizer
+        self._pool_bytes = _pool_bytes(shared)
+
+    async def load_all(self, specs: Sequence[ModelSpec]) -> Models:
+        """Make all models, and load those that are not left for their first request.
+
+        One after the other: each measures what its steps take. Raises what loading raises.
+        """
+        in_all = sum(spec.weight for spec in specs)
+        models = Models(
+            [self._served(spec, spec.weight / in_all) for spec in specs], are_several=True
+        )
+        try:
+            for spec, model in zip(specs, models, strict=True):
+                if spec.preload:
+                    await model.load()
+        except BaseException:
+            await models.shutdown()
+            raise
+        return models
+
+    def _served(self, spec: ModelSpec, share: float) -> ServedModel:
+        """Make a model that sleeps until it is needed first."""
+        size = int(self._pool_bytes * share)
+
+        async def load() -> ProcessLLM:
+            logger.info("loading %s", spec.name)
+            began = time.monotonic()
+            engine = await ProcessLLM.load(
+                **{**spec.engine, "kv_cache_memory": size}, supervision=self._supervision
+            )
+            log_loaded(engine.resolved, time.monotonic() - began)
+            try:
+                check_template(engine.tokenizer, served.config.chat_template)
+                if self._show_tokenizer:
+                    info = tokenizer_info(engine.tokenizer.hf)
+                    served.config = dataclasses.replace(served.config, tokenizer_info=info)
+            except BaseException:
+                await engine.shutdown()
+                raise
+            return engine
+
+        served = ServedModel(spec.config(self._config), None, load)
+        return served
+
+
+def _pool_bytes(shared: Mapping[str, Any]) -> int:
+    """Return how much memory the KV caches of all models have together.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+    given = shared.get("kv_cache_memory")
+    if given is not None:
+        return parse_size(given, "kv_cache_memory")
+    if shared.get("device") == "cuda" or (shared.get("device") != "cpu" and _GPU.exists()):
+        raise ConfigurationError(
+            "kv_cache_memory: several models share a GPU's memory: say how much of it their KV "
+            "caches may take together, e.g. --kv-cache-memory 16GiB"
+        )
+    free, whose = available_memory()
+    size = int(CPU_KV_SHARE * free)
+    logger.info(
+        "KV caches of up to %s for all models: %g %% of the memory that is free (%s)",
+        format_size(size),
+        100 * CPU_KV_SHARE,
+        whose,
+    )
+    return size

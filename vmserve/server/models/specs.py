@@ -1,0 +1,189 @@
+"""What the operator says of each model: on the command line, in a file, or to the admin route."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.errors import ConfigurationError
+from vmserve.options import Bounds, Option, check_options, declared_options
+from vmserve.server.config import API, ServerConfig
+from vmserve.sizes import format_size, parse_size
+
+__all__ = ["ModelSpec", "log_loaded", "model_specs", "named_model", "spec_of"]
+
+logger = logging.getLogger(__name__)
+
+_KV: Final = "KV cache"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """One of several models. ``engine``: options of :class:`~vmserve.config.EngineConfig`;
+    ``http``: those of the server that a model may have for itself.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+
+    name: str
+    engine: Mapping[str, Any]
+    http: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    weight: Annotated[
+        float,
+        Option(
+            "Share of the KV cache's memory under pressure, relative to the other models'.",
+            _KV,
+            Bounds(0, 1e6, open_low=True),
+        ),
+    ] = 1.0
+    kv_floor: Annotated[
+        int | str | None,
+        Option(
+            "KV cache memory that no other model can take.",
+            _KV,
+            default="what one sequence of the whole context needs",
+            metavar="SIZE",
+        ),
+    ] = None
+    kv_cap: Annotated[
+        int | str | None,
+        Option("Most KV cache memory.", _KV, default="all of --kv-cache-memory", metavar="SIZE"),
+    ] = None
+    preload: Annotated[
+        bool, Option("Load at the start of the server, not at the first request.", API)
+    ] = True
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if not self.name or not self.name.isprintable():
+            raise ConfigurationError(f"{self.name!r} is no name of a model: give printable text")
+        for option in ("kv_floor", "kv_cap"):
+            size = getattr(self, option)
+            if size is not None:
+                parse_size(size, option)
+        EngineConfig.from_options(dict(self.engine))
+
+    @property
+    def model(self) -> str | None:
+        """What is loaded: as ``--model`` has it."""
+        return self.engine.get("model")
+
+    def config(self, server: ServerConfig) -> ServerConfig:
+        """The server's options as they are for this model."""
+        return dataclasses.replace(server, served_model_names=(self.name,), **self.http)
+
+
+#: Options that a model has beside those of its engine.
+_OWN: Final = declared_options(ModelSpec)
+#: Options of the server that each model may have for itself.
+_HTTP: Final = ("chat_template", "tool_call_parser", "reasoning_parser")
+
+
+def model_specs(
+    given: Iterable[tuple[str, str]], file: Path | None, shared: Mapping[str, Any]
+) -> list[ModelSpec]:
+    """Make the specifications of models, ``given`` by name and model, and of a TOML ``file``.
+
+    ``shared``: see :func:`spec_of`.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`, also for two models of one name.
+    """
+    tables: list[tuple[str, dict[str, Any]]] = [(name, {"model": model}) for name, model in given]
+    if file is not None:
+        tables += read_models_file(file).items()
+    names = [name for name, _ in tables]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigurationError(
+                f"two models have the name {name!r}: give them names, as --model NAME={name}"
+            )
+    return [spec_of(name, table, shared) for name, table in tables]
+
+
+def log_loaded(resolved: ResolvedConfig, seconds: float) -> None:
+    logger.info(
+        "loaded in %.1f s; reserved: KV cache of up to %s, context of %d tokens, "
+        "%d sequences at once",
+        seconds,
+        format_size(resolved.kv_limit_bytes),
+        resolved.max_model_len,
+        resolved.max_num_seqs,
+    )
+
+
+def named_model(text: str) -> tuple[str, str]:
+    """Read ``NAME=MODEL``, or a model that is its own name; returns name and model.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+    name, equals, model = text.partition("=")
+    if not equals or "/" in name or Path(text).exists():
+        return text, text
+    if not (name and model):
+        raise ConfigurationError(f"model: {text!r} is not NAME=PATH with a name and a path")
+    return name, model
+
+
+def spec_of(
+    name: str, table: Mapping[str, Any], shared: Mapping[str, Any] | None = None
+) -> ModelSpec:
+    """Make the specification of a model from a table of options.
+
+    ``shared``: options of the engine that it has unless the table says otherwise.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`, which names the model.
+    """
+    own = {key: value for key, value in table.items() if key in _OWN}
+    http = {key: value for key, value in table.items() if key in _HTTP}
+    engine = {key: value for key, value in table.items() if key not in own and key not in http}
+    try:
+        if "kv_cache_memory" in engine:
+            raise ConfigurationError(
+                "kv_cache_memory is the memory of all models together: give kv_floor or kv_cap, or "
+                "--kv-cache-memory to the server"
+            )
+        if (template := http.get("chat_template")) is not None:
+            http["chat_template"] = _read_template(template)
+        ServerConfig(served_model_names=(name,), **http)
+        return ModelSpec(
+            name=name, engine={**(shared or {}), "model": name, **engine}, http=http, **own
+        )
+    except ConfigurationError as error:
+        raise ConfigurationError(f"model {name}: {error}") from error
+
+
+def _read_template(path: object) -> str:
+    try:
+        return Path(str(path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"chat_template: cannot read {path}: {error}") from error
+
+
+def read_models_file(path: Path) -> dict[str, dict[str, Any]]:
+    """Read the ``[models.NAME]`` tables of a TOML file.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+    import tomllib  # noqa: PLC0415 - most servers have no such file
+
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"models_config: cannot read {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigurationError(f"models_config: {path} is not TOML: {error}") from error
+    tables = document.pop("models", None)
+    if document or not isinstance(tables, dict) or not tables:
+        raise ConfigurationError(
+            f"models_config: {path} must have tables [models.NAME] and nothing else"
+            + (f", and has {', '.join(document)}" if document else "")
+        )
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise ConfigurationError(f"models_config: {name} in {path} must be a table")
+    return tables
