@@ -16,6 +16,7 @@ from vmserve.imports import import_quickly
 
 if TYPE_CHECKING:
     from vmserve.client.async_llm import AsyncLLM
+    from vmserve.client.lending import KVPool
     from vmserve.client.llm import LLM
     from vmserve.config import EngineConfig
     from vmserve.errors import (
@@ -53,6 +54,7 @@ __all__ = [
     "InvalidRequestError",
     "KVCache",
     "KVLayout",
+    "KVPool",
     "Logprob",
     "OutOfMemoryError",
     "RequestMetrics",
@@ -78,6 +80,7 @@ _HOMES = {
     "EngineConfig": "vmserve.config",
     "KVCache": "vmserve.memory.kv_cache",
     "KVLayout": "vmserve.memory.layout",
+    "KVPool": "vmserve.client.lending",
     "plan_layout": "vmserve.memory.layout",
     "BeamSearchParams": "vmserve.sampling.params",
     "SamplingParams": "vmserve.sampling.params",

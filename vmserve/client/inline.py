@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
-from vmserve.client.messages import ToEngine
+from vmserve.client.messages import Lend, ToEngine
 from vmserve.client.service import EngineService
 from vmserve.client.transport import Lost, Receive
 from vmserve.engine.engine import LLMEngine
@@ -53,17 +53,33 @@ class _InlineFuture:
 
 
 class InlineTransport:
-    """Handles messages when they are sent. :meth:`run` steps the engine. For one thread."""
+    """Handles messages when they are sent. :meth:`run` steps the engine. For one thread.
 
-    def __init__(self, engine: LLMEngine) -> None:
+    ``posted`` is called when another thread may have sent something: orders of a pool.
+    """
+
+    def __init__(self, engine: LLMEngine, posted: Callable[[], None]) -> None:
         self._engine = engine
+        self._posted = posted
         self._woken: deque[int] = deque()
 
     def on(self, receive: Receive, lost: Lost) -> None:
         self._service = EngineService(self._engine, receive)
 
     def send(self, message: ToEngine) -> None:
-        self._service.handle(message)
+        if isinstance(message, Lend):
+            self._service.post(message)
+            self._posted()
+        else:
+            self._service.handle(message)
+
+    @property
+    def has_posted(self) -> bool:
+        """Whether orders wait for :meth:`handle_posted`, or for the next step of :meth:`run`."""
+        return self._service.has_posted
+
+    def handle_posted(self) -> None:
+        self._service.handle_posted()
 
     def future(self) -> _InlineFuture:
         return _InlineFuture(self._woken)
@@ -88,6 +104,8 @@ class InlineTransport:
                 self._service.flush()
                 if len(results) < len(works) and not woken:
                     assert self._engine.has_unfinished, "all wait, and nothing runs"
+                    if self._engine.lease is not None:
+                        self._service.handle_posted()
                     self._service.step()
         finally:
             for work in works:

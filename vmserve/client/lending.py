@@ -8,42 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Protocol
 
-from vmserve.client.core import ClientCore, Lender
+from vmserve.client.core import ClientCore
 from vmserve.client.messages import Lend, MemoryReport
-from vmserve.config import LEAST, EngineConfig, ResolvedConfig
+from vmserve.config import LEAST
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.pool.shares import Member, Order, Shares
 from vmserve.sizes import format_size, parse_size
 
-__all__ = ["Borrower", "KVPool", "PoolMember"]
+__all__ = ["KVPool", "PoolMember"]
 
 #: How long a new member waits for others to give up what its floor needs.
 _JOIN_SECONDS = 30.0
-
-
-class Borrower(Protocol):
-    """A client whose engine was started with ``kv_cache_memory="least"``.
-
-    It calls :attr:`lender` with all that its engine tells of its memory.
-    """
-
-    config: EngineConfig
-    resolved: ResolvedConfig
-    lender: Lender | None
-
-    def lend(self, order: Lend) -> None:
-        """Send an order to the engine.
-
-        Raises :class:`~vmserve.errors.EngineDeadError` if none takes it.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +58,10 @@ class PoolMember:
 class _Loan:
     """One client's part in a pool."""
 
-    def __init__(self, pool: KVPool, name: str, borrower: Borrower) -> None:
+    def __init__(self, pool: KVPool, name: str, client: ClientCore) -> None:
         self._pool = pool
         self.name = name
-        self.borrower = borrower
+        self.client = client
         #: Done when the floor is granted.
         self.granted: Future[None] = Future()
         self.short_since: float | None = None
@@ -162,6 +145,11 @@ class KVPool:
 
     # -- members ------------------------------------------------------------------------
 
+    def unused_name(self, name: str) -> str:
+        """``name``, with a number if a member has it."""
+        names = (f"{name}-{number}" for number in itertools.count(2))
+        return next(each for each in itertools.chain([name], names) if each not in self)
+
     async def join(
         self,
         client: ClientCore,
@@ -192,7 +180,7 @@ class KVPool:
 
     def join_now(
         self,
-        client: Borrower,
+        client: ClientCore,
         name: str,
         *,
         weight: float = 1.0,
@@ -209,7 +197,7 @@ class KVPool:
 
     def _enter(
         self,
-        client: Borrower,
+        client: ClientCore,
         name: str,
         weight: float,
         floor: int | str | None,
@@ -253,7 +241,7 @@ class KVPool:
             loan = self._loans.pop(name, None)
             if loan is None:
                 return
-            loan.borrower.lender = None
+            loan.client.lender = None
             self._outbox += self._shares.leave(name)
         self._deliver()
 
@@ -274,7 +262,7 @@ class KVPool:
         with self._lock:
             loan = self._loans[name]
             floor_bytes = None if floor is None else parse_size(floor, "kv_floor")
-            least = loan.borrower.resolved.kv_limit_bytes
+            least = loan.client.resolved.kv_limit_bytes
             if floor_bytes is not None and floor_bytes < least:
                 raise ConfigurationError(
                     f"{name}: a floor of {format_size(floor_bytes)} does not hold its longest "
@@ -331,7 +319,7 @@ class KVPool:
             if loan is None:
                 continue
             with contextlib.suppress(EngineDeadError):  # it is told as lost
-                loan.borrower.lend(Lend(order.limit_bytes, order.reclaim))
+                loan.client.lend(Lend(order.limit_bytes, order.reclaim))
             with self._lock:
                 if not loan.granted.done():
                     loan.granted.set_result(None)

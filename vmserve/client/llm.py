@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
 from vmserve.client.core import ClientCore
 from vmserve.client.inbox import OpenRequest
 from vmserve.client.inline import InlineTransport
-from vmserve.config import EngineConfig
+from vmserve.client.lending import KVPool
+from vmserve.config import LEAST, EngineConfig
 from vmserve.engine.build import Progress
 from vmserve.engine.engine import LLMEngine
-from vmserve.errors import EngineDeadError, InvalidRequestError
+from vmserve.errors import ConfigurationError, EngineDeadError, InvalidRequestError
+from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.progress import generation_progress
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.sampling.params import Pooling
@@ -41,6 +45,10 @@ class LLM:
     None (or ``vmserve-embedded``) for the embedded model. Further arguments are engine options
     (:class:`vmserve.EngineConfig`); an unknown one is an error.
 
+    ``kv_pool``: a :class:`vmserve.KVPool` that lends the model the memory of its KV cache, and
+    others too: at least ``kv_floor`` (default: what its longest sequence needs), at most ``kv_cap``
+    (the whole pool), and in between by ``kv_weight`` where they compete.
+
         with LLM(kv_cache_memory="256MiB") as llm:
             [result] = llm.generate("Once upon a time", SamplingParams(temperature=0))
             print(result.outputs[0].text)
@@ -55,8 +63,19 @@ class LLM:
         model: str | os.PathLike[str] | None = None,
         *,
         progress: Progress | None = None,
+        kv_pool: KVPool | None = None,
+        kv_weight: float = 1.0,
+        kv_floor: int | str | None = None,
+        kv_cap: int | str | None = None,
         **engine_options: Any,
     ) -> None:
+        if kv_pool is not None:
+            if "kv_cache_memory" in engine_options:
+                raise ConfigurationError(
+                    "kv_cache_memory: the pool lends this model its memory; give kv_floor, kv_cap "
+                    "or neither"
+                )
+            engine_options["kv_cache_memory"] = LEAST
         config = EngineConfig.from_options({"model": model, **engine_options})
         self._engine: LLMEngine | None = LLMEngine(config, progress=progress)
         engine = self._engine
@@ -67,11 +86,20 @@ class LLM:
             engine.tokenizer,
             engine.model_config.default_sampling,
         )
-        self._transport = InlineTransport(engine)
+        self._transport = InlineTransport(engine, self._obey_pool)
         self._client.attach(self._transport)
         self._ids = itertools.count()
         #: Held while a thread steps the engine or closes it.
         self._turn = threading.RLock()
+        self._pool = kv_pool
+        if kv_pool is not None:
+            self._name = kv_pool.unused_name(Path(config.model or EMBEDDED_NAME).name)
+            terms: dict[str, Any] = {"weight": kv_weight, "floor": kv_floor, "cap": kv_cap}
+            try:
+                kv_pool.join_now(self._client, self._name, **terms)
+            except ConfigurationError:
+                engine.close()
+                raise
 
     @property
     def engine(self) -> LLMEngine:
@@ -238,6 +266,8 @@ class LLM:
             if self._engine is not None:
                 self._engine.close()
                 self._engine = None
+                if self._pool is not None:
+                    self._pool.leave(self._name)
 
     def __enter__(self) -> LLM:
         return self
@@ -250,10 +280,28 @@ class LLM:
     ) -> None:
         self.close()
 
+    @contextlib.contextmanager
+    def _in_turn(self) -> Iterator[LLMEngine]:
+        """Let this thread alone step the engine."""
+        try:
+            with self._turn:
+                yield self._opened()
+        finally:
+            self._obey_pool()
+
+    def _obey_pool(self) -> None:
+        """Carry out orders of the pool, unless another thread steps the engine and does it."""
+        while self._transport.has_posted and self._turn.acquire(blocking=False):
+            try:
+                if self._engine is None:
+                    return
+                self._transport.handle_posted()
+            finally:
+                self._turn.release()
+
     def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run one call of the client, and step the engine while it waits."""
-        with self._turn:
-            self._opened()
+        with self._in_turn():
             [result] = self._transport.run([work()])
             return result
 
@@ -267,8 +315,7 @@ class LLM:
         each_priority = _one_each(
             0 if priority is None else priority, int, len(prompts), "priority"
         )
-        with self._turn:
-            engine = self._opened()
+        with self._in_turn() as engine:
             each_params: Sequence[GenerationParams]
             if isinstance(params, BeamSearchParams):
                 each_params = [params] * len(prompts)

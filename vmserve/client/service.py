@@ -88,6 +88,10 @@ class EngineService:
                 self._posted.append(message)
             self._wake.notify()
 
+    @property
+    def has_posted(self) -> bool:
+        return bool(self._posted)
+
     # -- the engine's thread ------------------------------------------------------------
 
     def run(self) -> None:

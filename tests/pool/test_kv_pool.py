@@ -1,0 +1,183 @@
+"""Two models over one pool: the same tokens as alone, memory that moves both ways."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from vmserve import LLM, ConfigurationError, KVPool, SamplingParams
+from vmserve.client.process_llm import ProcessLLM, Supervision
+
+# Tokens of the embedded model take 4 KiB: the longest sequence needs 1 MiB.
+OPTIONS: dict[str, Any] = {
+    "max_model_len": 256,
+    "max_num_seqs": 16,
+    "device": "cpu",
+    "kv_regime": "paged",
+}
+LEAST = 1 << 20
+
+
+def prompts(first: int, count: int = 12) -> list[list[int]]:
+    return [[first + number] * 40 for number in range(count)]
+
+
+def params(num_tokens: int = 200) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+
+
+def tokens(llm: LLM, first: int, count: int = 12) -> list[list[int]]:
+    return [
+        list(each.outputs[0].token_ids) for each in llm.generate(prompts(first, count), params())
+    ]
+
+
+@contextmanager
+def never_above(pool: KVPool, one: LLM, other: LLM) -> Iterator[None]:
+    """Sample in a thread what the engines have from the system."""
+    stop = threading.Event()
+    most = 0
+
+    def sample() -> None:
+        nonlocal most
+        while not stop.is_set():
+            before = one.engine.memory.stats()
+            beside = other.engine.memory.committed_bytes
+            # If nothing was given back in between, the first had as much when the other was asked.
+            if one.engine.memory.stats().pages_given_back_total == before.pages_given_back_total:
+                most = max(most, before.committed_pages * before.page_bytes + beside)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    assert pool.size_bytes // 2 < most <= pool.size_bytes
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[int, list[list[int]]]:
+    """Answers by the first token of the first prompt."""
+    with LLM(kv_cache_memory="64MiB", **OPTIONS) as llm:
+        return {first: tokens(llm, first) for first in (300, 400)}
+
+
+def test_models_in_turns_take_each_others_memory(alone: dict[int, list[list[int]]]) -> None:
+    pool = KVPool("16MiB")
+    with LLM(kv_pool=pool, **OPTIONS) as one, LLM(kv_pool=pool, **OPTIONS) as other:
+        with never_above(pool, one, other):
+            for _ in range(2):
+                assert tokens(one, 300) == alone[300]
+                assert tokens(other, 400) == alone[400]
+        first, second = pool.state()
+        assert first.name != second.name
+        # Each run needs 12 of 16 MiB, so each model's prefix cache made room for the other's.
+        assert first.recalled_bytes > 2 * LEAST
+        assert second.recalled_bytes > 2 * LEAST
+        assert one.stats()["evicted_blocks_total"] > 0
+        # Idle memory is taken without preempting anybody.
+        assert one.stats()["num_preemptions_total"] == 0
+        assert other.stats()["num_preemptions_total"] == 0
+        one.close()
+        assert [row.name for row in pool.state()] == [second.name]
+    assert pool.free_bytes == pool.size_bytes
+
+
+def test_models_at_once_share_by_weight(alone: dict[int, list[list[int]]]) -> None:
+    pool = KVPool("8MiB")
+    with LLM(kv_pool=pool, **OPTIONS) as one, LLM(kv_pool=pool, kv_weight=3, **OPTIONS) as other:
+        with never_above(pool, one, other), ThreadPoolExecutor(2) as threads:
+            answers = threads.submit(tokens, one, 300)
+            others = threads.submit(tokens, other, 400)
+            assert answers.result() == alone[300]
+            assert others.result() == alone[400]
+        preempted = one.stats()["num_preemptions_total"] + other.stats()["num_preemptions_total"]
+        assert preempted > 0  # 24 MiB of requests in 8
+        assert all(row.granted_bytes >= row.floor_bytes == LEAST for row in pool.state())
+
+
+def test_a_model_takes_its_share_from_one_that_runs(alone: dict[int, list[list[int]]]) -> None:
+    pool = KVPool("8MiB")
+    with LLM(kv_pool=pool, **OPTIONS) as one, LLM(kv_pool=pool, **OPTIONS) as other:
+        took_all = threading.Event()
+        step = one.engine.step
+
+        def watched() -> Any:
+            if pool.state()[0].granted_bytes == pool.size_bytes - LEAST:
+                took_all.set()
+            return step()
+
+        one.engine.step = watched  # type: ignore[method-assign]
+        with ThreadPoolExecutor(1) as threads:
+            answers = threads.submit(tokens, one, 300)
+            assert took_all.wait(60)
+            assert tokens(other, 400, 4) == alone[400][:4]
+            first, second = pool.state()
+            assert answers.result() == alone[300]
+        assert first.num_recalls > 0
+        assert one.stats()["num_preemptions_total"] > 0
+        assert other.stats()["num_preemptions_total"] == 0
+        assert second.num_needs > 0
+
+
+def test_models_that_do_not_fit_together_are_refused_with_numbers() -> None:
+    pool = KVPool("1.5MiB")
+    with LLM(kv_pool=pool, **OPTIONS):
+        with pytest.raises(
+            ConfigurationError, match=r"needs 1 MiB, .*-2 needs 1 MiB, 2 MiB in all"
+        ):
+            LLM(kv_pool=pool, **OPTIONS)
+        [row] = pool.state()
+        with pytest.raises(ConfigurationError, match="1 MiB or more"):
+            pool.set(row.name, floor="512KiB")
+        with pytest.raises(ConfigurationError, match="too small"):
+            pool.resize("512KiB")
+    with pytest.raises(ConfigurationError, match="kv_cache_memory"):
+        LLM(kv_pool=pool, kv_cache_memory="1MiB", **OPTIONS)
+
+
+@pytest.mark.timeout(300)
+def test_the_memory_of_a_killed_engine_goes_to_others_at_once() -> None:
+    async def run() -> None:
+        pool = KVPool("8MiB")
+        supervision = Supervision(restarts=3)
+        options = {**OPTIONS, "kv_cache_memory": "least"}
+        one = ProcessLLM(supervision=supervision, **options)
+        other = ProcessLLM(**options)
+        try:
+            await pool.join(one, "one")
+            await pool.join(other, "other", weight=2, cap="6MiB")
+            await asyncio.gather(*(answer(one, prompt) for prompt in prompts(300)))
+            held = {row.name: row.granted_bytes for row in pool.state()}
+            assert held["one"] > 6 * LEAST
+            os.kill(one.pid, signal.SIGKILL)
+            while one.stats().get("engine_restarts_total") != 1 or one.errored:
+                await asyncio.sleep(0.02)
+            assert {row.name: row.granted_bytes for row in pool.state()}["one"] == LEAST
+            await asyncio.gather(*(answer(other, prompt) for prompt in prompts(400)))
+            rows = {row.name: row for row in pool.state()}
+            assert rows["other"].granted_bytes == rows["other"].cap_bytes
+            assert rows["one"].num_recalls == 0  # it had nothing but its floor
+            await answer(one, [5] * 40)
+        finally:
+            for name, llm in (("one", one), ("other", other)):
+                await llm.shutdown()
+                pool.leave(name)
+        assert pool.free_bytes == pool.size_bytes
+
+    asyncio.run(run())
+
+
+async def answer(llm: ProcessLLM, prompt: list[int]) -> list[int]:
+    [output] = [output async for output in llm.generate(prompt, params())]
+    return list(output.outputs[0].token_ids)
