@@ -22,7 +22,7 @@ NAMES += ["phi3", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "gpt-oss",
 NAMES += ["qwen3-next", "qwen3.5"]
 NAMES += ["gpt-neox", "olmo2", "olmoe"]
 #: By the type of their configuration.
-NATIVE_ONLY = {"deepseek_v2", "qwen3_next", "qwen3_5_text"}
+NATIVE_ONLY = {"qwen3_next", "qwen3_5_text"}
 NUM_TOKENS = 24
 
 
@@ -45,11 +45,13 @@ def engine(directory: Path, tokenizer: Path, **options: object) -> LLM:
     return LLM(
         model=str(directory),
         tokenizer=str(tokenizer),
-        dtype="float32",
-        kv_cache_memory="8MiB",
-        max_num_seqs=8,
-        max_num_batched_tokens=32,
-        **options,  # type: ignore[arg-type]
+        **{  # type: ignore[arg-type]
+            "dtype": "float32",
+            "kv_cache_memory": "8MiB",
+            "max_num_seqs": 8,
+            "max_num_batched_tokens": 32,
+            **options,
+        },
     )
 
 
@@ -97,11 +99,29 @@ def test_sinks_are_refused_at_start_by_kernels_without(tmp_path: Path, model_dir
         engine(tmp_path, model_dir, kv_regime="virtual", attention_backend="sdpa")
 
 
-def test_latents_are_refused_where_torch_would_have_to_run(tmp_path: Path, model_dir: Path) -> None:
-    save(NATIVE["deepseek-v2"], tmp_path)
-    for options in ({"attention_backend": "sdpa"}, {"linear_backend": "torch"}):
-        with pytest.raises(UnsupportedError, match=r"latent attention run in the native CPU"):
-            engine(tmp_path, model_dir, **options)
+@pytest.mark.parametrize("regime", ["virtual", "paged"])
+@pytest.mark.parametrize(("name", "memory"), [("deepseek-v3", "144KiB"), ("gpt-oss", "288KiB")])
+def test_torch_shares_prefixes_preempts_and_forks(
+    name: str, memory: str, regime: str, tmp_path: Path, model_dir: Path
+) -> None:
+    save(MODELS[name], tmp_path)
+    head = [2 + 7 * i % 90 for i in range(40)]
+    prompts = [[*head[: 40 - 3 * i], *([5 + i] * 20)] for i in range(6)]
+    params = SamplingParams(
+        n=2, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False
+    )
+    options = {"linear_backend": "torch", "kv_regime": regime, "kv_cache_memory": memory}
+    with engine(tmp_path, model_dir, **options) as llm:
+        assert not isinstance(llm.engine.runner.model.network, NativeDecoder)
+        first = llm.generate(prompts, params)
+        again = llm.generate(prompts[:2], params)
+        preemptions = llm.stats()["num_preemptions_total"]
+        llm.engine.memory.check()
+    assert preemptions > 0
+    assert again[0].metrics.num_cached_tokens > 0
+    for prompt, result in zip([*prompts, *prompts[:2]], [*first, *again], strict=True):
+        answers = [output.token_ids for output in result.outputs]
+        assert answers == [generated(tmp_path, prompt)] * 2
 
 
 def test_states_are_refused_where_nothing_keeps_them(tmp_path: Path, model_dir: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from tests.models.checkpoints import (
     CONTEXT,
     LONG_ROPE,
+    NATIVE,
     VARIANTS,
     VOCAB,
     llama,
@@ -27,17 +28,28 @@ from tests.models.schedule import (
     view_for,
     worst_difference,
 )
-from vmserve.attention import create_backend
-from vmserve.attention.base import RaggedBatch
+from vmserve.attention import BACKENDS, check_backend, create_backend
+from vmserve.attention.base import LayerAttention, RaggedBatch
+from vmserve.errors import UnsupportedError
 from vmserve.models import load_model
 
+#: Those of the native decoder that torch has kernels for, beside the ones that it runs as well.
+_LATENTS = [name for name in NATIVE if name.startswith("deepseek")]
 
-@pytest.mark.parametrize("variant", VARIANTS)
+
+@pytest.mark.parametrize("variant", [*VARIANTS, *_LATENTS])
 def test_float32(variant: str, checkpoint: Callable[[str], Path]) -> None:
     prompts = random_prompts(LENGTHS)
     expected = transformers_logits(checkpoint(variant), prompts, torch.float32)
     actual = run_schedule(load_model(checkpoint(variant), torch.float32), prompts)
     assert worst_difference(actual, expected) < 1e-5
+
+
+def test_values_inside_keys_are_refused_by_kernels_without() -> None:
+    layers = [LayerAttention(0, 0.5, value_dim=8)]
+    with pytest.raises(UnsupportedError, match=r"parts of its keys, which the torch-flash backend"):
+        check_backend(BACKENDS["torch-flash"](), layers)
+    assert create_backend("auto", layers=layers, device="cuda").name == "sdpa"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

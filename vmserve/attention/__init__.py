@@ -109,7 +109,12 @@ def create_backend(
 def _suits(backend: AttentionBackend, layers: Sequence[LayerAttention]) -> bool:
     capped = any(layer.softcap is not None for layer in layers)
     sinks = any(layer.has_sinks for layer in layers)
-    return (backend.softcap or not capped) and (backend.sinks or not sinks)
+    inside = any(layer.value_dim is not None for layer in layers)
+    return (
+        (backend.softcap or not capped)
+        and (backend.sinks or not sinks)
+        and (backend.latents or not inside)
+    )
 
 
 def check_backend(backend: AttentionBackend, layers: Iterable[LayerAttention]) -> None:
@@ -119,6 +124,11 @@ def check_backend(backend: AttentionBackend, layers: Iterable[LayerAttention]) -
         raise UnsupportedError(
             "the attention of this model has sinks, which the "
             f"{backend.name} backend cannot do: use --attention-backend {able[0]}"
+        )
+    if not backend.latents and any(layer.value_dim is not None for layer in layers):
+        raise UnsupportedError(
+            "values of this model's attention are parts of its keys, which the "
+            f"{backend.name} backend cannot do: use --attention-backend sdpa"
         )
     if backend.softcap:
         return

@@ -115,6 +115,9 @@ class LayerAttention:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    #: Values are the last so many components of the keys' rows, and are kept there alone; None:
+    #: they have rows of their own.
+    value_dim: int | None = None
     sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
@@ -132,7 +135,7 @@ class AttentionCall(Protocol):
         """Rotate q and k by ``rotary`` (if any), write k and v into the cache, attend causally.
 
         q: ``[tokens, q_heads, head_dim]``; k, v: ``[tokens, kv_heads, head_dim]``; the last
-        dimension is contiguous. Returns ``[tokens, q_heads, head_dim]``.
+        dimension is contiguous. Returns ``[tokens, q_heads, head_dim]``, or of ``value_dim``.
         """
         ...
 
@@ -150,6 +153,8 @@ class AttentionBackend(Protocol):
     softcap: bool
     #: Whether it supports ``LayerAttention.sinks``.
     sinks: bool
+    #: Whether it supports ``LayerAttention.value_dim``.
+    latents: bool
 
     @property
     def views(self) -> tuple[type[KVView], ...]:

@@ -53,6 +53,7 @@ class CpuBackend:
     head_slack_tokens = 0
     softcap = True
     sinks = True
+    latents = True
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView, HostView)
 
     def __init__(self, *, num_threads: int | None = None, isa: str | None = None) -> None:
@@ -132,13 +133,13 @@ class CpuCall:
 
         Raises ``ValueError`` for shapes or strides that do not agree, before anything is written.
         """
-        out = q.new_empty(q.shape)
+        out = q.new_empty(*q.shape[:2], spec.value_dim or q.shape[2])
         self._kernels.run(
             self.batch,
             spec.layer,
             tensor_tuple(q),
             tensor_tuple(k),
-            tensor_tuple(v),
+            tensor_tuple(v if spec.value_dim is None else k),
             None if rotary is None else (tensor_tuple(rotary.cos), tensor_tuple(rotary.signed_sin)),
             tensor_tuple(out),
             spec.scale,

@@ -311,6 +311,7 @@ class FlashBackend:
         self.head_slack_tokens = kernel.head_slack_tokens
         self.softcap = kernel.softcap
         self.sinks = False
+        self.latents = False
         self._slots: SlotTensors | None = None
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:

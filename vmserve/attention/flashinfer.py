@@ -138,6 +138,7 @@ class FlashInferBackend:
     head_slack_tokens = 0
     softcap = True
     sinks = False
+    latents = False
     views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
 
     def __init__(self, module: Any = None) -> None:

@@ -22,6 +22,7 @@ class ReferenceBackend:
     head_slack_tokens = 0
     softcap = True
     sinks = True
+    latents = True
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
@@ -47,7 +48,7 @@ class _ReferenceCall:
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         keys, values = self._view.keys[spec.layer], self._view.values[spec.layer]
-        output = torch.empty_like(q)
+        output = q.new_empty(*q.shape[:2], spec.value_dim or q.shape[2])
         batch = self._batch
         for place, past, new, start in zip(
             batch.places.tolist(),
@@ -58,10 +59,13 @@ class _ReferenceCall:
         ):
             rows = slice(start, start + new)
             written = self._index(place, past, past + new)
-            keys[written], values[written] = k[rows], v[rows]
+            keys[written] = k[rows]
+            if spec.value_dim is None:
+                values[written] = v[rows]
             first = 0 if spec.window is None else max(0, past + 1 - spec.window)
             index = self._index(place, first, past + new)
-            output[rows] = _attend(q[rows], keys[index], values[index], past - first, spec)
+            seen = values[index][..., -output.shape[2] :]
+            output[rows] = _attend(q[rows], keys[index], seen, past - first, spec)
         return output
 
     def _index(self, place: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -47,6 +47,7 @@ class SdpaBackend:
     head_slack_tokens = 0
     softcap = False
     sinks = False
+    latents = True
     views: tuple[type[KVView], ...] = (ContiguousView,)
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
@@ -100,7 +101,8 @@ class _SdpaCall:
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         self._slots.view.keys[spec.layer].index_put_(self._index, k)
-        self._slots.view.values[spec.layer].index_put_(self._index, v)
+        if spec.value_dim is None:
+            self._slots.view.values[spec.layer].index_put_(self._index, v)
         tiles = self._tiles.get(spec.window)
         if tiles is None:
             tiles = _plan(self._batch, spec.window, q)
@@ -117,6 +119,8 @@ class _SdpaCall:
             # [kv_heads, 1, length, head_dim], in place
             tile_keys = slot_keys[tile.slot].narrow(2, tile.first, tile.length)
             tile_values = slot_values[tile.slot].narrow(2, tile.first, tile.length)
+            if spec.value_dim is not None:
+                tile_values = tile_values[..., -spec.value_dim :]
             if tile.rows == 1:
                 output = scaled_dot_product_attention(
                     rows[tile.start], tile_keys, tile_values, scale=spec.scale
@@ -126,7 +130,7 @@ class _SdpaCall:
                     q[tile.start : tile.start + tile.rows], tile_keys, tile_values, tile, spec.scale
                 )
             outputs.append(output)
-        return torch.cat(outputs).view(tokens, q_heads, head_dim)
+        return torch.cat(outputs).view(tokens, q_heads, -1)
 
 
 def _attend_rows(
@@ -145,7 +149,7 @@ def _attend_rows(
         is_causal=tile.causal,
         scale=scale,
     )
-    return output.permute(2, 0, 1, 3).reshape(rows * kv_heads, 1, group, head_dim)
+    return output.permute(2, 0, 1, 3).reshape(rows * kv_heads, 1, group, -1)
 
 
 def _plan(batch: RaggedBatch, window: int | None, like: torch.Tensor) -> list[_Tile]:

@@ -103,6 +103,4 @@ def _native_kind(config: ModelConfig) -> str | None:
     network = config.network
     if not isinstance(network, DecoderConfig):
         return None
-    if network.delta is not None:
-        return "models with linear attention"
-    return None if network.latent is None else "models with latent attention"
+    return None if network.delta is None else "models with linear attention"

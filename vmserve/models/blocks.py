@@ -15,6 +15,8 @@ from typing import Protocol
 import torch
 from torch.nn import functional as F
 
+from vmserve.models.decoder_config import ExpertsConfig
+
 __all__ = [
     "ACTIVATIONS",
     "Activation",
@@ -22,7 +24,9 @@ __all__ = [
     "ClampedMlp",
     "Experts",
     "GatedMlp",
+    "GroupRouter",
     "Joined",
+    "LatentProjections",
     "LayerNorm",
     "LearnedPositions",
     "Linear",
@@ -186,6 +190,36 @@ class Projections:
         return q, k, v
 
 
+@dataclass(frozen=True, slots=True)
+class LatentProjections:
+    """``x`` to q ``[tokens, heads, rotated + rank]`` and k ``[tokens, 1, rotated + rank]``, whose
+    latents are v (DeepSeek-V2, 2024, section 2.1).
+
+    ``q_down``: of the queries' latent, with its norm. ``key_up`` ``[heads, rank, plain]``: makes a
+    product with a head's key one with the latent.
+    """
+
+    q_down: tuple[Linear, Norm] | None
+    q: Linear
+    kv_down: Linear
+    kv_norm: Norm
+    key_up: torch.Tensor
+    rotated: int
+
+    def __call__(self, x: torch.Tensor) -> Heads:
+        heads, rank, plain = self.key_up.shape
+        below = x
+        if self.q_down is not None:
+            down, norm = self.q_down
+            below = norm(down(x))
+        queries = self.q(below).view(len(x), heads, plain + self.rotated)
+        q_plain, q_rotated = torch.split(queries, [plain, self.rotated], dim=-1)
+        q = torch.cat((q_rotated, torch.einsum("thp,hrp->thr", q_plain, self.key_up)), dim=-1)
+        latent, k_rotated = torch.split(self.kv_down(x), [rank, self.rotated], dim=-1)
+        k = torch.cat((k_rotated, self.kv_norm(latent)), dim=-1).unsqueeze(1)
+        return q, k, k[..., self.rotated :]
+
+
 # -- MLP ----------------------------------------------------------------------------------
 
 
@@ -250,10 +284,41 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupRouter:
+    """Chooses experts of the best groups, as ``ExpertsConfig`` has it; scores are float32.
+
+    ``correction``: ``[experts]`` in float32, of scores that choose.
+    """
+
+    weight: torch.Tensor
+    rule: ExpertsConfig
+    correction: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`Router.__call__`."""
+        rule = self.rule
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.sigmoid() if rule.sigmoid else logits.softmax(-1)
+        choosing = scores if self.correction is None else scores + self.correction
+        if rule.groups > 1:
+            by_group = choosing.view(len(x), rule.groups, rule.count // rule.groups)
+            best = by_group.topk(rule.group_best).values.sum(-1).topk(rule.chosen_groups).indices
+            others = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter_(
+                1, best, value=False
+            )
+            choosing = by_group.masked_fill(others.unsqueeze(-1), -math.inf).view_as(scores)
+        ids = choosing.topk(rule.chosen).indices
+        weights = scores.gather(1, ids)
+        if rule.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return (weights * rule.scale).to(x.dtype), ids
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """MLPs that compute the rows that chose them, one after the other."""
 
-    router: Router
+    router: Router | GroupRouter
     mlps: tuple[GatedMlp | ClampedMlp, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -272,7 +337,7 @@ class StackedExperts:
     ``gate_up``: ``[experts, 2 * size, hidden]``; ``down``: ``[experts, hidden, size]``.
     """
 
-    router: Router
+    router: Router | GroupRouter
     gate_up: torch.Tensor
     down: torch.Tensor
     activation: Activation

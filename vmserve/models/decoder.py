@@ -29,7 +29,6 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_len: int) -> None:
         self._config = config
         self._weights = weights
-        self._attended_size = config.q_heads * config.head_dim
         self._embedding_scale: float | None = None
         if config.embedding_scale is not None:
             scale = torch.tensor(config.embedding_scale, dtype=weights.embedding.dtype)
@@ -130,7 +129,10 @@ class Decoder:
         if layer.sinks is not None:
             spec = replace(spec, sinks=layer.sinks)
         rotation = rotary[self._config.rope_of(spec.layer)] if rotary else None
-        return attention(spec, q, k, v, rotation).view(x.shape[0], self._attended_size)
+        attended = attention(spec, q, k, v, rotation)
+        if layer.value_up is not None:
+            attended = torch.einsum("thr,hvr->thv", attended, layer.value_up)
+        return attended.reshape(x.shape[0], -1)
 
     def _read(
         self,

@@ -175,6 +175,8 @@ class LatentConfig:
     value: int
     #: Checkpoints have the components that are rotated together side by side.
     interleaved: bool
+    #: Of the norms of latents, whatever config.json says of the others.
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         for name in ("rank", "plain", "rotated", "value"):

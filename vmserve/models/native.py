@@ -36,7 +36,7 @@ from vmserve.models.hidden import HiddenRows
 from vmserve.models.loader import Progress, find_tensors
 from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.weight import find_quantized
-from vmserve.models.rope import HostRotations, RopeConfig
+from vmserve.models.rope import HostRotations, RopeConfig, halves_first
 from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, Table, as_plain
 from vmserve.models.tensor_names import delta_projections, latent_names, mlp_names, shared_names
 from vmserve.threads import num_threads
@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 DELTA_UNIT = 16
 #: Of which cosines and sines are made at once.
 MIN_POSITIONS = 1024
-#: Of the norms of latents, whatever config.json says of the others.
-_LATENT_NORM_EPS = 1e-6
 #: As the core calls them.
 _ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu",
@@ -415,8 +413,8 @@ def _add_latent(
     query_names, down, norm, ups = latent_names(names, latent, below)
     *first, q_stored, kv_stored = source.read(*(f"{name}.weight" for name in (*query_names, down)))
     if latent.interleaved:
-        q_stored = _rows(q_stored, _halves(heads, latent.plain, latent.rotated))
-        kv_stored = _rows(kv_stored, _halves(1, latent.rank, latent.rotated))
+        q_stored = _rows(q_stored, halves_first(heads, latent.plain, latent.rotated))
+        kv_stored = _rows(kv_stored, halves_first(1, latent.rank, latent.rotated))
     if first:
         q_down, kv_down = source.packable([first[0], kv_stored])
         [q] = source.packable([q_stored])
@@ -439,7 +437,7 @@ def _add_latent(
         value_up=value_up,
         output=output,
         mlp_norm=source.norm(f"{prefix}{names.mlp_norm}"),
-        norm_eps=_LATENT_NORM_EPS,
+        norm_eps=latent.norm_eps,
         rotation=config.rope_of(spec.layer),
         scale=spec.scale,
     )
@@ -462,15 +460,6 @@ def _key_and_value(
             array, dtype = both
             for_rows = array.reshape(-1, array.shape[-1]), dtype
         yield [_rows(for_rows, slice(at * rows, (at + 1) * rows)) for at in range(heads)]
-
-
-def _halves(heads: int, plain: int, rotated: int) -> NDArray[np.int64]:
-    """The order of rows in which, of the last ``rotated`` of each head, even ones come before odd
-    ones."""
-    by_head = np.arange(heads * (plain + rotated)).reshape(heads, -1)
-    pairs = by_head[:, plain:].reshape(heads, -1, 2)
-    halves = pairs.transpose(0, 2, 1).reshape(heads, -1)
-    return np.concatenate((by_head[:, :plain], halves), axis=1).reshape(-1)
 
 
 def _gates_first(heads: int, dim: int) -> NDArray[np.int64]:

@@ -15,7 +15,14 @@ from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.host_arrays import rounded
 
-__all__ = ["ROPE_TYPES", "HostRotations", "RopeConfig", "inverse_frequencies", "sharpness"]
+__all__ = [
+    "ROPE_TYPES",
+    "HostRotations",
+    "RopeConfig",
+    "halves_first",
+    "inverse_frequencies",
+    "sharpness",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +63,15 @@ class RopeConfig:
                 )
         elif name not in ("rope_type", "type") and not isinstance(value, int | float | None):
             raise ConfigurationError(f"config.json: rope parameter {name} is {value!r}, no number")
+
+
+def halves_first(heads: int, plain: int, rotated: int) -> NDArray[np.int64]:
+    """The order of rows in which, of the last ``rotated`` of each head, even ones come before odd
+    ones."""
+    by_head = np.arange(heads * (plain + rotated)).reshape(heads, -1)
+    pairs = by_head[:, plain:].reshape(heads, -1, 2)
+    halves = pairs.transpose(0, 2, 1).reshape(heads, -1)
+    return np.concatenate((by_head[:, :plain], halves), axis=1).reshape(-1)
 
 
 class HostRotations:

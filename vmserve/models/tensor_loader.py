@@ -12,6 +12,7 @@ from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.loader import Progress, find_tensors
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
+from vmserve.models.tensor_names import weight_name
 from vmserve.models.weights import DecoderWeights, assemble
 from vmserve.torch_dtypes import as_torch
 
@@ -26,8 +27,10 @@ def load_tensors(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
+    exact: str = "",
 ) -> dict[str, torch.Tensor]:
-    """Read the tensors that :func:`vmserve.models.loader.find_tensors` found, in ``dtype``.
+    """Read the tensors that :func:`vmserve.models.loader.find_tensors` found, in ``dtype``;
+    those whose names end in ``exact`` in float32.
 
     A tensor that is stored in ``dtype`` stays in its file, memory-mapped (on a CPU);
     another one is converted block by block, and the file's pages dropped behind it.
@@ -36,7 +39,8 @@ def load_tensors(
     done = 0
     tensors: dict[str, torch.Tensor] = {}
     for name, (file, tensor) in stored.items():
-        tensors[name] = _load(file, tensor, dtype, device)
+        kind = torch.float32 if exact and name.endswith(exact) else dtype
+        tensors[name] = _load(file, tensor, kind, device)
         done += tensor.num_bytes
         if progress is not None:
             progress("loading weights", done, total)
@@ -74,7 +78,8 @@ def load_decoder(
 
     Raises as :func:`vmserve.models.loader.find_tensors` does.
     """
-    tensors = load_tensors(find_tensors(directory, config), dtype, device, progress)
+    found = find_tensors(directory, config)
+    tensors = load_tensors(found, dtype, device, progress, config.names.router_correction)
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return Decoder(config, assemble_on(device, config, tensors), max_len), num_bytes
 
@@ -92,6 +97,6 @@ def assemble_on(
     if device.type == "cuda" and config.norm.rms:
         from vmserve.attention.cuda.norm import norm_kernel  # noqa: PLC0415
 
-        [dtype] = {tensor.dtype for tensor in tensors.values()}
+        dtype = tensors[weight_name(config.names, config.names.embedding)].dtype
         kernel = norm_kernel(device, dtype, config.head_dim)
     return assemble(config, tensors, joined=True, norm_kernel=kernel)

@@ -13,7 +13,9 @@ from vmserve.models.blocks import (
     ClampedMlp,
     Experts,
     GatedMlp,
+    GroupRouter,
     Joined,
+    LatentProjections,
     LayerNorm,
     LearnedPositions,
     Linear,
@@ -28,8 +30,14 @@ from vmserve.models.blocks import (
     SharedExpert,
     StackedExperts,
 )
-from vmserve.models.decoder_config import DecoderConfig, ExpertsConfig, LearnedPositionsConfig
-from vmserve.models.tensor_names import mlp_names, shared_names, weight_name
+from vmserve.models.decoder_config import (
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    LearnedPositionsConfig,
+)
+from vmserve.models.rope import halves_first
+from vmserve.models.tensor_names import latent_names, mlp_names, shared_names, weight_name
 
 __all__ = ["DecoderWeights", "LayerWeights", "assemble"]
 
@@ -41,7 +49,7 @@ _Tensors = MutableMapping[str, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: Norm
-    project: Projections
+    project: Projections | LatentProjections
     output: Linear
     mlp_norm: Norm
     mlp: Mlp
@@ -49,6 +57,8 @@ class LayerWeights:
     mlp_out_norm: Norm | None
     #: ``[q_heads]`` in float32, of attention.
     sinks: torch.Tensor | None = None
+    #: ``[heads, value, rank]``: makes values of attended latents.
+    value_up: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +121,16 @@ def _layer(
 ) -> LayerWeights:
     names = config.names
     prefix = names.base + names.layer.format(layer)
+    value_up = None
+    project: Projections | LatentProjections
+    if config.latent is not None:
+        project, value_up = _latent_projections(config, config.latent, tensors, prefix)
+    else:
+        project = _projections(config, tensors, prefix, joined)
     return LayerWeights(
         attention_norm=_norm(config, tensors, prefix + names.attention_norm, norm_kernel),
-        project=_projections(config, tensors, prefix, joined),
+        project=project,
+        value_up=value_up,
         output=_linear(config, tensors, prefix + names.output),
         mlp_norm=_norm(config, tensors, prefix + names.mlp_norm, norm_kernel),
         mlp=_mlp(config, tensors, layer, joined),
@@ -181,6 +198,38 @@ def _projections(
     )  # fmt: skip
 
 
+def _latent_projections(
+    config: DecoderConfig, latent: LatentConfig, tensors: _Tensors, prefix: str
+) -> tuple[LatentProjections, torch.Tensor]:
+    below = prefix + config.names.latent
+    queries, down, norm, (up,) = latent_names(config.names, latent, below)
+    heads, plain, rank = config.q_heads, latent.plain, latent.rank
+
+    def rotated(name: str, num_heads: int, before: int) -> Linear:
+        weight = tensors[f"{name}.weight"]
+        if latent.interleaved:
+            order = torch.from_numpy(halves_first(num_heads, before, latent.rotated))
+            weight = weight[order.to(weight.device)]
+        return Linear(weight)
+
+    def normed(name: str) -> RmsNorm:
+        return RmsNorm(tensors[f"{name}.weight"], latent.norm_eps)
+
+    q_down = None
+    if len(queries) > 1:
+        q_down = Linear(tensors[f"{queries[0]}.weight"]), normed(f"{below}q_a_layernorm")
+    by_head = tensors[f"{up}.weight"].view(heads, plain + latent.value, rank)
+    keys, values = torch.split(by_head, [plain, latent.value], dim=1)
+    return LatentProjections(
+        q_down,
+        rotated(queries[-1], heads, plain),
+        rotated(down, 1, rank),
+        normed(norm),
+        keys.mT,
+        latent.rotated,
+    ), values
+
+
 def _mlp(config: DecoderConfig, tensors: _Tensors, layer: int, joined: bool) -> Mlp:
     activation = ACTIVATIONS[config.activation]
     if config.experts is None or not config.has_experts(layer):
@@ -214,7 +263,10 @@ def _experts(
     prefix = names.base + names.layer.format(layer)
     weight = tensors[f"{prefix}{names.router}.weight"]
     bias = tensors.get(f"{prefix}{names.router}.bias")
-    router = Router(weight, experts.chosen, experts.normalised, bias)
+    router: Router | GroupRouter = Router(weight, experts.chosen, experts.normalised, bias)
+    if names.router_correction:
+        correction = tensors.get(prefix + names.router_correction)
+        router = GroupRouter(weight, experts, correction)
     if experts.clamp is not None:
         return Experts(
             router, _clamped(tensors, [prefix + name for name in names.experts], experts.clamp)

@@ -56,6 +56,7 @@ class CudaPagedBackend:
     head_slack_tokens = 0
     softcap = True
     sinks = False
+    latents = False
     plans_by_length = False
     views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
 

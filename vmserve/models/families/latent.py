@@ -61,7 +61,10 @@ def _describe(hf: Any, interleaved: bool) -> DecoderConfig:
         network,
         kv_heads=1,
         head_dim=latent.rank + latent.rotated,
-        layers=tuple(LayerAttention(layer, scale) for layer in range(network.num_layers)),
+        layers=tuple(
+            LayerAttention(layer, scale, value_dim=latent.rank)
+            for layer in range(network.num_layers)
+        ),
         latent=latent,
     )
 
