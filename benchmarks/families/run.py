@@ -56,6 +56,28 @@ SIZES: Json = {
     "pad_token_id": None,
 }
 GEMMA: Json = {**SIZES, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 512}
+LATENT: Json = {
+    **SIZES,
+    "num_key_value_heads": 12,
+    "q_lora_rank": 384,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 32,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+}
+DELTA: Json = {
+    **SIZES,
+    "head_dim": 64,
+    "linear_num_key_heads": 6,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 #: By name: the class of the configuration, and its fields.
 FAMILIES: dict[str, tuple[str, Json]] = {
     "llama": ("LlamaConfig", SIZES),
@@ -77,7 +99,44 @@ FAMILIES: dict[str, tuple[str, Json]] = {
             "num_experts_per_tok": 8,
         },
     ),
+    "qwen2moe": (
+        "Qwen2MoeConfig",
+        {
+            **SIZES,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 32,
+            "num_experts_per_tok": 6,
+        },
+    ),
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            **SIZES,
+            "head_dim": 64,
+            "intermediate_size": 512,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 150_000.0},
+        },
+    ),
+    "deepseek-v2": ("DeepseekV2Config", {**LATENT, "n_group": 1, "topk_group": 1}),
+    "deepseek-v3": ("DeepseekV3Config", {**LATENT, "n_group": 4, "topk_group": 2}),
+    "qwen3next": (
+        "Qwen3NextConfig",
+        {
+            **DELTA,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "num_experts": 32,
+            "num_experts_per_tok": 7,
+        },
+    ),
+    "qwen3.5": ("Qwen3_5TextConfig", DELTA),
 }
+#: Types of the experts' matrices where files in the wild have others than elsewhere.
+EXPERTS = {"gpt-oss": "MXFP4"}
 ENGINES = ("vmserve", "llama.cpp")
 SHORT = Sizes(
     num_decodes=2,
@@ -158,7 +217,8 @@ def ensure_file(family: str, weights: str, cache_dir: Path) -> Path:
             transformers.AutoModelForCausalLM.from_config(config).save_pretrained(scratch)
             partial = Path(scratch) / path.name
             add = gguf_checkpoints.add_embedded_tokenizer
-            gguf_checkpoints.convert(Path(scratch), partial, add, weights)
+            experts = EXPERTS.get(family, weights)
+            gguf_checkpoints.convert(Path(scratch), partial, add, weights, experts)
             partial.replace(path)  # an interrupted conversion leaves nothing that looks complete
     return path
 

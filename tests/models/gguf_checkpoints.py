@@ -188,9 +188,15 @@ def _changed(network: DecoderConfig, name: str, array: _Array) -> dict[str, _Arr
 
 
 def convert(
-    directory: Path, path: Path, add: Callable[[gguf.GGUFWriter], None], matrices: str = "F32"
+    directory: Path,
+    path: Path,
+    add: Callable[[gguf.GGUFWriter], None],
+    matrices: str = "F32",
+    of_experts: str | None = None,
 ) -> DecoderConfig:
-    """Write a checkpoint as a GGUF file; returns its description. ``matrices``: their type."""
+    """Write a checkpoint as a GGUF file; returns its description. ``matrices``: their type;
+    ``of_experts``: of those of experts, if that is another."""
+    of_experts = of_experts or matrices
     config = ModelConfig.from_directory(directory)
     network = config.network
     assert isinstance(network, DecoderConfig)
@@ -220,14 +226,14 @@ def convert(
             changed = {_stored_name(names, name): array}
         for stored_name, each in changed.items():
             is_plain = each.ndim == 1 or any(word in stored_name for word in _PLAIN)
-            kind = "F32" if is_plain else matrices
+            kind = "F32" if is_plain else of_experts if "_exps." in stored_name else matrices
             stored = gguf.quants.quantize(
                 np.ascontiguousarray(each), gguf.GGMLQuantizationType[kind]
             )
             tensors[stored_name] = kind, np.ascontiguousarray(stored)
     for name, arrays in experts.items():
-        stored = gguf.quants.quantize(np.stack(arrays), gguf.GGMLQuantizationType[matrices])
-        tensors[name] = matrices, stored
+        stored = gguf.quants.quantize(np.stack(arrays), gguf.GGMLQuantizationType[of_experts])
+        tensors[name] = of_experts, stored
 
     def metadata(writer: gguf.GGUFWriter) -> None:
         rope = network.positions
