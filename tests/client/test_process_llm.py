@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from vmserve import (
 )
 from vmserve.client.framing import frame
 from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.models.hub import resolve_model
 from vmserve.sampling import GenerationParams
 from vmserve.text.prompts import Prompt
 from vmserve.types import RequestOutput
@@ -241,6 +244,73 @@ def test_an_engine_that_is_started_again() -> None:
         assert engine.errored
 
     on_engine(test, Supervision(restarts=1))
+
+
+def test_sleep_and_wake(tmp_path: Path) -> None:
+    """The same tokens and pins after a sleep; what has become of the files is noticed."""
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model(None), model)
+    prefix = list(range(10, 74))
+
+    async def run() -> None:
+        engine = ProcessLLM(str(model), **OPTIONS)
+        once = SamplingParams(temperature=0, max_tokens=8)
+
+        async def text() -> str:
+            async for output in engine.generate("Once upon a time", once):
+                last = output
+            return last.outputs[0].text
+
+        try:
+            await engine.pin_prefix(prefix)
+            expected = await text()
+            first = engine.pid
+            await engine.sleep()
+            assert not psutil.pid_exists(first)
+            assert not engine.errored
+            with pytest.raises(EngineDeadError):
+                await text()
+            weights = model / "model.safetensors"
+            weights.touch()
+            await engine.wake()
+            assert (await text(), engine.pid != first) == (expected, True)
+            assert (await engine.fetch_stats())["pinned_prefixes"] == 1
+
+            await engine.sleep()
+            moved = weights.rename(tmp_path / "away")
+            with pytest.raises(ConfigurationError, match="safetensors"):
+                await engine.wake()
+            moved.rename(weights)
+            file = model / "tokenizer.json"
+            kept = file.read_text()
+            file.write_text(kept.replace("<|im_start|>", "<|begin|>"))
+            with pytest.raises(ConfigurationError, match="another tokenizer"):
+                await engine.wake()
+            file.write_text(kept)
+            config = model / "config.json"
+            config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 256}))
+            with pytest.raises(ConfigurationError, match="another shape"):
+                await engine.wake()
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(run())
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_loading_that_is_given_up() -> None:
+    """The event loop goes on meanwhile, and no process is left."""
+
+    async def run() -> None:
+        loading = asyncio.create_task(ProcessLLM.load(**OPTIONS))
+        while not psutil.Process().children():
+            await asyncio.sleep(0.01)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+
+    asyncio.run(run())
+    assert psutil.Process().children(recursive=True) == []
 
 
 def test_options_that_cannot_be_used() -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.helpers import until
@@ -169,3 +170,119 @@ def test_one_of_several_that_dies_leaves_the_others(serve: Callable[..., Running
     assert server.http.get("/health").status_code == 200
     server.close()
     assert server.death is None
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Loading:
+    """Loads a scripted engine when ``go`` is set, or raises ``fail``."""
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+        self.go = threading.Event()
+        self.fail: ConfigurationError | None = None
+        self.num = 0
+
+    async def __call__(self) -> ScriptedEngine:
+        self.num += 1
+        await asyncio.to_thread(self.go.wait)
+        if self.fail is not None:
+            raise self.fail
+        return self.engine
+
+
+def test_requests_wait_for_one_start_and_may_leave(serve: Callable[..., Running]) -> None:
+    loading = Loading(ScriptedEngine("beta"))
+    model = served("b", None, loading)
+    server = serve(served("a", ScriptedEngine("alpha")), model)
+    assert server.http.get("/v1/models/b").json()["max_model_len"] is None
+    assert 'model_name="b"' in server.http.get("/metrics").text
+    replies: list[str] = []
+    waiting = [
+        threading.Thread(target=lambda: replies.append(said(server.complete(model="b"))))
+        for _ in range(3)
+    ]
+    for each in waiting:
+        each.start()
+    until(lambda: model.num_waiting == 3)
+    body = {"prompt": "x", "model": "b", "request_timeout": 0.05}
+    assert "model to load" in server.error("/v1/completions", body, 504)["message"]
+    with pytest.raises(httpx.ReadTimeout):
+        server.post("/v1/completions", {"prompt": "x", "model": "b"}, timeout=0.05)
+    until(lambda: model.num_waiting == 3)
+    assert server.http.get("/v1/models/b").json()["state"] == "waking"
+    assert said(server.complete()) == "alpha"
+    loading.go.set()
+    for each in waiting:
+        each.join()
+    assert (replies, loading.num) == (["beta"] * 3, 1)
+    assert server.http.get("/v1/models/b").json()["state"] == "ready"
+    assert model.waited_seconds > 0
+
+
+def test_a_model_that_does_not_start_is_tried_again_after_a_pause(
+    serve: Callable[..., Running],
+) -> None:
+    clock, loading = Clock(), Loading(ScriptedEngine("beta"))
+    loading.go.set()
+    loading.fail = ConfigurationError("its file has gone")
+    model = ServedModel(ServerConfig(served_model_names=("b",)), None, loading, clock=clock)
+    server = serve(served("a", ScriptedEngine("alpha")), model)
+    for now, num in ((100.0, 1), (100.5, 1), (101.5, 2), (102.5, 2)):
+        clock.now = now
+        response = server.post("/v1/completions", {"prompt": "x", "model": "b"})
+        assert response.status_code == 503
+        assert error_of(response)["message"] == "The model b did not start: its file has gone"
+        assert response.headers["retry-after"] in ("1", "2")
+        assert loading.num == num
+    assert server.http.get("/v1/models/b").json()["state"] == "failed"
+    assert said(server.complete()) == "alpha"
+    loading.fail, clock.now = None, 200.0
+    assert said(server.complete(model="b")) == "beta"
+
+
+def test_an_idle_model_sleeps_and_its_next_request_wakes_it(serve: Callable[..., Running]) -> None:
+    engine = ScriptedEngine("alpha")
+    server = serve(served("a", engine, idle_unload=0.05))
+    until(lambda: engine.stopped)
+    assert server.http.get("/v1/models/a").json()["state"] == "asleep"
+    # What needs no engine does not wake it.
+    server.ok("/tokenize", {"prompt": "x"})
+    server.error("/v1/completions", {"prompt": "x", "max_tokens": 999})
+    assert engine.stopped
+    engine.pause = server.on_loop(asyncio.Event)
+    one = threading.Thread(target=lambda: server.complete())
+    one.start()
+    until(lambda: len(engine.running) == 1)
+    with pytest.raises(AssertionError):  # a request that runs keeps it awake
+        until(lambda: engine.stopped, 0.3)
+    server.on_loop(engine.pause.set)
+    one.join()
+    until(lambda: engine.stopped)
+    engine.fail_to_wake = ConfigurationError("gone")
+    assert "gone" in server.error("/v1/completions", {"prompt": "x"}, 503)["message"]
+    assert engine.num_wakes == 1
+    assert server.http.get("/health").status_code == 200
+
+
+def test_the_wait_for_waking_is_taken_off_the_requests_time(
+    serve: Callable[..., Running],
+) -> None:
+    engine = ScriptedEngine("alpha", request_timeout=20.0)
+    model = served("a", engine)
+    server = serve(model)
+    server.on_loop_async(model.sleep)
+    server.on_loop(engine.waking.clear)
+    body = {"prompt": "x", "request_timeout": 0.05}
+    assert "its model to wake" in server.error("/v1/completions", body, 504)["message"]
+    one = threading.Thread(target=lambda: server.complete())
+    one.start()
+    until(lambda: model.num_waiting == 1)
+    server.on_loop(engine.waking.set)
+    one.join()
+    assert 0 < engine.requests[-1][2]["timeout"] < 20

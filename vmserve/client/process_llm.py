@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from vmserve.client.core import ClientCore
-from vmserve.client.messages import FromEngine, Ping, Shutdown, StepUpdate, ToEngine
+from vmserve.client.messages import FromEngine, Ping, Ready, Shutdown, StepUpdate, ToEngine
 from vmserve.client.process import (
     RESTART_WINDOW_SECONDS,
     EngineProcess,
@@ -109,6 +109,7 @@ class ProcessLLM(ClientCore):
         resolved = ResolvedConfig(**ready.resolved)
         super().__init__(config, resolved, ready.limits, tokenizer, ready.default_sampling)
         self.model_config = ready.model
+        self._tokenizer_files = _stamps(Path(ready.tokenizer))
         self._stats: dict[str, float | int] = ready.stats
         self._connecting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -303,6 +304,7 @@ class ProcessLLM(ClientCore):
         self._process = process = self._spawn()
         try:
             ready = await asyncio.to_thread(process.wait_ready, _no_progress)
+            await self._check_same(ready)
         except BaseException:
             process.close()
             raise
@@ -313,6 +315,33 @@ class ProcessLLM(ClientCore):
         if self.lender is not None:
             self.lender.revived()
         await self._pin_again()
+
+    async def _check_same(self, ready: Ready) -> None:
+        """Check that requests mean the same to an engine that was started again.
+
+        Weights may have changed. Raises :class:`~vmserve.errors.ConfigurationError` if the
+        architecture has, or the tokenizer, by which requests that wait were encoded.
+        """
+        if (ready.model, ready.limits) != (self.model_config, self._limits):
+            raise ConfigurationError(
+                f"{self.config.model} has been replaced by a model of another shape: restart the "
+                "server, or remove the model and add it again"
+            )
+        path = Path(ready.tokenizer)
+        stamps = _stamps(path)
+        if stamps == self._tokenizer_files:
+            return
+        read = await asyncio.to_thread(load_tokenizer, path)
+        for now, before in (
+            (read.to_json(), self.tokenizer.to_json()),
+            (read.chat_template_text, self.tokenizer.chat_template_text),
+        ):
+            if now != before:
+                raise ConfigurationError(
+                    f"{path} has another tokenizer or chat template than before: restart the "
+                    "server, or remove the model and add it again"
+                )
+        self._tokenizer_files = stamps
 
     # -- messages ---------------------------------------------------------------------
 
@@ -340,6 +369,13 @@ def _spawn(options: dict[str, Any], supervision: Supervision) -> EngineProcess:
 
 def _no_progress(phase: str, done: int, total: int) -> None:
     pass
+
+
+def _stamps(path: Path) -> dict[str, tuple[int, int, int]]:
+    """What changes with a tokenizer's files: a GGUF file, or those of a directory but weights."""
+    files = path.iterdir() if path.is_dir() else [path]
+    found = {file.name: file.stat() for file in files if file.suffix != ".safetensors"}
+    return {name: (each.st_size, each.st_mtime_ns, each.st_ino) for name, each in found.items()}
 
 
 def _early_tokenizer(config: EngineConfig) -> Tokenizer | None:

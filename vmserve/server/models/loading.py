@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from vmserve.client.lending import KVPool
 from vmserve.client.process_llm import ProcessLLM, Supervision
-from vmserve.config import CPU_KV_SHARE
+from vmserve.config import CPU_KV_SHARE, LEAST
 from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
 from vmserve.server.config import ServerConfig
 from vmserve.server.dialect import check_template
+from vmserve.server.models.memory import PoolShare
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
 from vmserve.server.models.specs import ModelSpec, log_loaded
@@ -46,17 +48,15 @@ class ModelLoader:
         self._config = config
         self._supervision = supervision
         self._show_tokenizer = show_tokenizer
-        self._pool_bytes = _pool_bytes(shared)
+        self._shared = shared
+        self.pool = KVPool(_pool_bytes(shared))
 
     async def load_all(self, specs: Sequence[ModelSpec]) -> Models:
         """Make all models, and load those that are not left for their first request.
 
         One after the other: each measures what its steps take. Raises what loading raises.
         """
-        in_all = sum(spec.weight for spec in specs)
-        models = Models(
-            [self._served(spec, spec.weight / in_all) for spec in specs], are_several=True
-        )
+        models = Models([self.served(spec) for spec in specs], are_several=True)
         try:
             for spec, model in zip(specs, models, strict=True):
                 if spec.preload:
@@ -66,15 +66,14 @@ class ModelLoader:
             raise
         return models
 
-    def _served(self, spec: ModelSpec, share: float) -> ServedModel:
+    def served(self, spec: ModelSpec) -> ServedModel:
         """Make a model that sleeps until it is needed first."""
-        size = int(self._pool_bytes * share)
 
         async def load() -> ProcessLLM:
             logger.info("loading %s", spec.name)
             began = time.monotonic()
             engine = await ProcessLLM.load(
-                **{**spec.engine, "kv_cache_memory": size}, supervision=self._supervision
+                **{**spec.engine, "kv_cache_memory": LEAST}, supervision=self._supervision
             )
             log_loaded(engine.resolved, time.monotonic() - began)
             try:
@@ -87,7 +86,8 @@ class ModelLoader:
                 raise
             return engine
 
-        served = ServedModel(spec.config(self._config), None, load)
+        memory = PoolShare(self.pool, spec.name, spec.weight, spec.kv_floor, spec.kv_cap)
+        served = ServedModel(spec.config(self._config), None, load, memory)
         return served
 
 

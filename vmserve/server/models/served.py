@@ -17,6 +17,7 @@ from vmserve.server.dialect import ChatDialect
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import ApiError
 from vmserve.server.lifecycle import Lifecycle
+from vmserve.server.models.memory import PoolShare
 from vmserve.server.telemetry import Histogram, Telemetry
 
 __all__ = ["ModelState", "ServedModel"]
@@ -45,7 +46,7 @@ class ServedModel:
     """A model by the names of ``config``. Belongs to one event loop.
 
     ``engine``: a client that is loaded already. Without one, ``load`` makes it when it is needed
-    first. ``clock``: seconds.
+    first. ``memory``: its share of a pool, which other models have too. ``clock``: seconds.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class ServedModel:
         config: ServerConfig,
         engine: EngineClient | None,
         load: Load | None = None,
+        memory: PoolShare | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -72,6 +74,7 @@ class ServedModel:
         self.last_used = clock()
         self._engine = engine
         self._load = load
+        self.memory = memory
         self._clock = clock
         self._state: ModelState = "asleep" if engine is None else "ready"
         self._is_leaving = False
@@ -80,7 +83,7 @@ class ServedModel:
         self._changing = asyncio.Lock()
         #: Why it cannot be used, and when that is tried again.
         self._failure: ApiError | EngineDeadError | None = None
-        self._error: VmserveError | None = None
+        self._error: VmserveError | OSError | None = None
         self._retry_at = 0.0
         self._pause = _RETRY_SECONDS
         self._dialect: ChatDialect | None = None
@@ -198,6 +201,12 @@ class ServedModel:
         """Whether the engine can be ended and started again."""
         return self._engine is None or isinstance(self._engine, _Sleeper)
 
+    async def _end(self, timeout: float) -> None:
+        """End the engine's process, and then give its memory to others."""
+        await self._sleeper().sleep(timeout)
+        if self.memory is not None:
+            self.memory.leave()
+
     def _sleeper(self) -> _Sleeper:
         engine: object = self._engine
         assert isinstance(engine, _Sleeper)
@@ -214,7 +223,7 @@ class ServedModel:
             if self._state != "ready":
                 return
             self._state = "asleep"
-            await self._sleeper().sleep(timeout)
+            await self._end(timeout)
         logger.info("the model %s sleeps", self.name)
 
     async def leave(self, timeout: float) -> None:
@@ -231,6 +240,8 @@ class ServedModel:
             self._state = "asleep"
             if self._engine is not None:
                 await self._engine.shutdown(0.0)
+            if self.memory is not None:
+                self.memory.leave()
 
     def begin(self) -> None:
         """Watch the engine, if it is loaded, and whether it is idle. Call it on the event loop."""
@@ -245,6 +256,8 @@ class ServedModel:
         self._state = "failed"
         self._failure = EngineDeadError("the engine has stopped")
         self._retry_at = math.inf
+        if self.memory is not None:
+            self.memory.leave()
         self.on_death()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
@@ -295,10 +308,11 @@ class ServedModel:
                     self._take(await self._load())
                 else:
                     await self._sleeper().wake()
+                await self._borrow()
             except asyncio.CancelledError:
                 self._state = "asleep"
                 raise
-            except VmserveError as error:
+            except (VmserveError, OSError) as error:
                 self._fail(error)
                 return
             self._state, self._failure, self._error = "ready", None, None
@@ -308,7 +322,17 @@ class ServedModel:
             self.begin()
         logger.info("the model %s woke in %.1f s", self.name, self._clock() - began)
 
-    def _fail(self, error: VmserveError) -> None:
+    async def _borrow(self) -> None:
+        """Take the model's place in the pool, for which others may have to give memory back."""
+        if self.memory is None:
+            return
+        try:
+            await self.memory.join(self.engine)
+        except BaseException:
+            await self._end(0.0)
+            raise
+
+    def _fail(self, error: VmserveError | OSError) -> None:
         logger.error("the model %s did not start: %s", self.name, error)
         self._error = error
         self._state = "failed"

@@ -1,0 +1,58 @@
+"""A model's share of the pool that the KV caches of all models are lent from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vmserve.client.core import ClientCore
+from vmserve.client.lending import KVPool, PoolMember
+
+__all__ = ["PoolShare"]
+
+
+class PoolShare:
+    """The terms on which a model has memory of ``pool``, while it is awake.
+
+    ``weight``, ``floor`` and ``cap``: see :meth:`vmserve.client.lending.KVPool.join`.
+    """
+
+    def __init__(
+        self,
+        pool: KVPool,
+        name: str,
+        weight: float,
+        floor: int | str | None,
+        cap: int | str | None,
+    ) -> None:
+        self.pool = pool
+        self._name = name
+        self._terms: dict[str, Any] = {"weight": weight, "floor": floor, "cap": cap}
+
+    async def join(self, client: object) -> None:
+        """Borrow for the engine of ``client``.
+
+        Raises :class:`~vmserve.errors.ConfigurationError` if the floors of all do not fit.
+        """
+        assert isinstance(client, ClientCore)
+        await self.pool.join(client, self._name, **self._terms)
+
+    def leave(self) -> None:
+        """Give all back. The engine must have ended."""
+        self.pool.leave(self._name)
+
+    def change(self, **terms: Any) -> None:
+        """Change ``weight``, ``floor`` or ``cap``, now and for when the model wakes.
+
+        Raises :class:`~vmserve.errors.ConfigurationError`.
+        """
+        if self._name in self.pool:
+            self.pool.set(self._name, **terms)
+        self._terms |= terms
+
+    @property
+    def weight(self) -> float:
+        return float(self._terms["weight"])
+
+    def state(self) -> PoolMember | None:
+        """How it stands; None while it sleeps."""
+        return next((row for row in self.pool.state() if row.name == self._name), None)
