@@ -288,7 +288,9 @@ def test_sleep_and_wake(tmp_path: Path) -> None:
                 await engine.wake()
             file.write_text(kept)
             config = model / "config.json"
-            config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 256}))
+            config.write_text(
+                json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 256})
+            )
             with pytest.raises(ConfigurationError, match="another shape"):
                 await engine.wake()
         finally:
