@@ -1,4 +1,4 @@
-"""Drafters that know the answers, with errors, or say anything; and engines that have one."""
+"""Drafters that know answers, with errors, say anything, or search; and engines that have one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from vmserve.config import EngineConfig
 from vmserve.engine import engine as engine_module
 from vmserve.engine.build import EngineParts, build
 from vmserve.scheduler.sequence import Sequence
+from vmserve.speculation.prompt_lookup import PromptLookup
 
 
 class Drafting:
@@ -26,6 +27,8 @@ class Drafting:
         self.is_on = False
         self.is_hostile = False
         self.accuracy = 0.8
+        #: Drafts in place of the others.
+        self.searching: PromptLookup | None = None
         self.num_known = 0
         self.rejected: list[int] = []
         self._rng = random.Random(seed)
@@ -37,13 +40,17 @@ class Drafting:
     def wanted(self, num_decoding: int) -> bool:
         return self.is_on
 
-    def propose(self, sequences: Many[Sequence], num_prompt_rows: int) -> list[list[int]] | None:
+    def propose(self, sequences: Many[Sequence], num_prompt_rows: int) -> Many[list[int]] | None:
         if not self.is_on:
             return None
+        if self.searching is not None:
+            return self.searching.propose(sequences, num_prompt_rows)
         return [self._draft(seq) for seq in sequences]
 
     def learn(self, seconds: float, attention: float) -> None:
         assert 0 <= attention <= seconds
+        if self.is_on and self.searching is not None:
+            self.searching.learn(seconds, attention)
 
     def _draft(self, sequence: Sequence) -> list[int]:
         if sequence.request.beams is not None:
@@ -64,9 +71,12 @@ class Drafting:
     def accepted(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         assert 0 <= num_accepted <= num_drafted
         self.rejected.append(num_drafted - num_accepted)
+        if self.searching is not None:
+            self.searching.accepted(sequence, num_drafted, num_accepted)
 
     def forget(self, sequence: Sequence) -> None:
-        pass
+        if self.searching is not None:
+            self.searching.forget(sequence)
 
 
 def key_of(sequence: Sequence) -> tuple[tuple[int, ...], int, int]:

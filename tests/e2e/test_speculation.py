@@ -1,14 +1,16 @@
 """Speculation changes no answer: tokens, log-probabilities, reasons and texts, on and off.
 
-Drafts come from an oracle with errors, which knows the answers, and from a stranger that says
-anything. ``VMSERVE_SPECULATION=1000`` computes as many random workloads as that.
+Drafts come from an oracle with errors, which knows the answers, from a stranger that says anything,
+and from the lookup that is served. ``VMSERVE_SPECULATION=1000 pytest -s -k random`` computes as
+many random workloads as that, and prints what became of whose drafts.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -25,6 +27,8 @@ from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
 from vmserve.runner.model_runner import StepLogits
 from vmserve.scheduler.base import StepPlan
+from vmserve.speculation.policy import EVIDENCE, PRICED
+from vmserve.speculation.prompt_lookup import PromptLookup
 from vmserve.types import RequestTerms
 
 Prompts = Callable[[int, int, int], list[list[int]]]
@@ -32,6 +36,9 @@ Prompts = Callable[[int, int, int], list[list[int]]]
 COUNT = int(os.environ.get("VMSERVE_SPECULATION", "16"))
 #: Workloads that one engine computes.
 PER_ENGINE = 4
+#: How often a drafter that knows the answer says it, and those that search.
+ORACLES = {"errs": 0.8, "knows": 1.0}
+SEARCHES = {"prompt-lookup": EVIDENCE, "auto": PRICED}
 SWAPS = {"preemption": "swap", "swap_space": "64MiB"}
 #: Engines that meet something for certain, and how that is counted. Others are drawn.
 CERTAIN: list[tuple[dict[str, Any], str]] = [
@@ -117,6 +124,12 @@ def converting(llm: LLM, rng: random.Random) -> None:
     llm.engine.step = changed_step  # type: ignore[method-assign, assignment]
 
 
+def drafted_and_accepted(llm: LLM) -> Counter[str]:
+    counters = llm.engine.counters
+    accepted, drafted = counters.accepted_tokens, counters.draft_tokens
+    return Counter(accepted=accepted, rejected=drafted - accepted)
+
+
 def small_pool() -> int:
     """Room for one of the longest requests and little beside."""
     with LLM(max_model_len=256) as llm:
@@ -124,8 +137,17 @@ def small_pool() -> int:
     return int(288 // stats["page_tokens"] * stats["page_bytes"])
 
 
+@pytest.fixture(scope="module")
+def outcomes() -> Iterator[dict[str, Counter[str]]]:
+    """Counts what became of drafts, by drafter; it is printed at the end."""
+    counted: dict[str, Counter[str]] = {}
+    yield counted
+    for who, counts in counted.items():
+        print(f"\n{who}:", ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+
+
 @pytest.mark.parametrize("seed", range(-(-COUNT // PER_ENGINE)))
-def test_random_workloads(seed: int, prompts: Prompts) -> None:
+def test_random_workloads(seed: int, prompts: Prompts, outcomes: dict[str, Counter[str]]) -> None:
     rng = random.Random(seed)
     options, met = CERTAIN[seed] if seed < len(CERTAIN) else (any_engine(rng), None)
     if options["kv_cache_memory"] == "small":
@@ -134,6 +156,7 @@ def test_random_workloads(seed: int, prompts: Prompts) -> None:
     with drafting_engines(seed) as made:
         llm = LLM(max_model_len=256, max_num_seqs=8, **options)
     [drafting] = made
+    searching = {name: PromptLookup(policy) for name, policy in SEARCHES.items()}
     with llm:
         if options.get("kv_regime") == "auto" or rng.random() < 0.5:
             converting(llm, rng)
@@ -146,12 +169,18 @@ def test_random_workloads(seed: int, prompts: Prompts) -> None:
                 for choice in result.outputs:
                     drafting.tell(prompt, one.seed or 0, choice.index, choice.token_ids)
             drafting.is_on = True
-            for drafting.is_hostile, drafting.accuracy in ((False, 0.8), (False, 1.0), (True, 0.0)):
-                if rng.random() < 0.5:
+            for who in ("errs", "knows", "stranger", ("prompt-lookup", "auto")[number % 2]):
+                drafting.accuracy, drafting.is_hostile = ORACLES.get(who, 0.0), who == "stranger"
+                drafting.searching = searching.get(who)
+                if who not in SEARCHES and rng.random() < 0.5:
                     llm.engine.reset_prefix_cache()
+                before = drafted_and_accepted(llm)
                 found = llm.generate(asked, params)
                 for one, alone, result in zip(params, expected, found, strict=True):
                     assert seen(result) == seen(alone), (seed, number, one)
+                counts = outcomes.setdefault(who, Counter())
+                counts.update(drafted_and_accepted(llm) - before)
+            drafting.searching = None
             llm.engine.memory.check()
         counters, stats = llm.engine.counters, llm.stats()
     assert met is None or stats[met] > 0

@@ -1,4 +1,4 @@
-"""Drafts in steps: what is added to a plan, which rows the sampler gets, what is kept afterwards.
+"""Drafts in steps: what is added to a step, which rows the sampler gets, what is kept afterwards.
 
 A step that drafts computes a sequence's last known token and drafted ones behind it. Each row draws
 its token as if the drafted tokens before it were known; a draft is accepted as long as it is what
@@ -8,16 +8,15 @@ the row before it drew (``docs/decisions/0048-drafts-in-steps.md``).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vmserve.memory.base import MemoryPlan
+from vmserve.scheduler.base import Drafted
 
 if TYPE_CHECKING:
     from vmserve.memory.manager import MemoryManager
-    from vmserve.scheduler.base import Scheduler, StepPlan
+    from vmserve.scheduler.base import Columns, Scheduler, StepDraft, StepPlan
     from vmserve.scheduler.sequence import Request, Sequence
     from vmserve.speculation.base import Drafter
     from vmserve.telemetry.counters import EngineCounters
@@ -26,7 +25,7 @@ __all__ = ["Drafts"]
 
 
 class Drafts:
-    """Adds drafts to plans, and tells the drafter what became of them.
+    """Adds drafts to steps, and tells the drafter what became of them.
 
     Drafts take only rows and pages that nothing else in the step needs: they never preempt, and
     never keep a prompt waiting. ``max_tokens``: rows of a step; ``max_rows``: rows of logits.
@@ -56,35 +55,30 @@ class Drafts:
         num_decoding = sum(_most(sequence) > 1 for sequence in sequences)
         return num_decoding > 0 and self._drafter.wanted(num_decoding)
 
-    def extend(self, plan: StepPlan) -> StepPlan:
-        """The plan with drafts, as far as there is room for them."""
-        columns = plan.columns
-        places: Iterable[int] = range(len(plan))
-        decoding = plan.sequences
-        if not plan.only_decodes:
-            decodes = plan.samples & (columns.num_new == 1)
+    def add(self, step: StepDraft, columns: Columns) -> Drafted | None:
+        """Drafts of a step, as far as there are rows for them."""
+        places: Iterable[int] = range(len(step))
+        decoding = step.sequences
+        num_tokens = len(step)
+        if not columns.only_decodes:
+            num_tokens = sum(step.num_new)
+            decodes = columns.num_computed + 1 == columns.num_known
             decodes &= columns.num_computed >= columns.num_prompt
             places = np.flatnonzero(decodes).tolist()
-            decoding = [plan.sequences[i] for i in places]
-        room = min(self._max_tokens - plan.num_tokens, self._max_rows - len(plan))
+            decoding = [step.sequences[i] for i in places]
+        room = min(self._max_tokens - num_tokens, self._max_rows - len(step))
         if not decoding or room <= 0:
-            return plan
-        proposed = self._drafter.propose(decoding, plan.num_tokens - len(decoding))
+            return None
+        proposed = self._drafter.propose(decoding, num_tokens - len(decoding))
         if proposed is None:
-            return plan
-        drafts: list[list[int]] = [[] for _ in plan.sequences]
+            return None
+        drafts: list[list[int]] = [[] for _ in step.sequences]
         for place, sequence, draft in zip(places, decoding, proposed, strict=True):
             drafts[place] = self._usable(sequence, draft[: min(_most(sequence), room)])
             room -= len(drafts[place])
         if not any(drafts):
-            return plan
-        extended = columns.with_drafts(np.array([len(draft) for draft in drafts]))
-        memory = self._memory.plan(extended.growths, plan.memory.ops)
-        if isinstance(memory, MemoryPlan):
-            return plan.with_drafts(drafts, extended, memory)
-        # Looking for room may have given pages back, after which the plan is stale.
-        again = self._memory.plan(columns.growths, plan.memory.ops)
-        return replace(plan, memory=again) if isinstance(again, MemoryPlan) else plan
+            return None
+        return Drafted(drafts, columns.with_drafts(np.array([len(draft) for draft in drafts])))
 
     def _usable(self, sequence: Sequence, draft: list[int]) -> list[int]:
         """The draft up to what would end the answer, or what its grammar forbids."""

@@ -369,7 +369,8 @@ class LLMEngine:
         """
         phases = StepPhases(self._clock)
         try:
-            plan = self.scheduler.schedule(ahead=previous is not None)
+            add_drafts = self._drafts.add if self._drafts is not None and previous is None else None
+            plan = self.scheduler.schedule(ahead=previous is not None, add_drafts=add_drafts)
         except NoRoomError as error:
             return StepResult(failures=(self._fail(error.request_id, error),))
         if plan is None:
@@ -377,8 +378,6 @@ class LLMEngine:
                 self._idle()
                 self.structured.wait()
             return StepResult()
-        if self._drafts is not None and previous is None:
-            plan = self._drafts.extend(plan)
         phases.end("schedule")
         try:
             epoch = self.memory.apply(plan.memory)

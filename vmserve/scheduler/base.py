@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -15,7 +15,9 @@ from vmserve.memory.columns import step_columns, take_unpublished
 from vmserve.scheduler.sequence import Request, Sequence
 
 __all__ = [
+    "AddDrafts",
     "Columns",
+    "Drafted",
     "Flags",
     "Ints",
     "NoRoomError",
@@ -171,6 +173,18 @@ class StepDraft:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Drafted:
+    """A draft for each sequence of a step, some of them empty, and the columns with them."""
+
+    drafts: list[list[int]]
+    columns: Columns
+
+
+#: Gives the drafts of a step, or None; its columns are those of :meth:`StepDraft.columns`.
+AddDrafts = Callable[[StepDraft, Columns], Drafted | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """One step: what is computed, and the memory that it needs.
 
@@ -189,11 +203,11 @@ class StepPlan:
     def of(draft: StepDraft, columns: Columns, memory: MemoryPlan) -> StepPlan:
         return StepPlan(list(draft.sequences), columns, sum(draft.num_new), memory)
 
-    def with_drafts(
-        self, drafts: list[list[int]], columns: Columns, memory: MemoryPlan
-    ) -> StepPlan:
-        num_tokens = self.num_tokens + sum(map(len, drafts))
-        return StepPlan(self.sequences, columns, num_tokens, memory, tuple(drafts))
+    @staticmethod
+    def with_drafts(draft: StepDraft, drafted: Drafted, memory: MemoryPlan) -> StepPlan:
+        num_tokens = sum(draft.num_new) + sum(map(len, drafted.drafts))
+        drafts = tuple(drafted.drafts)
+        return StepPlan(list(draft.sequences), drafted.columns, num_tokens, memory, drafts)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -301,8 +315,13 @@ class Scheduler(Protocol):
         """Release the memory of a sequence that has its last token."""
         ...
 
-    def schedule(self, *, ahead: bool = False) -> StepPlan | None:
+    def schedule(
+        self, *, ahead: bool = False, add_drafts: AddDrafts | None = None
+    ) -> StepPlan | None:
         """The next step, or None if there is nothing to run.
+
+        ``add_drafts`` is asked for drafts, perhaps several times; the step has them where there is
+        memory for them.
 
         ``ahead``: the last step still runs and some of its tokens are unknown. Nobody is preempted
         then, and None means: ask again when the tokens are known.

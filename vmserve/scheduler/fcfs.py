@@ -38,7 +38,7 @@ from vmserve.memory.base import (
 )
 from vmserve.scheduler.admission import Admission
 from vmserve.scheduler.ageing import Ageing
-from vmserve.scheduler.base import NoRoomError, StepDraft, StepPlan
+from vmserve.scheduler.base import AddDrafts, NoRoomError, StepDraft, StepPlan
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
 from vmserve.scheduler.claims import ClaimReason, Claims
 from vmserve.scheduler.copies import CopiesOut
@@ -116,6 +116,8 @@ class FCFSScheduler:
         #: The system refused memory below the limit. Nothing is admitted beside running sequences
         #: until one of them ends, or the refusal would repeat at each step.
         self._admission_paused = False
+        #: Of the step that is planned.
+        self._add_drafts: AddDrafts | None = None
         #: A step was planned and not applied.
         self._has_unapplied_plan = False
         #: The last reason why admitted newcomers had to wait again.
@@ -232,7 +234,10 @@ class FCFSScheduler:
                 num_read = min(num_past + num_new, sequence.num_prompt) - num_past
             shares.served(sequence.request, num_read=num_read, num_generated=int(samples))
 
-    def schedule(self, *, ahead: bool = False) -> StepPlan | None:
+    def schedule(
+        self, *, ahead: bool = False, add_drafts: AddDrafts | None = None
+    ) -> StepPlan | None:
+        self._add_drafts = add_drafts
         self._regimes.reconsider()
         if ahead:
             return self._schedule_ahead()
@@ -420,23 +425,24 @@ class FCFSScheduler:
         return StepDraft(), None
 
     def _plan_memory(self, draft: StepDraft) -> StepPlan | Shortfall:
-        """Plan with the requested conversions, or without them if there is no memory for them
-        now."""
+        """Plan with the requested conversions and with drafts, as far as there is memory for them
+        now; drafts keep no conversion waiting."""
         columns = draft.columns(self._limits.window)
-        growths = columns.growths
+        drafted = None if self._add_drafts is None else self._add_drafts(draft, columns)
         starts: list[MemoryOp] = []
         # Waiting beams may start too.
         if columns.has_starts or len(draft) < len(self._running):
             starts = [seq.start for seq in self._running if seq.start is not None]
-        answer: MemoryPlan | Shortfall | None = None
         conversions = self._regimes.conversions()
-        if conversions:
-            answer = self._memory.plan(growths, [*starts, *conversions])
-        if not isinstance(answer, MemoryPlan):
-            answer = self._memory.plan(growths, starts)
-        if isinstance(answer, Shortfall):
-            return answer
-        return StepPlan.of(draft, columns, answer)
+        for ops in ([*starts, *conversions], starts) if conversions else (starts,):
+            if drafted is not None:
+                answer = self._memory.plan(drafted.columns.growths, ops)
+                if isinstance(answer, MemoryPlan):
+                    return StepPlan.with_drafts(draft, drafted, answer)
+            answer = self._memory.plan(columns.growths, ops)
+            if isinstance(answer, MemoryPlan):
+                return StepPlan.of(draft, columns, answer)
+        return answer
 
     def _plan_beside_copies(self, draft: StepDraft) -> tuple[StepDraft, StepPlan | Shortfall]:
         """Plan one step beside swap copies; if that is not possible, wait for the copies and
