@@ -447,6 +447,7 @@ class FCFSScheduler:
             answer = self._memory.plan(columns.growths, ops)
             if isinstance(answer, MemoryPlan):
                 return StepPlan.of(draft, columns, answer)
+        assert isinstance(answer, Shortfall)
         return answer
 
     def _plan_beside_copies(self, draft: StepDraft) -> tuple[StepDraft, StepPlan | Shortfall]:
