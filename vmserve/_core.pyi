@@ -429,22 +429,9 @@ class RowSampler:
 class PromptDrafter:
     num_bytes: int
     credit: float
-    def __init__(
-        self,
-        *,
-        match_bounds: Sequence[int],
-        usual_rates: Sequence[float],
-        prior_weight: float,
-        most_weight: float,
-        most_drafted: int,
-        is_priced: bool,
-        least_rate: float,
-        margin: float,
-        earned: float,
-        most_credit: float,
-        most_visited: int,
-        longest: int,
-    ) -> None: ...
+    def __init__(self, policy: Any) -> None:
+        """``policy``: with the attributes of vmserve.speculation.policy.DraftPolicy."""
+
     def __len__(self) -> int: ...
     def open(self, number: int, before: Sequence[int], num_prompt: int, most_tokens: int) -> None:
         """Index a text: ``before``, which no match crosses, and then what is proposed for. It ends
@@ -459,6 +446,33 @@ class PromptDrafter:
 
     def accepted(self, number: int, num_drafted: int, num_accepted: int) -> None:
         """Take the outcome of a draft of the last step proposed for."""
+
+    def learn(self, seconds: float, attention: float) -> None:
+        """Take how long that step took."""
+
+    def may_pay(self, num_decoding: int) -> bool:
+        """Whether a step of so many sequences may get drafts."""
+
+class DraftLengths:
+    """How long the drafts of a draft model are."""
+
+    credit: float
+    def __init__(self, policy: Any) -> None:
+        """``policy``: with the attributes of vmserve.speculation.policy.DraftPolicy."""
+
+    def open(self, number: int) -> None: ...
+    def close(self, number: int) -> None: ...
+    def choose(
+        self, sequences: Sequence[tuple[int, int, int, int, int]], num_prompt_rows: int
+    ) -> list[int]:
+        """The lengths of a step's drafts. Each sequence: its number (negative: no draft), tokens,
+        tokens that are to be read first, most tokens of a draft, and of the rest of its answer."""
+
+    def ran(self, num_rows: int, num_sequences: int, seconds: float) -> None:
+        """Take how long a step of the draft model took."""
+
+    def accepted(self, number: int, num_drafted: int, num_accepted: int) -> None:
+        """Take the outcome of a draft of the last step chosen for."""
 
     def learn(self, seconds: float, attention: float) -> None:
         """Take how long that step took."""

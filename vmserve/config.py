@@ -342,7 +342,7 @@ class EngineConfig:
             "Most tokens of a draft.",
             _SCHEDULING,
             Bounds(1, 15),
-            default="5 of a draft model; of a text 7, with auto 15",
+            default="of a draft model 5, with auto 7; of a text 7, with auto 15",
         ),
     ] = None
     priority_max_wait: Annotated[
@@ -435,10 +435,10 @@ class EngineConfig:
             raise ConfigurationError(
                 "speculative: draft-model needs a model that drafts: give --speculative-model"
             )
-        if self.speculative_model is not None and self.speculative != "draft-model":
+        if self.speculative_model is not None and self.speculative not in ("draft-model", "auto"):
             raise ConfigurationError(
-                "speculative_model: it drafts with --speculative draft-model, not with "
-                f"{self.speculative}"
+                "speculative_model: it drafts with --speculative draft-model, or with auto as far "
+                f"as it pays, not with {self.speculative}"
             )
         if self.speculative_model is not None and self.kv_cache_memory == LEAST:
             raise ConfigurationError(

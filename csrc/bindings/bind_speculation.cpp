@@ -1,10 +1,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "../speculation/draft_lengths.h"
 #include "../speculation/prompt_drafter.h"
 #include "bindings.h"
 #include "vmserve/errors.h"
@@ -14,6 +16,7 @@ namespace py = pybind11;
 namespace vmserve {
 namespace {
 
+using speculation::DraftLengths;
 using speculation::PolicyNumbers;
 using speculation::PromptDrafter;
 using speculation::Token;
@@ -45,33 +48,62 @@ py::object propose(PromptDrafter& drafter, const std::vector<std::int64_t>& numb
   return py::cast(std::move(drafts));
 }
 
+// The attributes of vmserve.speculation.policy.DraftPolicy.
+PolicyNumbers numbers_of(const py::handle policy) {
+  const auto number = [&](const char* name) { return policy.attr(name).cast<double>(); };
+  PolicyNumbers numbers{policy.attr("match_bounds").cast<std::vector<std::int64_t>>(),
+                        policy.attr("usual_rates").cast<std::vector<double>>(),
+                        number("prior_weight"),
+                        number("most_weight"),
+                        policy.attr("most_drafted").cast<std::int64_t>(),
+                        policy.attr("is_priced").cast<bool>(),
+                        number("least_rate"),
+                        number("margin"),
+                        number("earned"),
+                        number("most_credit"),
+                        number("round_share")};
+  if (numbers.usual_rates.size() != numbers.match_bounds.size() + 1) {
+    throw MisuseError("a usual rate on each side of each bound");
+  }
+  return numbers;
+}
+
+std::vector<std::int64_t> choose(DraftLengths& lengths,
+                                 const std::vector<std::array<std::int64_t, 5>>& sequences,
+                                 std::int64_t num_prompt_rows) {
+  std::vector<DraftLengths::Decoding> decoding;
+  decoding.reserve(sequences.size());
+  for (const auto& [number, size, num_unread, most, left] : sequences) {
+    decoding.push_back({number, size, num_unread, most, left});
+  }
+  return lengths.choose(decoding, num_prompt_rows);
+}
+
 }  // namespace
 
 void bind_speculation(py::module_& m) {
-  py::class_<PromptDrafter>(m, "PromptDrafter")
-      .def(py::init([](std::vector<std::int64_t> match_bounds, std::vector<double> usual_rates,
-                       double prior_weight, double most_weight, std::int64_t most_drafted,
-                       bool is_priced, double least_rate, double margin, double earned,
-                       double most_credit, std::int64_t most_visited, std::int64_t longest) {
-             if (usual_rates.size() != match_bounds.size() + 1) {
-               throw MisuseError("a usual rate on each side of each bound");
-             }
-             PolicyNumbers numbers{std::move(match_bounds),
-                                   std::move(usual_rates),
-                                   prior_weight,
-                                   most_weight,
-                                   most_drafted,
-                                   is_priced,
-                                   least_rate,
-                                   margin,
-                                   earned,
-                                   most_credit};
-             return std::make_unique<PromptDrafter>(std::move(numbers), most_visited, longest);
+  py::class_<DraftLengths>(m, "DraftLengths")
+      .def(py::init([](const py::object& policy) {
+             return std::make_unique<DraftLengths>(numbers_of(policy));
            }),
-           py::kw_only(), py::arg("match_bounds"), py::arg("usual_rates"), py::arg("prior_weight"),
-           py::arg("most_weight"), py::arg("most_drafted"), py::arg("is_priced"),
-           py::arg("least_rate"), py::arg("margin"), py::arg("earned"), py::arg("most_credit"),
-           py::arg("most_visited"), py::arg("longest"))
+           py::arg("policy"))
+      .def("open", &DraftLengths::open, py::arg("number"))
+      .def("close", &DraftLengths::close, py::arg("number"))
+      .def("choose", &choose, py::arg("sequences"), py::arg("num_prompt_rows"))
+      .def("ran", &DraftLengths::ran, py::arg("num_rows"), py::arg("num_sequences"),
+           py::arg("seconds"))
+      .def("accepted", &DraftLengths::accepted, py::arg("number"), py::arg("num_drafted"),
+           py::arg("num_accepted"))
+      .def("learn", &DraftLengths::learn, py::arg("seconds"), py::arg("attention"))
+      .def("may_pay", &DraftLengths::may_pay, py::arg("num_decoding"))
+      .def_property_readonly("credit", [](const DraftLengths& d) { return d.policy().credit(); });
+  py::class_<PromptDrafter>(m, "PromptDrafter")
+      .def(py::init([](const py::object& policy) {
+             return std::make_unique<PromptDrafter>(
+                 numbers_of(policy), policy.attr("most_visited").cast<std::int64_t>(),
+                 policy.attr("longest").cast<std::int64_t>());
+           }),
+           py::arg("policy"))
       .def("open", &PromptDrafter::open, py::arg("number"), py::arg("before"),
            py::arg("num_prompt"), py::arg("most_tokens"))
       .def("close", &PromptDrafter::close, py::arg("number"))

@@ -20,6 +20,8 @@ constexpr double kDecay = 0.98;
 constexpr double kUsualChunk = 1.0;
 // Keeps the least squares from dividing by nothing.
 constexpr double kRidge = 0.02;
+// What a step without drafts counts for in the rates of a draft model.
+constexpr double kRelaxed = 0.01;
 // Rows over which the price of one more is taken.
 constexpr std::int64_t kRowsOfSlope = 8;
 
@@ -45,6 +47,22 @@ Acceptance::Acceptance(const PolicyNumbers& numbers)
       tried_(numbers.usual_rates.size(), numbers.prior_weight),
       accepted_(numbers.usual_rates) {
   for (double& accepted : accepted_) accepted *= numbers.prior_weight;
+}
+
+Acceptance::Acceptance(const PolicyNumbers& numbers, const Acceptance& other)
+    : numbers_(&numbers),
+      tried_(numbers.usual_rates.size(), numbers.prior_weight),
+      accepted_(tried_) {
+  for (std::size_t i = 0; i < accepted_.size(); ++i) {
+    accepted_[i] *= other.accepted_[i] / other.tried_[i];
+  }
+}
+
+void Acceptance::relax() {
+  for (std::size_t i = 0; i < tried_.size(); ++i) {
+    tried_[i] += kRelaxed;
+    accepted_[i] += kRelaxed * numbers_->usual_rates[i];
+  }
 }
 
 std::size_t Acceptance::place_of(std::int64_t match_length) const {
@@ -178,7 +196,19 @@ double DraftPolicy::seconds_of(const StepShape& step) const {
   const double plain = plain_seconds(step);
   if (step.num_drafted == 0) return plain;
   return plain + rows_.drafts(step) +
-         attention_.drafts(step.drafted_positions, step.drafted_products);
+         attention_.drafts(step.drafted_positions, step.drafted_products) +
+         static_cast<double>(step.num_rounds) * round_seconds(step) + step.reading;
+}
+
+double DraftPolicy::round_seconds(const StepShape& step) const {
+  return rounds_.empty() ? numbers_.round_share * plain_seconds(step)
+                         : rounds_.plain(step.num_drafting);
+}
+
+void DraftPolicy::drew(std::int64_t num_sequences, double seconds) {
+  StepShape round;
+  round.num_decoding = num_sequences;
+  rounds_.learn(round, seconds);
 }
 
 bool DraftPolicy::may_pay(const StepShape& step) const {
@@ -188,6 +218,10 @@ bool DraftPolicy::may_pay(const StepShape& step) const {
   for (std::int64_t each = 1; each <= numbers_.most_drafted; each = 2 * each + 1) {
     StepShape drafted = step;
     drafted.num_drafted = each * step.num_decoding;
+    if (numbers_.round_share > 0) {
+      drafted.num_rounds = each;
+      drafted.num_drafting = step.num_decoding;
+    }
     const double speed = static_cast<double>(1 + each) / seconds_of(drafted);
     if (speed > numbers_.margin / plain) return true;
   }
@@ -235,12 +269,18 @@ std::vector<std::int64_t> DraftPolicy::lengths(const StepShape& step,
                    [](const Token& a, const Token& b) { return a.chance > b.chance; });
   StepShape drafted = step;
   std::vector<double> expected(offers.size(), 1.0);  // tokens of the sequence
+  std::vector<std::int64_t> taken(offers.size());
   double log_gain = 0, best_gain = std::log(numbers_.margin);
   std::size_t best = 0;
   for (std::size_t num = 0; num < std::min<std::size_t>(tokens.size(), kMostRows); ++num) {
     const auto [chance, i] = tokens[num];
     ++drafted.num_drafted;
-    if (expected[i] == 1.0) drafted.drafted_positions += offers[i].positions;
+    if (taken[i]++ == 0) {
+      drafted.drafted_positions += offers[i].positions;
+      drafted.reading += offers[i].reading;
+      if (numbers_.round_share > 0) ++drafted.num_drafting;
+    }
+    if (numbers_.round_share > 0) drafted.num_rounds = std::max(drafted.num_rounds, taken[i]);
     drafted.drafted_products += offers[i].positions;
     log_gain += std::log1p(chance / expected[i]) / num_decoding;
     expected[i] += chance;
@@ -256,12 +296,13 @@ std::vector<std::int64_t> DraftPolicy::lengths(const StepShape& step,
 void DraftPolicy::learn(const StepShape& step, double log_tokens, double seconds,
                         double attention) {
   if (step.num_decoding == 0) return;
-  rows_.learn(step, std::max(0.0, seconds - attention));
+  rows_.learn(step, std::max(0.0, seconds - attention - step.drafting_seconds));
   if (step.num_prompt_rows > 0 || rows_.empty()) return;
   attention_.learn(step, attention);
   const double plain = plain_seconds(step), most = numbers_.most_credit * plain;
   if (step.num_drafted == 0) {
     credit_ = has_begun_ ? credit_ + numbers_.earned * std::min(seconds, 2 * plain) : most;
+    credit_ -= step.drafting_seconds;
     has_begun_ = true;
   } else {
     // Of a step that was held up, or measured wrongly, no more than half as much again counts.

@@ -20,16 +20,21 @@ struct PolicyNumbers {
   double least_rate;
   double margin;
   double earned, most_credit;
+  double round_share;
 };
 
 // A request's share of accepted tokens by the length of the match that they extend.
 class Acceptance {
  public:
   explicit Acceptance(const PolicyNumbers& numbers);
+  // With the rates of another one to begin with.
+  Acceptance(const PolicyNumbers& numbers, const Acceptance& other);
 
   double rate(std::int64_t match_length) const;
   // Tokens behind a rejected one say nothing.
   void learn(std::int64_t match_length, std::int64_t num_drafted, std::int64_t num_accepted);
+  // Comes a little nearer to the usual rates, so that what was bad is tried again some time.
+  void relax();
 
  private:
   std::size_t place_of(std::int64_t match_length) const;
@@ -45,6 +50,10 @@ struct StepShape {
   // Of the sequences with drafts: their tokens, positions, and products of both.
   std::int64_t num_drafted = 0;
   double drafted_positions = 0, drafted_products = 0;
+  // Of a draft model: its own steps, the most sequences of one, and the seconds that they took;
+  // seconds of reading texts that are charged to this step.
+  std::int64_t num_rounds = 0, num_drafting = 0;
+  double drafting_seconds = 0, reading = 0;
 
   std::int64_t num_rows() const { return num_decoding + num_prompt_rows + num_drafted; }
 };
@@ -114,6 +123,7 @@ struct Offer {
   const Acceptance* acceptance;
   std::int64_t match_length, num_tokens;
   double positions;
+  double reading = 0;  // as in StepShape
 };
 
 // Chooses drafts that make a batch faster: by the geometric mean of its sequences' tokens a second,
@@ -136,15 +146,18 @@ class DraftPolicy {
   // Takes how long a step took, all of it and its attention. `log_tokens`: the logarithms of the
   // numbers of tokens that its sequences got, together.
   void learn(const StepShape& step, double log_tokens, double seconds, double attention);
+  // Takes how long a step of a draft model took.
+  void drew(std::int64_t num_sequences, double seconds);
 
   double seconds_of(const StepShape& step) const;
   double credit() const { return credit_; }
 
  private:
   double plain_seconds(const StepShape& step) const;
+  double round_seconds(const StepShape& step) const;
 
   PolicyNumbers numbers_;
-  RowPrices rows_;
+  RowPrices rows_, rounds_;
   AttentionPrices attention_;
   double credit_ = 0;
   bool has_begun_ = false;

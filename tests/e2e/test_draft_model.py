@@ -141,6 +141,21 @@ def test_a_stranger_is_not_believed(stranger: Path, prompts: Prompts) -> None:
     )
 
 
+def test_auto_asks_a_stranger_seldom(stranger: Path, prompts: Prompts) -> None:
+    asked = prompts(4, 60, 2)
+    params = [
+        SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=120, ignore_eos=True)
+        for i in range(4)
+    ]
+    options = {"max_model_len": 256, "max_num_seqs": 8}
+    with LLM(**options) as llm:
+        expected = [seen(each) for each in llm.generate(asked, params)]
+    with LLM(**options, speculative="auto", speculative_model=str(stranger)) as llm:
+        assert [seen(each) for each in llm.generate(asked, params)] == expected
+        stats = llm.stats()
+    assert stats["spec_decode_num_drafts_total"] < 0.3 * stats["generation_tokens_total"]
+
+
 def test_who_gets_no_drafts(prompts: Prompts) -> None:
     """Requests that want none, beams, and ids that the draft model has not."""
     asked = prompts(3, 40, 5)

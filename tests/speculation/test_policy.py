@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from vmserve import _core
 from vmserve.speculation.policy import PRICED, DraftPolicy
@@ -42,7 +42,7 @@ class Batch:
     ) -> None:
         self._cost = cost
         self._answers = answers
-        self._drafter = _core.PromptDrafter(**asdict(policy))
+        self._drafter = _core.PromptDrafter(policy)
         self._num_known = [num_prompt + 1] * len(answers)
         for number, answer in enumerate(answers):
             self._drafter.open(number, [], num_prompt, len(answer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict
+from dataclasses import replace
 
 import pytest
 
@@ -40,8 +40,15 @@ def continued(text: list[int], place: int, limit: int) -> list[int]:
 
 def searching(most_visited: int, longest: int, most_drafted: int) -> _core.PromptDrafter:
     """One that drafts whatever it finds."""
-    numbers = asdict(EVIDENCE) | {"least_rate": 0.0, "most_drafted": most_drafted}
-    return _core.PromptDrafter(**numbers | {"most_visited": most_visited, "longest": longest})
+    return _core.PromptDrafter(
+        replace(
+            EVIDENCE,
+            least_rate=0.0,
+            most_drafted=most_drafted,
+            most_visited=most_visited,
+            longest=longest,
+        )
+    )
 
 
 def draft_of(drafter: _core.PromptDrafter, number: int, tokens: list[int]) -> list[int]:

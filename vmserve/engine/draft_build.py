@@ -21,25 +21,30 @@ from vmserve.models.native import refusal
 from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner
+from vmserve.speculation.policy import draft_model_policy
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["DraftChoice", "choose_draft", "load_draft"]
 
 logger = logging.getLogger(__name__)
 
-#: Tokens of a draft, if nobody says.
-_NUM_TOKENS = 5
+#: Most tokens of a draft if nobody says: as many in every step, or as far as they pay.
+_NUM_TOKENS = {False: 5, True: 7}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
-    """A draft model that fits the engine's model. ``share``: its part of the KV cache, with which
-    both hold as many tokens."""
+    """A draft model that fits the engine's model.
+
+    ``share``: its part of the KV cache, with which both hold as many tokens; ``cost``: its weights
+    over those of the model.
+    """
 
     path: Path
     config: ModelConfig
     dtype: DType
     share: float
+    cost: float
 
 
 def choose_draft(
@@ -89,7 +94,13 @@ def choose_draft(
         )
     own = draft.kv_elements * dtype.itemsize
     others = target.kv_elements * target_dtype.itemsize
-    return DraftChoice(path=path, config=draft, dtype=dtype, share=own / (own + others))
+    return DraftChoice(
+        path=path,
+        config=draft,
+        dtype=dtype,
+        share=own / (own + others),
+        cost=draft.num_weights / target.num_weights,
+    )
 
 
 def load_draft(
@@ -130,6 +141,7 @@ def load_draft(
         raise ConfigurationError(
             f"of the KV cache, {choice.share:.0%} are the draft model's; for it {error}"
         ) from error
+    is_priced = config.speculative == "auto"
     backend, views = CpuBackend(), runtime.views(memory)
     kernels = {regime: RegimeKernels(backend, views[regime]) for regime in Regime}
     return DraftModel(
@@ -137,7 +149,11 @@ def load_draft(
         ModelRunner(model, kernels, runtime),
         runtime,
         runtime.sampler(model_config.vocab_size, is_async=False),
-        num_tokens=config.num_speculative_tokens or _NUM_TOKENS,
+        draft_model_policy(
+            config.num_speculative_tokens or _NUM_TOKENS[is_priced],
+            is_priced=is_priced,
+            round_share=choice.cost,
+        ),
         max_tokens=resolved.max_num_batched_tokens,
         window=widest_window(model_config, 0),
         share=choice.share,

@@ -9,6 +9,7 @@ they agree, at any temperature (``docs/decisions/0064-a-draft-model.md``).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
@@ -22,12 +23,14 @@ from vmserve.sampling.tokens import SamplingRow
 from vmserve.scheduler.base import Columns, StepPlan
 from vmserve.scheduler.sequence import Sequence
 from vmserve.sizes import format_size
+from vmserve.speculation.draft_lengths import Decoding, DraftLengths
 
 if TYPE_CHECKING:
     from vmserve.memory.manager import MemoryManager
     from vmserve.runner.model_runner import Runner
     from vmserve.runner.runtime import DeviceRuntime
     from vmserve.sampling import TokenSampler
+    from vmserve.speculation.policy import DraftPolicy
 
 __all__ = ["DraftModel"]
 
@@ -68,8 +71,8 @@ class _Work:
 class DraftModel:
     """A :class:`~vmserve.speculation.base.Drafter` with a model, a KV memory and a sampler.
 
-    ``num_tokens``: of a draft; ``max_tokens``: rows of a step; ``share``: the part of the engine's
-    KV cache that its memory has. Sequences for which its memory has no room get no drafts.
+    ``policy``: how long drafts are; ``max_tokens``: rows of a step; ``share``: the part of the
+    engine's KV cache that its memory has. Sequences for which its memory has no room get no drafts.
     """
 
     def __init__(
@@ -78,8 +81,8 @@ class DraftModel:
         runner: Runner,
         runtime: DeviceRuntime,
         sampler: TokenSampler,
+        policy: DraftPolicy,
         *,
-        num_tokens: int,
         max_tokens: int,
         window: int | None,
         share: float,
@@ -89,7 +92,8 @@ class DraftModel:
         self._runner = runner
         self._runtime = runtime
         self._sampler = sampler
-        self._num_tokens = num_tokens
+        self._num_tokens = policy.most_drafted
+        self._lengths = DraftLengths(policy)
         self._max_tokens = max_tokens
         self._window = window
         #: None: a sequence that gets no drafts.
@@ -100,48 +104,57 @@ class DraftModel:
     # -- the drafter --------------------------------------------------------------------
 
     def wanted(self, num_decoding: int) -> bool:
-        return not self._has_failed
+        return not self._has_failed and self._lengths.may_pay(num_decoding)
 
     def propose(self, sequences: Many[Sequence], num_prompt_rows: int) -> Many[list[int]] | None:
         if self._has_failed:
             return None
         drafts: list[list[int]] = [[] for _ in sequences]
-        work = self._work(sequences, drafts)
+        work = self._work(sequences, num_prompt_rows, drafts)
         if work and self._compute(work, sequences):
             for each in work:
                 drafts[each.place] = each.draft
         return drafts if any(drafts) else None
 
     def accepted(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        pass
+        self._lengths.accepted(sequence, num_drafted, num_accepted)
 
     def learn(self, seconds: float, attention: float) -> None:
-        pass
+        self._lengths.learn(seconds, attention)
 
     def forget(self, sequence: Sequence) -> None:
         shadow = self._shadows.pop(sequence, None)
+        self._lengths.forget(sequence)
         if shadow is not None:
             self._release(shadow)
             self._num_forgotten += 1
 
     # -- what a step does ---------------------------------------------------------------
 
-    def _work(self, sequences: Many[Sequence], drafts: list[list[int]]) -> list[_Work]:
+    def _work(
+        self, sequences: Many[Sequence], num_prompt_rows: int, drafts: list[list[int]]
+    ) -> list[_Work]:
         """What the step does for each sequence, those that are nearly caught up first.
 
         A draft of which the last step took a part, or nothing, goes on in ``drafts``.
         """
         followed = list(self._followed(sequences))
         self._catch_up([(sequences[place], shadow) for place, shadow in followed])
-        work = []
+        decoding = [Decoding(sequence, 0, 0) for sequence in sequences]
         for place, shadow in followed:
             sequence = sequences[place]
             most = sequence.request.max_tokens - sequence.num_output - 1
-            most = min(self._num_tokens, most, self.memory.max_len + 1 - shadow.num_known)
+            most = max(0, min(self._num_tokens, most, self.memory.max_len + 1 - shadow.num_known))
             if drafted := shadow.own.tokens[shadow.num_known :]:
-                drafts[place] = drafted[: max(0, most)]
-            elif most > 0 and shadow.refused_at < self._num_forgotten:
-                work.append(_Work(place, shadow, shadow.own.num_uncomputed, most))
+                drafts[place] = drafted[:most]
+            elif shadow.refused_at < self._num_forgotten:
+                decoding[place] = Decoding(sequence, shadow.own.num_uncomputed, most)
+        lengths = self._lengths.choose(decoding, num_prompt_rows)
+        work = [
+            _Work(place, shadow, shadow.own.num_uncomputed, lengths[place])
+            for place, shadow in followed
+            if lengths[place] > 0
+        ]
         return sorted(work, key=lambda each: each.num_new)
 
     def _followed(self, sequences: Many[Sequence]) -> Iterator[tuple[int, _Shadow]]:
@@ -277,11 +290,13 @@ class DraftModel:
         while drawing:
             plan = StepPlan(drawing, columns, int(columns.num_new.sum()), memory_plan)
             slots = self.memory.slots(plan.memory_ids)
+            began = time.perf_counter()
             logits = self._runner.execute(plan, slots)
             for own, num_new in zip(drawing, columns.num_new.tolist(), strict=True):
                 own.num_computed += num_new
             rows = [by_own[own].shadow.row for own in logits.samplers]
             samples = self._sampler.sample(logits.sampling_logits(self._runtime), rows)
+            self._lengths.ran(plan.num_tokens, len(plan), time.perf_counter() - began)
             drawing = []
             for own, sample in zip(logits.samplers, samples, strict=True):
                 each, token_id = by_own[own], sample.token_id

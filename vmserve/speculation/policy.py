@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["EVIDENCE", "PRICED", "DraftPolicy"]
+__all__ = ["EVIDENCE", "PRICED", "DraftPolicy", "draft_model_policy"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,23 @@ class DraftPolicy:
     #: Places that a search looks at, newest first, and the length up to which it compares.
     most_visited: int = 256
     longest: int = 32
+    #: What a step of the draft model is taken to cost beside one of the model, until it was
+    #: measured; 0: drafts cost nothing.
+    round_share: float = 0.0
 
 
 PRICED = DraftPolicy(is_priced=True, most_drafted=15)
 #: Eight rows cost little more than one wherever weights are read from memory.
 EVIDENCE = DraftPolicy(is_priced=False, most_drafted=7)
+
+
+def draft_model_policy(num_tokens: int, *, is_priced: bool, round_share: float) -> DraftPolicy:
+    """Of a draft model. What is a match's length elsewhere is a token's place in the draft."""
+    return DraftPolicy(
+        is_priced=is_priced,
+        most_drafted=num_tokens,
+        match_bounds=(1, 2, 4, 8),
+        usual_rates=(0.7,) * 5,
+        least_rate=0.0,
+        round_share=round_share,
+    )

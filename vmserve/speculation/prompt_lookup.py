@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence as Many
-from dataclasses import asdict
 
 from vmserve import _core
 from vmserve.scheduler.sequence import Sequence
@@ -24,7 +23,7 @@ class PromptLookup:
     """
 
     def __init__(self, policy: DraftPolicy) -> None:
-        self._drafter = _core.PromptDrafter(**asdict(policy))
+        self._drafter = _core.PromptDrafter(policy)
         #: In the core, by which it knows the sequences.
         self._numbers: dict[Sequence, int] = {}
         self._unused = itertools.count()
