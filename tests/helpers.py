@@ -41,6 +41,7 @@ def start_python(code: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *(["-S"] if sys.flags.no_site else []), "-c", code],
         env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(path)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

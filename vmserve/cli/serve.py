@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from vmserve.client.async_llm import AsyncLLM
 
-__all__ = ["SERVE_OPTIONS", "ServeCommand", "serve_command"]
+__all__ = ["SERVE_OPTIONS", "ServeCommand", "serve_command", "server_config"]
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ def serve_command(
     )
     _check_together(own, server, bool(several))
     _run(
-        _server_config(name, server),
+        server_config(name, server),
         options,
         own.pin_prefixes,
         show_tokenizer=own.enable_tokenizer_info_endpoint,
@@ -229,7 +229,7 @@ def _check_together(own: ServeOptions, server: dict[str, Any], are_several: bool
             )
 
 
-def _server_config(model: str, given: dict[str, Any]) -> ServerConfig:
+def server_config(model: str, given: dict[str, Any]) -> ServerConfig:
     """Make the server's configuration of options as typed: read files, normalise texts."""
     key_file, template = given.pop("named_keys", None), given.pop("chat_template", None)
     names = given.pop("served_model_names", ()) or (model,)
