@@ -18,6 +18,7 @@ from vmserve.server.config import ServerConfig
 from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.listen import bind, url_of
+from vmserve.server.models.registry import Models
 from vmserve.server.run import serve
 from vmserve.testing import ScriptedEngine
 
@@ -27,7 +28,7 @@ Body = dict[str, Any]
 class Running:
     """A server in a thread of its own, and ways to talk to it."""
 
-    def __init__(self, engine: EngineClient, **options: Any) -> None:
+    def __init__(self, engine: EngineClient | Models, **options: Any) -> None:
         options.setdefault("served_model_names", ("fake",))
         self.config = ServerConfig(port=0, **options)
         self.engine = engine

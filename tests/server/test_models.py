@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -13,6 +13,7 @@ import pytest
 from tests.helpers import until
 from tests.server.conftest import Body, Running, error_of
 from vmserve.errors import ConfigurationError
+from vmserve.server.admin import MODEL_PATHS
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
@@ -32,8 +33,18 @@ def serve() -> Iterator[Callable[..., Running]]:
     """Starts a server with models."""
     started: list[Running] = []
 
+    def make(name: str, table: Mapping[str, Any]) -> ServedModel:
+        """What the admin route adds: ``model`` is the answer, or "bad"."""
+        if table["model"] == "bad":
+            raise ConfigurationError(f"model {name}: there is no such model")
+        loading = Loading(ScriptedEngine(table["model"]))
+        loading.go.set()
+        if table["model"] == "broken":
+            loading.fail = ConfigurationError("it is broken")
+        return served(name, None, loading)
+
     def begin(*models: ServedModel, **options: Any) -> Running:
-        running: Any = Running(Models(models, are_several=True), **options)
+        running = Running(Models(models, make), **options)
         started.append(running)
         return running
 
@@ -286,3 +297,87 @@ def test_the_wait_for_waking_is_taken_off_the_requests_time(
     server.on_loop(engine.waking.set)
     one.join()
     assert 0 < engine.requests[-1][2]["timeout"] < 20
+
+
+ADMIN = {"authorization": "Bearer admin"}
+
+
+def change(server: Running, what: str, status: int = 200, **body: Any) -> Body:
+    response = server.post(f"/v1/models/{what}", body, headers=ADMIN)
+    assert response.status_code == status, response.text
+    reply: Body = response.json()
+    return reply
+
+
+def states(server: Running) -> dict[str, str]:
+    cards = server.http.get("/v1/models").json()["data"]
+    return {card["id"]: card["state"] for card in cards}
+
+
+def test_only_the_admin_changes_models(serve: Callable[..., Running]) -> None:
+    server = serve(served("a", ScriptedEngine("alpha")), admin_api_key="admin")
+    for path in MODEL_PATHS:
+        body = {"model": "a", "name": "b"}
+        assert server.post(path, body).status_code == 401
+        assert server.http.get(path).status_code == 404  # no model of this name
+    assert states(server) == {"a": "ready"}
+
+
+def test_models_come_and_go(serve: Callable[..., Running]) -> None:
+    server = serve(served("a", ScriptedEngine("alpha")), admin_api_key="admin")
+    assert change(server, "add", model="beta", name="b")["state"] == "ready"
+    assert said(server.complete(model="b")) == "beta"
+    assert change(server, "add", model="gamma", preload=False)["state"] == "asleep"
+    assert said(server.complete(model="gamma")) == "gamma"
+    for body, told in (
+        ({"model": "bad"}, "there is no such model"),
+        ({"model": "broken"}, "it is broken"),
+        ({"model": "beta", "name": "b"}, "two models have the name 'b'"),
+        ({"model": "x", "weight": 0}, "weight"),
+    ):
+        assert told in change(server, "add", 400, **body)["error"]["message"]
+    assert states(server) == {"a": "ready", "b": "ready", "gamma": "ready"}
+    document = server.http.get("/openapi.json").json()["components"]["schemas"]
+    assert document["ModelRequest"]["properties"]["model"]["enum"] == ["a", "b", "gamma"]
+    assert change(server, "remove", model="a")["state"] == "leaving"
+    server.error("/v1/completions", {"prompt": "x", "model": "a"}, 404)
+    assert said(server.complete()) == "beta"  # the first that is left
+    change(server, "remove", 404, model="a")
+    change(server, "remove", model="b")
+    assert "only model" in change(server, "remove", 400, model="gamma")["error"]["message"]
+    change(server, "change", 400, model="gamma", weight=2)
+
+
+def test_a_removed_model_finishes_what_it_has(serve: Callable[..., Running]) -> None:
+    engine = ScriptedEngine("beta")
+    server = serve(served("a", ScriptedEngine("alpha")), served("b", engine), admin_api_key="admin")
+    engine.pause = server.on_loop(asyncio.Event)
+    replies: list[Body] = []
+    one = threading.Thread(target=lambda: replies.append(server.complete(model="b")))
+    one.start()
+    until(lambda: len(engine.running) == 1)
+    removing = threading.Thread(target=lambda: change(server, "remove", model="b", timeout=60))
+    removing.start()
+    until(lambda: states(server).get("b") == "leaving")
+    server.error("/v1/completions", {"prompt": "x", "model": "b"}, 404)
+    assert not engine.stopped
+    server.on_loop(engine.pause.set)
+    for thread in (one, removing):
+        thread.join()
+    assert said(replies[0]) == "beta"
+    assert engine.stopped
+    assert states(server) == {"a": "ready"}
+
+
+def test_sleep_and_wake_by_the_admin(serve: Callable[..., Running]) -> None:
+    engine = ScriptedEngine("alpha")
+    server = serve(served("a", engine), admin_api_key="admin")
+    assert change(server, "sleep", model="a")["state"] == "asleep"
+    assert engine.stopped
+    live = server.http.get("/v1/kv/live").json()
+    assert (live["pool"]["num_pages"], live["models"][0]["state"]) == (0, "asleep")
+    assert change(server, "wake", model="a")["num_wakes"] == 1
+    assert said(server.complete()) == "alpha"
+    text = server.http.get("/metrics").text
+    assert 'vmserve:model_state{engine="0",model_name="a",state="ready"} 1.0' in text
+    assert 'vmserve:model_wake_seconds_count{engine="0",model_name="a"} 1.0' in text

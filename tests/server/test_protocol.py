@@ -23,6 +23,7 @@ NEEDED: dict[str, Any] = {
     "tokens": [1],
     "max_tokens": 1,
     "kv_cache_memory": 1,
+    "model": "m",
 }
 
 

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from tests.server.conftest import Running, error_of
 from vmserve import __version__
 from vmserve.errors import ConfigurationError
-from vmserve.server.admin import ADMIN_PATHS
+from vmserve.server.admin import ADMIN_PATHS, MODEL_PATHS
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.live import LIVE_PAGE_PATHS
@@ -281,7 +281,7 @@ def test_openapi(shared: Running, keyed: Running) -> None:
         for operation in methods.values()
     ]
     assert len(operations) == len(set(operations))
-    assert REPLIES.keys() == document["paths"].keys() | ADMIN_PATHS
+    assert REPLIES.keys() == document["paths"].keys() | ADMIN_PATHS | MODEL_PATHS
     [name] = document["paths"]["/v1/models/{model}"]["get"]["parameters"]
     assert name["schema"]["enum"] == ["fake"]
     assert "text/html" in shared.http.get("/docs").headers["content-type"]

@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from vmserve.server.body import read_model
 from vmserve.server.context import ServerContext
-from vmserve.server.protocol import KVMemoryRequest
+from vmserve.server.errors import ApiError
+from vmserve.server.models.rows import model_row
+from vmserve.server.models.served import ServedModel
+from vmserve.server.protocol import (
+    AddModelRequest,
+    KVMemoryRequest,
+    ModelRequest,
+    ModelTermsRequest,
+)
 from vmserve.server.wire import JSON_TYPE, dump_json
 
-__all__ = ["ADMIN_PATHS", "AdminService"]
+__all__ = ["ADMIN_PATHS", "MODEL_PATHS", "AdminService"]
 
 #: The last two are the names that vLLM and SGLang have for one thing.
 ADMIN_PATHS: Final = frozenset({"/v1/kv/memory", "/reset_prefix_cache", "/flush_cache"})
+#: Those that are posted to: with other methods they are names of models.
+MODEL_PATHS: Final = frozenset(
+    f"/v1/models/{change}" for change in ("add", "remove", "change", "sleep", "wake")
+)
+#: Fields of :class:`AddModelRequest` that tables of ``--models-config`` have too.
+_TABLE: Final = ("weight", "kv_floor", "kv_cap", "preload")
 
 
 class AdminService:
     def __init__(self, context: ServerContext) -> None:
         self._models = context.models
+        self._drain_seconds = context.config.shutdown_timeout
 
     async def set_kv_memory(self, request: Request) -> Response:
-        """``{kv_cache_memory}``: how far the KV cache may grow now, in bytes of whole pages."""
+        """``{kv_cache_memory, model}``: how far the KV cache may grow now, in bytes of whole pages.
+
+        Of several models without ``model``, that of all together.
+        """
         body = await read_model(request, KVMemoryRequest)
+        served, size = self._models.find(body.model), body.kv_cache_memory
         try:
-            limit = await self._models.default.engine.set_kv_cache_memory(body.kv_cache_memory)
+            if served.memory is None:
+                limit = await served.engine.set_kv_cache_memory(size)
+            elif body.model is None:
+                served.memory.pool.resize(size)
+                limit = served.memory.pool.size_bytes
+            else:
+                limit = served.memory.change(cap=size)
         except ConfigurationError as error:
             raise InvalidRequestError(str(error), "kv_cache_memory") from error
-        return Response(dump_json({"kv_cache_memory": limit}), media_type=JSON_TYPE)
+        return _reply({"kv_cache_memory": limit})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """200 without a body once every cached prefix is forgotten and pinned ones are back."""
@@ -38,3 +63,62 @@ class AdminService:
             if served.is_awake:
                 await served.engine.reset_prefix_cache()
         return Response()
+
+    async def add_model(self, request: Request) -> Response:
+        """Add a model, and load it unless ``preload`` is false; returns how it stands."""
+        body = await read_model(request, AddModelRequest)
+        given = {name: getattr(body, name) for name in _TABLE}
+        table = {**(body.options or {}), "model": body.model}
+        table |= {name: value for name, value in given.items() if value is not None}
+        try:
+            return _row(await self._models.add(body.name or body.model, table))
+        except ConfigurationError as error:
+            raise InvalidRequestError(str(error)) from error
+        except EngineDeadError as error:
+            raise ApiError(503, str(error)) from error
+
+    async def remove_model(self, request: Request) -> Response:
+        """Answer 404 for it from now on; end it when its requests have, or after ``timeout``."""
+        body = await read_model(request, ModelRequest)
+        return _row(await self._models.remove(body.model, self._timeout(body)))
+
+    async def change_model(self, request: Request) -> Response:
+        """``{weight, kv_floor, kv_cap}``: its terms in the pool, from now on."""
+        body = await read_model(request, ModelTermsRequest)
+        served = self._models.find(body.model)
+        given = {"weight": body.weight, "floor": body.kv_floor, "cap": body.kv_cap}
+        if served.memory is None:
+            raise InvalidRequestError("This server has one model, whose memory nobody shares")
+        try:
+            served.memory.change(**{name: each for name, each in given.items() if each is not None})
+        except ConfigurationError as error:
+            raise InvalidRequestError(str(error)) from error
+        return _row(served)
+
+    async def sleep_model(self, request: Request) -> Response:
+        """End its engine, after ``timeout`` seconds for what runs. Its next request wakes it."""
+        body = await read_model(request, ModelRequest)
+        served = self._models.find(body.model)
+        if not served.can_sleep:
+            raise InvalidRequestError("An engine in the server's own process cannot be ended")
+        await served.sleep(self._timeout(body))
+        return _row(served)
+
+    async def wake_model(self, request: Request) -> Response:
+        """Start its engine now, also if it has failed before."""
+        body = await read_model(request, ModelRequest)
+        served = self._models.find(body.model)
+        served.forgive()
+        await served.awake()
+        return _row(served)
+
+    def _timeout(self, body: ModelRequest) -> float:
+        return self._drain_seconds if body.timeout is None else body.timeout
+
+
+def _row(served: ServedModel) -> Response:
+    return _reply(model_row(served))
+
+
+def _reply(value: dict[str, Any]) -> Response:
+    return Response(dump_json(value), media_type=JSON_TYPE)

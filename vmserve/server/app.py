@@ -27,6 +27,7 @@ from vmserve.server.models.served import ServedModel
 from vmserve.server.openapi import body_of, install_openapi
 from vmserve.server.origins import Cors, OriginPolicy
 from vmserve.server.protocol import (
+    AddModelRequest,
     ChatCompletionRequest,
     CompletionRequest,
     CountMessageTokensRequest,
@@ -34,6 +35,8 @@ from vmserve.server.protocol import (
     EmbeddingRequest,
     KVMemoryRequest,
     MessagesRequest,
+    ModelRequest,
+    ModelTermsRequest,
     RequestModel,
     ResponsesRequest,
     TokenizeRequest,
@@ -144,6 +147,11 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
         post("/v1/kv/memory", admin.set_kv_memory, KVMemoryRequest)
         post("/reset_prefix_cache", admin.reset_prefix_cache)
         post("/flush_cache", admin.reset_prefix_cache)
+        post("/v1/models/add", admin.add_model, AddModelRequest)
+        post("/v1/models/remove", admin.remove_model, ModelRequest)
+        post("/v1/models/change", admin.change_model, ModelTermsRequest)
+        post("/v1/models/sleep", admin.sleep_model, ModelRequest)
+        post("/v1/models/wake", admin.wake_model, ModelRequest)
     for path, handler in Pages(needs_key=bool(context.config.keys)).handlers():
         get(path, handler, in_schema=False)
 

@@ -13,6 +13,7 @@ from vmserve.server.chat import ChatService
 from vmserve.server.completions import CompletionService
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import ApiError
+from vmserve.server.models.rows import model_card, model_families
 from vmserve.server.models.served import ServedModel
 from vmserve.server.protocol import ChatCompletionRequest, CompletionRequest
 from vmserve.server.scope import gather
@@ -42,7 +43,7 @@ class InfoService:
 
     async def models(self, request: Request) -> Response:
         cards = [
-            self._card(name, served)
+            model_card(name, served, tells_state=self._context.models.have_states)
             for served in self._context.models
             for name in served.config.served_model_names
         ]
@@ -50,7 +51,8 @@ class InfoService:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["model"]
-        return _json(self._card(name, self._context.models.find(name)))
+        models = self._context.models
+        return _json(model_card(name, models.find(name), tells_state=models.have_states))
 
     async def kv(self, request: Request) -> Response:
         """The engine's figures: queues, pages, slots and what memory they take."""
@@ -63,6 +65,7 @@ class InfoService:
         await gather([served.fetch_stats() for served in context.models])
         body, media_type = render_metrics(
             [self._figures(served) for served in context.models],
+            model_families(context.models) if context.models.have_states else (),
             vllm_metrics=context.config.vllm_metrics,
         )
         return Response(body, media_type=media_type)
@@ -80,17 +83,6 @@ class InfoService:
             num_failed=life.num_failed,
             num_active=life.num_active,
         )
-
-    def _card(self, name: str, served: ServedModel) -> dict[str, Any]:
-        card = {
-            "id": name,
-            "object": "model",
-            "created": served.created,
-            "owned_by": "vmserve",
-            "root": served.name,  # never a path that was not given as a name
-            "max_model_len": served.max_model_len if served.is_loaded else None,
-        }
-        return {**card, "state": served.state} if self._context.models.have_states else card
 
 
 class InvocationService:

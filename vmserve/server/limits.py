@@ -80,6 +80,7 @@ NUMBERS: Final[dict[str, Bounds]] = {
     "token_id": Bounds(0, INT64_MAX, integer=True),
     "top_logprobs": Bounds(-1, INT64_MAX, integer=True),
     "truncate_prompt_tokens": Bounds(-1, INT64_MAX, integer=True),
+    "weight": Bounds(0, 1_000_000, open_low=True),
 }
 
 #: Fewest and most characters of a string, entries of a list or keys of an object.
@@ -98,6 +99,7 @@ SIZES: Final[dict[str, tuple[int, int]]] = {
     "metadata": (0, 16),
     "metadata.key": (0, 64),
     "metadata.value": (0, 512),
+    "options": (0, 128),
     "output_config": (0, 16),
     "previous_response_id": (1, 256),
     "messages.role": (1, 256),

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
+from vmserve.server.models.rows import model_row, pool_row
 from vmserve.server.models.served import ServedModel
 from vmserve.server.wire import JSON_TYPE, dump_json
 from vmserve.telemetry.kinds import kinds_in
@@ -38,6 +39,8 @@ LIVE_PAGE_PATHS: Final = frozenset(
 #: However many look on, the engine is asked this often at most.
 REFRESH_SECONDS: Final = 0.25
 _FIRST_CELL: Final = ord("0")
+#: What a model that sleeps has.
+_NO_POOL: Final = PoolMap(0, 1, b"", {}, [])
 _HEADERS: Final = {
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -94,7 +97,7 @@ class LiveView:
         reply = {
             "version": __version__,
             "model": served.name,
-            "max_model_len": served.max_model_len,
+            "max_model_len": served.max_model_len if served.is_loaded else None,
             "uptime_seconds": now - self._began,
             "age_seconds": now - taken,
             "draining": context.lifecycle.draining,
@@ -105,6 +108,7 @@ class LiveView:
             "stats": snapshot.stats,
             "pool": _pool(snapshot.pool),
             **({"kinds": kinds} if kinds else {}),
+            **self._all_models(),
             "requests": [_row(each) for each in shown],
             "num_requests": snapshot.num_requests,
             "num_others": len(snapshot.requests) - len(shown),
@@ -113,7 +117,16 @@ class LiveView:
             dump_json(reply), media_type=JSON_TYPE, headers={"cache-control": "no-store"}
         )
 
+    def _all_models(self) -> dict[str, Any]:
+        """A row for each model, and the pool, on a server that may have several."""
+        models = self._context.models
+        if not models.have_states:
+            return {}
+        return {"models": [model_row(each) for each in models], "kv_pool": pool_row(models)}
+
     async def _newest(self, served: ServedModel) -> tuple[float, EngineSnapshot]:
+        if not served.is_awake and self._context.models.have_states:
+            return time.monotonic(), EngineSnapshot(served.stats(), _NO_POOL, [], 0)
         snapshots = self._snapshots.get(served)
         if snapshots is None:
             snapshots = self._snapshots[served] = _Snapshots(served.engine)

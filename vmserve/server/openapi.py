@@ -12,6 +12,7 @@ from vmserve.server.errors import has_anthropic_errors
 from vmserve.server.models.registry import Models
 from vmserve.server.openapi_replies import REPLIES, REPLY_SCHEMAS, Reply
 from vmserve.server.protocol import (
+    AddModelRequest,
     ChatCompletionRequest,
     CompletionRequest,
     CountMessageTokensRequest,
@@ -19,6 +20,8 @@ from vmserve.server.protocol import (
     EmbeddingRequest,
     KVMemoryRequest,
     MessagesRequest,
+    ModelRequest,
+    ModelTermsRequest,
     RequestModel,
     ResponsesRequest,
     TokenizeRequest,
@@ -37,6 +40,7 @@ _MODELS: Final[tuple[type[RequestModel], ...]] = (
     TokenizeRequest,
     DetokenizeRequest,
 )
+_ADMIN_MODELS: Final = (KVMemoryRequest, ModelRequest, ModelTermsRequest, AddModelRequest)
 _SCHEMAS: Final = "#/components/schemas/"
 _ERROR: Final[dict[str, Any]] = {
     "type": "object",
@@ -80,9 +84,13 @@ def install_openapi(app: FastAPI, needs_key: bool, models: Models) -> None:
     a request may give for the model.
     """
 
+    described: list[str] = []
+
     def describe() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = _describe(app, needs_key, models.names)
+        names = models.names  # models come and go
+        if app.openapi_schema is None or described != names:
+            described[:] = names
+            app.openapi_schema = _describe(app, needs_key, names)
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
@@ -93,15 +101,17 @@ def _describe(app: FastAPI, needs_key: bool, model_names: list[str]) -> dict[str
         title=app.title, version=app.version, routes=app.routes, servers=app.servers
     )
     is_administered = "/v1/kv/memory" in document["paths"]
-    models: list[type[RequestModel]] = [*_MODELS, *([KVMemoryRequest] if is_administered else [])]
+    models: list[type[RequestModel]] = [*_MODELS, *(_ADMIN_MODELS if is_administered else ())]
     _, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=_SCHEMAS + "{model}"
     )
     components = document.setdefault("components", {})
     named = {"type": "string", "enum": model_names}
-    for schema in definitions.get("$defs", {}).values():
-        if "model" in schema.get("properties", {}):
-            schema["properties"]["model"] = {"anyOf": [named, {"type": "null"}]}
+    for name, schema in definitions.get("$defs", {}).items():
+        fields = schema.get("properties", {})
+        if "model" in fields and name != AddModelRequest.__name__:
+            may_be_left_out = "anyOf" in fields["model"]
+            fields["model"] = {"anyOf": [named, {"type": "null"}]} if may_be_left_out else named
     parameter = {"name": "model", "in": "path", "required": True, "schema": named}
     document["paths"]["/v1/models/{model}"]["get"]["parameters"] = [parameter]
     for operation in document["paths"]["/v1/responses/{response_id}"].values():

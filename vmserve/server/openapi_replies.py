@@ -106,7 +106,7 @@ REPLY_SCHEMAS: Final[dict[str, Schema]] = {
         created=_INT,
         owned_by=_TEXT,
         root={"type": ["string", "null"]},
-        max_model_len=_INT,
+        max_model_len=_or_null(_INT),
     ),
     "LivePool": _object(
         num_pages=_INT,
@@ -143,6 +143,17 @@ REPLY_SCHEMAS: Final[dict[str, Schema]] = {
     ),
 }
 _FIGURES: Final[Schema] = {"type": "object", "additionalProperties": _NUMBER}
+_MODEL_ROW: Final = _object(
+    name=_TEXT,
+    state={"enum": ["asleep", "waking", "ready", "failed", "leaving"]},
+    failure=_TEXT,
+    num_requests=_INT,
+    num_active=_INT,
+    num_waiting=_INT,
+    num_wakes=_INT,
+    waited_seconds=_NUMBER,
+    idle_seconds=_NUMBER,
+)
 
 
 class Reply(NamedTuple):
@@ -224,6 +235,11 @@ REPLIES: Final[dict[str, Reply]] = {
     ),
     "/reset_prefix_cache": Reply("Forget every cached prefix", "admin", None),
     "/flush_cache": Reply("Forget every cached prefix", "admin", None),
+    "/v1/models/add": Reply("Serve another model", "admin", _MODEL_ROW),
+    "/v1/models/remove": Reply("Serve a model no longer", "admin", _MODEL_ROW),
+    "/v1/models/change": Reply("Change a model's weight, floor or cap", "admin", _MODEL_ROW),
+    "/v1/models/sleep": Reply("End a model's engine until it is needed", "admin", _MODEL_ROW),
+    "/v1/models/wake": Reply("Start a model's engine", "admin", _MODEL_ROW),
     "/v1/kv/live": Reply(
         "The pool page by page, slots, queues and your requests",
         "server",

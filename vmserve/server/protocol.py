@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 from vmserve.server.limits import SIZES, bounded, sized
 
 __all__ = [
+    "AddModelRequest",
     "ChatCompletionRequest",
     "CompletionRequest",
     "ConstrainedRequest",
@@ -23,6 +24,8 @@ __all__ = [
     "GenerationRequest",
     "KVMemoryRequest",
     "MessagesRequest",
+    "ModelRequest",
+    "ModelTermsRequest",
     "RequestModel",
     "ResponsesRequest",
     "TokenizeRequest",
@@ -370,12 +373,39 @@ class TokenizeRequest(RequestModel):
         return self.chat_template_kwargs
 
 
+#: Bytes, or a text such as 4GiB.
+Size = Annotated[int, bounded("kv_cache_memory")] | Annotated[str, sized("kv_cache_memory")]
+
+
 class KVMemoryRequest(RequestModel):
     """The body of ``POST /v1/kv/memory``: bytes, or a text such as ``4GiB``."""
 
-    kv_cache_memory: (
-        Annotated[int, bounded("kv_cache_memory")] | Annotated[str, sized("kv_cache_memory")]
-    )
+    kv_cache_memory: Size
+    model: Annotated[str | None, sized("model")] = None
+
+
+class ModelRequest(RequestModel):
+    """The body of routes that put a model to sleep, wake or remove it."""
+
+    model: Annotated[str, sized("model")]
+    timeout: Annotated[float | None, bounded("request_timeout")] = None
+
+
+class ModelTermsRequest(RequestModel):
+    """The body of ``POST /v1/models/change``."""
+
+    model: Annotated[str, sized("model")]
+    weight: Annotated[float | None, bounded("weight")] = None
+    kv_floor: Size | None = None
+    kv_cap: Size | None = None
+
+
+class AddModelRequest(ModelTermsRequest):
+    """The body of ``POST /v1/models/add``: ``options`` as in a table of ``--models-config``."""
+
+    name: Annotated[str | None, sized("model")] = None
+    preload: bool | None = None
+    options: Annotated[dict[str, Any] | None, sized("options")] = None
 
 
 class DetokenizeRequest(RequestModel):

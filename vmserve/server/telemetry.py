@@ -196,8 +196,10 @@ class ModelFigures:
         yield from _server_families(self, names, values)
 
 
-def render_metrics(models: Iterable[ModelFigures], *, vllm_metrics: bool) -> tuple[bytes, str]:
-    """Return the text format with the families of all models, and its media type.
+def render_metrics(
+    models: Iterable[ModelFigures], more: Iterable[Metric], *, vllm_metrics: bool
+) -> tuple[bytes, str]:
+    """Return the text format with the families of all models and ``more``, and its media type.
 
     ``vllm_metrics``: under vLLM's names as well.
     """
@@ -208,7 +210,8 @@ def render_metrics(models: Iterable[ModelFigures], *, vllm_metrics: bool) -> tup
                 merged[family.name].samples += family.samples
             else:
                 merged[family.name] = family
-    return generate_latest(_Families(merged.values(), vllm_metrics)), CONTENT_TYPE_LATEST
+    families = [*merged.values(), *more]
+    return generate_latest(_Families(families, vllm_metrics)), CONTENT_TYPE_LATEST
 
 
 class _Families(Collector):

@@ -19,7 +19,7 @@ from vmserve.server.dialect import check_template
 from vmserve.server.models.memory import PoolShare
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
-from vmserve.server.models.specs import ModelSpec, log_loaded
+from vmserve.server.models.specs import ModelSpec, log_loaded, spec_of
 from vmserve.server.tokenizer_info import tokenizer_info
 from vmserve.sizes import format_size, parse_size
 
@@ -56,7 +56,7 @@ class ModelLoader:
 
         One after the other: each measures what its steps take. Raises what loading raises.
         """
-        models = Models([self.served(spec) for spec in specs], are_several=True)
+        models = Models([self._served(spec) for spec in specs], self.make, self.pool)
         try:
             for spec, model in zip(specs, models, strict=True):
                 if spec.preload:
@@ -66,7 +66,11 @@ class ModelLoader:
             raise
         return models
 
-    def served(self, spec: ModelSpec) -> ServedModel:
+    def make(self, name: str, table: Mapping[str, Any]) -> ServedModel:
+        """Make a model of a table of options. It sleeps until it is needed first."""
+        return self._served(spec_of(name, table, self._shared))
+
+    def _served(self, spec: ModelSpec) -> ServedModel:
         """Make a model that sleeps until it is needed first."""
 
         async def load() -> ProcessLLM:

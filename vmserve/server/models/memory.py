@@ -6,6 +6,7 @@ from typing import Any
 
 from vmserve.client.core import ClientCore
 from vmserve.client.lending import KVPool, PoolMember
+from vmserve.sizes import parse_size
 
 __all__ = ["PoolShare"]
 
@@ -40,14 +41,19 @@ class PoolShare:
         """Give all back. The engine must have ended."""
         self.pool.leave(self._name)
 
-    def change(self, **terms: Any) -> None:
+    def change(self, **terms: Any) -> int:
         """Change ``weight``, ``floor`` or ``cap``, now and for when the model wakes.
 
-        Raises :class:`~vmserve.errors.ConfigurationError`.
+        Returns the cap in bytes. Raises :class:`~vmserve.errors.ConfigurationError`.
         """
         if self._name in self.pool:
             self.pool.set(self._name, **terms)
         self._terms |= terms
+        member = self.state()
+        cap = self._terms["cap"]
+        if member is not None:
+            return member.cap_bytes
+        return self.pool.size_bytes if cap is None else parse_size(cap, "kv_cap")
 
     @property
     def weight(self) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-from vmserve.errors import ConfigurationError
+from vmserve.client.lending import KVPool
+from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.server.errors import ApiError
 from vmserve.server.models.served import ServedModel
 
@@ -15,17 +17,24 @@ __all__ = ["Models"]
 
 logger = logging.getLogger(__name__)
 
+Make = Callable[[str, Mapping[str, Any]], ServedModel]
+
 
 class Models:
     """All models of a server, in order; requests that name none go to the first.
 
-    ``are_several``: there is a pool of memory for more than one.
+    ``make`` makes a model of a name and a table of options, as ``--models-config`` has them; None:
+    none can be added. ``pool``: what their KV caches share.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for two models of one name.
     """
 
-    def __init__(self, served: Iterable[ServedModel], are_several: bool = False) -> None:
-        self.are_several = are_several
+    def __init__(
+        self, served: Iterable[ServedModel], make: Make | None = None, pool: KVPool | None = None
+    ) -> None:
+        self.pool = pool
+        self._make = make
+        self._leaving: list[ServedModel] = []
         self._served: list[ServedModel] = []
         self._by_name: dict[str, ServedModel] = {}
         self._over = asyncio.Event()
@@ -33,7 +42,8 @@ class Models:
             self._insert(model)
 
     def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._served)
+        """All, with those that are being removed."""
+        return iter([*self._served, *self._leaving])
 
     def __len__(self) -> int:
         return len(self._served)
@@ -50,7 +60,8 @@ class Models:
     @property
     def have_states(self) -> bool:
         """Whether there is more to tell of a model than that it is served."""
-        return self.are_several or self.default.config.idle_unload is not None
+        several = self._make is not None or len(self._served) > 1
+        return several or self.default.config.idle_unload is not None
 
     def find(self, name: str | None) -> ServedModel:
         """Return the model of a request. Raises :class:`ApiError` 404 for an unknown name."""
@@ -72,6 +83,50 @@ class Models:
         self._served.append(model)
         self._by_name |= dict.fromkeys(model.config.served_model_names, model)
 
+    # -- changes while serving --------------------------------------------------------
+
+    async def add(self, name: str, table: Mapping[str, Any]) -> ServedModel:
+        """Serve another model, and load it unless ``preload`` in ``table`` is false.
+
+        Raises :class:`~vmserve.errors.ConfigurationError`, and what loading raises; then it is not
+        served.
+        """
+        if self._make is None:
+            raise ConfigurationError(
+                "this server was started for one model: start it with several, or with "
+                "--models-config, to add others"
+            )
+        model = self._make(name, table)
+        self._insert(model)
+        if table.get("preload", True):
+            try:
+                await model.load()
+            except BaseException:
+                await self._drop(model, 0.0)
+                raise
+        return model
+
+    async def remove(self, name: str, timeout: float) -> ServedModel:
+        """Serve a model no longer; requests that it has already get ``timeout`` seconds.
+
+        Raises :class:`ApiError` 404, and :class:`~vmserve.errors.InvalidRequestError` for the last.
+        """
+        model = self.find(name)
+        if len(self._served) == 1:
+            raise InvalidRequestError("This is the only model: stop the server instead", "model")
+        await self._drop(model, timeout)
+        return model
+
+    async def _drop(self, model: ServedModel, timeout: float) -> None:
+        self._served.remove(model)
+        for name in model.config.served_model_names:
+            del self._by_name[name]
+        self._leaving.append(model)
+        try:
+            await model.leave(timeout)
+        finally:
+            self._leaving.remove(model)
+
     # -- the life of all --------------------------------------------------------------
 
     @property
@@ -90,7 +145,7 @@ class Models:
 
     async def shutdown(self) -> None:
         """Abort what runs, and end all engines."""
-        await asyncio.gather(*(model.leave(0.0) for model in self._served))
+        await asyncio.gather(*(model.leave(0.0) for model in self))
 
     def _mourn(self, model: ServedModel) -> None:
         if self._served == [model]:
