@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.models.checkpoints import gpt_oss, save, transformers_logits
-from tests.models.schedule import LENGTHS, random_prompts, worst_difference
+from tests.models.schedule import LENGTHS, random_prompts, run_schedule, worst_difference
 from tests.models.test_native import run_native
 from vmserve import _core
 from vmserve.attention.cpu import ISA_VARIABLE
@@ -56,6 +56,21 @@ def test_logits_are_those_of_the_expansion(
     model = load_model(quantized, torch.float32, native=True)
     # Rows are rounded to 16 bits, weights not again.
     assert worst_difference(run_native(model, prompts), expected) < 1e-3
+
+
+def test_torch_has_them_in_the_type_that_it_computes_in(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized, plain = write(tmp_path)
+    prompts = random_prompts(LENGTHS)
+    expected = transformers_logits(plain, prompts, torch.float32)
+    with caplog.at_level("INFO"):
+        model = load_model(quantized, torch.float32)
+    assert "no kernels for MXFP4" in caplog.text
+    assert worst_difference(run_schedule(model, prompts), expected) < 1e-5
+    narrow = run_schedule(load_model(quantized, torch.bfloat16), prompts)
+    same = run_schedule(load_model(plain, torch.bfloat16), prompts)
+    assert all(torch.equal(*each) for each in zip(narrow, same, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -98,8 +98,9 @@ def load_model(
 
 def _native_kind(config: ModelConfig) -> str | None:
     """What models are called that the native decoder alone can run; None for others."""
-    if config.native_only is not None:
-        return config.native_only.kind
+    quantized = config.native_only
+    if quantized is not None and not getattr(quantized, "expands", False):
+        return quantized.kind
     network = config.network
     if not isinstance(network, DecoderConfig):
         return None

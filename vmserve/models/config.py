@@ -57,7 +57,7 @@ class ModelConfig:
     pooling: Literal["last", "mean"]
     #: What computes it: our decoder, or a model of ``transformers``.
     network: DecoderConfig | ForeignConfig
-    #: What its files are, if the native decoder alone can read them.
+    #: What its files are, if the native decoder alone multiplies by their matrices as they are.
     native_only: GgufModel | QuantizedFormat | None = field(default=None, compare=False, repr=False)
 
     @property

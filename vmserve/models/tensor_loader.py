@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,12 +12,19 @@ from vmserve.models.blocks import RmsNormKernel
 from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.loader import Progress, find_tensors
+from vmserve.models.quantized.formats import QuantizedFormat
+from vmserve.models.quantized.mxfp4 import Mxfp4Weight
+from vmserve.models.quantized.weight import find_quantized
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
-from vmserve.models.tensor_names import weight_name
+from vmserve.models.stored_weight import SafetensorsWeight
+from vmserve.models.tensor_names import tensor_shapes, weight_name
 from vmserve.models.weights import DecoderWeights, assemble
+from vmserve.sizes import format_size
 from vmserve.torch_dtypes import as_torch
 
 __all__ = ["load_decoder", "load_tensors"]
+
+logger = logging.getLogger(__name__)
 
 #: Converted at a time: this much of a tensor is in memory in both types.
 _BLOCK_BYTES = 8 << 20
@@ -66,6 +74,18 @@ def _load(
     return loaded
 
 
+def _expanded(
+    weight: Mxfp4Weight, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """``[matrices, in, out]``; bfloat16 holds the numbers exactly."""
+    count, inputs, outputs = shape
+    loaded = torch.empty(count, outputs, inputs, dtype=dtype, device=device)
+    for index in range(count):
+        loaded[index].copy_(torch.from_numpy(weight.matrix(index).expand()))
+    weight.drop_pages()
+    return loaded.mT
+
+
 def load_decoder(
     directory: Path,
     config: DecoderConfig,
@@ -73,13 +93,36 @@ def load_decoder(
     device: torch.device,
     max_len: int,
     progress: Progress | None,
+    quantized: QuantizedFormat | None = None,
 ) -> tuple[Decoder, int]:
     """Load the decoder; return it and the bytes of its weights.
 
     Raises as :func:`vmserve.models.loader.find_tensors` does.
     """
-    found = find_tensors(directory, config)
+    packed: dict[str, Mxfp4Weight] = {}
+    if quantized is None:
+        found = find_tensors(directory, config)
+    else:
+        found = {}
+        for name, weight in find_quantized(directory, config, quantized).items():
+            if isinstance(weight, Mxfp4Weight):
+                packed[name] = weight
+            else:
+                assert isinstance(weight, SafetensorsWeight), "torch refuses other formats"
+                found[name] = weight.file, weight.stored
     tensors = load_tensors(found, dtype, device, progress, config.names.router_correction)
+    for name, weight in packed.items():
+        tensors[name] = _expanded(weight, tensor_shapes(config)[name], dtype, device)
+    if packed:
+        sizes = (
+            sum(weight.num_bytes for weight in packed.values()),
+            sum(tensors[name].nbytes for name in packed),
+        )
+        logger.info(
+            "torch has no kernels for MXFP4: %s of experts take %s in %s",
+            *map(format_size, sizes),
+            str(dtype).removeprefix("torch."),
+        )
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
     return Decoder(config, assemble_on(device, config, tensors), max_len), num_bytes
 

@@ -11,6 +11,7 @@ from vmserve.dtypes import DType
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.gguf.reader import GgufModel
 from vmserve.models.loader import Progress
 from vmserve.models.tensor_loader import load_decoder
 from vmserve.torch_dtypes import as_torch
@@ -32,7 +33,9 @@ def load_torch(
     """The model and the bytes of its weights; see :func:`vmserve.models.load_model`."""
     where, kind = torch.device(device), as_torch(dtype)
     if isinstance(config.network, DecoderConfig):
-        return load_decoder(directory, config.network, kind, where, max_len, progress)
+        quantized = config.native_only
+        assert not isinstance(quantized, GgufModel), "load_model() refuses these"
+        return load_decoder(directory, config.network, kind, where, max_len, progress, quantized)
     # Only now: transformers takes seconds to import.
     from vmserve.models.foreign import load_foreign  # noqa: PLC0415
 

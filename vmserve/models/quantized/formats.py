@@ -20,6 +20,8 @@ class QuantizedFormat:
     name: str
     #: How its matrices may be stored.
     layouts: tuple[Layout, ...]
+    #: Torch has its matrices in the type that it computes in.
+    expands: bool = False
 
     @property
     def kind(self) -> str:
@@ -43,7 +45,7 @@ def describe_quantization(raw: Mapping[str, Any]) -> QuantizedFormat | None:
     if method == "compressed-tensors":
         return QuantizedFormat("compressed-tensors", read_compressed_tensors(quantization))
     if method == "mxfp4":
-        return QuantizedFormat("MXFP4", ())
+        return QuantizedFormat("MXFP4", (), expands=True)
     raise UnsupportedError(
         f"config.json: quantization_config has the quant_method {method!r}: not supported; "
         "supported: gptq, awq, compressed-tensors, mxfp4. Use the float32, bfloat16 or float16 "
