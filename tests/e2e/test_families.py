@@ -63,7 +63,7 @@ def assert_same_tokens(config: PreTrainedConfig, directory: Path, tokenizer: Pat
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
     expected = [generated(directory, prompt) for prompt in prompts]
     capped = getattr(config, "attn_logit_softcapping", None) is not None
-    backend = "reference" if capped or config.model_type == "gpt_oss" else "sdpa"
+    backend = "reference" if capped else "sdpa"
     is_native = any(config is each for each in NATIVE.values())
     through_torch = {"kv_regime": "virtual", "attention_backend": backend}
     for options in (
@@ -93,12 +93,6 @@ def test_a_softcap_is_served_or_refused_at_start(tmp_path: Path, model_dir: Path
         engine(tmp_path / "capped", model_dir, attention_backend="sdpa")
 
 
-def test_sinks_are_refused_at_start_by_kernels_without(tmp_path: Path, model_dir: Path) -> None:
-    save(VARIANTS["gpt-oss"], tmp_path)
-    with pytest.raises(UnsupportedError, match=r"has sinks, which the sdpa backend cannot do: use"):
-        engine(tmp_path, model_dir, kv_regime="virtual", attention_backend="sdpa")
-
-
 @pytest.mark.parametrize("regime", ["virtual", "paged"])
 @pytest.mark.parametrize(("name", "memory"), [("deepseek-v3", "144KiB"), ("gpt-oss", "288KiB")])
 def test_torch_shares_prefixes_preempts_and_forks(
@@ -111,6 +105,8 @@ def test_torch_shares_prefixes_preempts_and_forks(
         n=2, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False
     )
     options = {"linear_backend": "torch", "kv_regime": regime, "kv_cache_memory": memory}
+    if regime == "virtual":
+        options["attention_backend"] = "sdpa"
     with engine(tmp_path, model_dir, **options) as llm:
         assert not isinstance(llm.engine.runner.model.network, NativeDecoder)
         first = llm.generate(prompts, params)

@@ -74,8 +74,7 @@ def run_schedule(
 ) -> list[torch.Tensor]:
     """Per prompt ``[tokens, vocab]``, gathered over the steps of ``SCHEDULE``."""
     view = view_for(model, max(LENGTHS))
-    sinks = any(layer.has_sinks for layer in model.config.attention)
-    backend = create_backend(backend_name or ("reference" if sinks else "sdpa"))
+    backend = create_backend(backend_name or "sdpa")
     done = [0] * len(prompts)
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
     for step in SCHEDULE:

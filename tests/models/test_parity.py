@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,9 +46,12 @@ def test_float32(variant: str, checkpoint: Callable[[str], Path]) -> None:
     assert worst_difference(actual, expected) < 1e-5
 
 
-def test_values_inside_keys_are_refused_by_kernels_without() -> None:
-    layers = [LayerAttention(0, 0.5, value_dim=8)]
-    with pytest.raises(UnsupportedError, match=r"parts of its keys, which the torch-flash backend"):
+@pytest.mark.parametrize("needs", [{"value_dim": 8}, {"has_sinks": True}])
+def test_what_kernels_cannot_do_is_refused(needs: dict[str, Any]) -> None:
+    layers = [LayerAttention(0, 0.5, **needs)]
+    with pytest.raises(
+        UnsupportedError, match=r"which the torch-flash backend cannot do: use .*au"
+    ):
         check_backend(BACKENDS["torch-flash"](), layers)
     assert create_backend("auto", layers=layers, device="cuda").name == "sdpa"
 

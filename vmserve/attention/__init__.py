@@ -120,15 +120,14 @@ def _suits(backend: AttentionBackend, layers: Sequence[LayerAttention]) -> bool:
 def check_backend(backend: AttentionBackend, layers: Iterable[LayerAttention]) -> None:
     """Raises :class:`~vmserve.errors.UnsupportedError` if ``backend`` lacks what a model needs."""
     if not backend.sinks and any(layer.has_sinks for layer in layers):
-        able = [name for name in PREFERRED["cpu"] if BACKENDS[name]().sinks]
         raise UnsupportedError(
             "the attention of this model has sinks, which the "
-            f"{backend.name} backend cannot do: use --attention-backend {able[0]}"
+            f"{backend.name} backend cannot do: use --attention-backend auto"
         )
     if not backend.latents and any(layer.value_dim is not None for layer in layers):
         raise UnsupportedError(
             "values of this model's attention are parts of its keys, which the "
-            f"{backend.name} backend cannot do: use --attention-backend sdpa"
+            f"{backend.name} backend cannot do: use --attention-backend auto"
         )
     if backend.softcap:
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 
 from vmserve.attention.base import LayerAttention, RaggedBatch
@@ -22,6 +23,8 @@ __all__ = ["SdpaBackend"]
 #: Queries behind a past are attended in tiles of this many rows: a mask is never larger than
 #: one tile, and a tile does not read the keys that lie after it.
 TILE_ROWS = 256
+#: Components that are added to heads for sinks; kernels want multiples of 8.
+_SINK_PADDING = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class SdpaBackend:
     read_slack_tokens = 0
     head_slack_tokens = 0
     softcap = False
-    sinks = False
+    sinks = True
     latents = True
     views: tuple[type[KVView], ...] = (ContiguousView,)
 
@@ -107,8 +110,12 @@ class _SdpaCall:
         if tiles is None:
             tiles = _plan(self._batch, spec.window, q)
             self._tiles[spec.window] = tiles
-        tokens, q_heads, head_dim = q.shape
+        tokens, q_heads, _ = q.shape
         kv_heads = k.shape[1]
+        if spec.sinks is not None:
+            q = F.pad(q, (0, _SINK_PADDING))
+            q[..., -1] = spec.sinks / spec.scale
+        head_dim = q.shape[2]
         group = q_heads // kv_heads
         # [tokens, kv_heads, 1, group, head_dim]: one row of it is a decode query, whose
         # heads of a group are the rows of one product with that group's keys.
@@ -121,20 +128,55 @@ class _SdpaCall:
             tile_values = slot_values[tile.slot].narrow(2, tile.first, tile.length)
             if spec.value_dim is not None:
                 tile_values = tile_values[..., -spec.value_dim :]
+            mask, causal = tile.mask, tile.causal
+            if spec.sinks is not None:
+                tile_keys, tile_values, mask = _with_sink(tile_keys, tile_values, tile, spec, q)
+                causal = False
             if tile.rows == 1:
                 output = scaled_dot_product_attention(
                     rows[tile.start], tile_keys, tile_values, scale=spec.scale
                 )
             else:
                 output = _attend_rows(
-                    q[tile.start : tile.start + tile.rows], tile_keys, tile_values, tile, spec.scale
+                    q[tile.start : tile.start + tile.rows],
+                    tile_keys,
+                    tile_values,
+                    mask,
+                    spec.scale,
+                    causal=causal,
                 )
             outputs.append(output)
         return torch.cat(outputs).view(tokens, q_heads, -1)
 
 
+def _with_sink(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tile: _Tile,
+    spec: LayerAttention,
+    like: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Copies with one more key and value of zeros behind the others, and the mask for all.
+
+    The key has a 1 in the component where queries have their head's sink, so that its score is
+    this, and the mask is one for all heads.
+    """
+    keys = F.pad(keys, (0, _SINK_PADDING, 0, 1))
+    keys[..., -1, -1] = 1
+    mask = tile.mask
+    if tile.causal:
+        mask = _mask(tile.rows, tile.length, spec.window, like)
+    return keys, F.pad(values, (0, 0, 0, 1)), None if mask is None else F.pad(mask, (0, 1))
+
+
 def _attend_rows(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: _Tile, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    *,
+    causal: bool,
 ) -> torch.Tensor:
     """``[rows * kv_heads, 1, group, head_dim]``: laid out as the decode rows' outputs are."""
     rows, q_heads, head_dim = q.shape
@@ -145,8 +187,8 @@ def _attend_rows(
         q.reshape(rows, kv_heads, group, head_dim).permute(1, 2, 0, 3),
         keys.expand(-1, group, -1, -1),
         values.expand(-1, group, -1, -1),
-        attn_mask=tile.mask,
-        is_causal=tile.causal,
+        attn_mask=mask,
+        is_causal=causal,
         scale=scale,
     )
     return output.permute(2, 0, 1, 3).reshape(rows * kv_heads, 1, group, -1)
