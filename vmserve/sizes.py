@@ -6,7 +6,7 @@ import re
 
 from vmserve.errors import ConfigurationError
 
-__all__ = ["format_size", "parse_size"]
+__all__ = ["format_size", "parse_size", "size_to_set"]
 
 _UNITS = {"": 1, "B": 1}
 for _power, _prefix in enumerate("KMGT", start=1):
@@ -42,3 +42,11 @@ def format_size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.4g} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.4g} TiB"
+
+
+def size_to_set(num_bytes: int) -> str:
+    """:func:`format_size` rounded up, so that an option of this size is enough."""
+    rounded = num_bytes
+    while parse_size(format_size(rounded)) < num_bytes:
+        rounded += num_bytes // 10_000 + 1
+    return format_size(rounded)

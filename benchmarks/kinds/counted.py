@@ -13,12 +13,10 @@ from vmserve.memory.kind_pages import KindPages
 _LIMIT_PAGES = 1 << 12
 
 
-def counted_bytes(
-    kinds: Sequence[KindPages], num_tokens: int, view: _core.View, block_tokens: int = 16
-) -> int:
-    """Bytes of the pages (virtual) or blocks (paged) of a sequence that decodes its last token.
+def kinds_memory(kinds: Sequence[KindPages], max_len: int, block_tokens: int) -> _core.KindsMemory:
+    """A memory of one sequence that touches nothing: the driver keeps books alone.
 
-    Nothing is touched: the driver keeps books alone. ``kinds``: the first sees all tokens.
+    ``kinds``: the first sees all tokens.
     """
     described: list[tuple[_core.PageDriver, int, dict[str, Any]]] = []
     whole = sum(kind.page_bytes for kind in kinds)
@@ -31,20 +29,33 @@ def counted_bytes(
             "token_bytes": kind.page_bytes // kind.page_tokens,
             "max_seqs": 1,
             "num_slots": 1,
-            "max_len": num_tokens,
+            "max_len": max_len,
             "limit_pages": most,
             "max_pages": most,
         }
         driver = _core.NullDriver(kind.page_bytes, most)
         described.append((driver, kind.shape.window or 0, own))
-    memory = _core.KindsMemory(described, _LIMIT_PAGES)
+    return _core.KindsMemory(described, _LIMIT_PAGES)
+
+
+def grow_to(memory: _core.KindsMemory, seq: int, num_tokens: int) -> None:
+    rows = np.array([[seq, num_tokens, 0]], dtype=np.int64)
+    plan = memory.plan_step(rows)
+    assert plan.fits, plan
+    memory.apply_step(rows, plan.version)
+
+
+def counted_bytes(
+    kinds: Sequence[KindPages], num_tokens: int, view: _core.View, block_tokens: int = 16
+) -> int:
+    """Bytes of the pages (virtual) or blocks (paged) of a sequence that decodes its last token."""
+    memory = kinds_memory(kinds, num_tokens, block_tokens)
     seq = memory.open(0, view)
     assert seq is not None
     for length in range(max(1, num_tokens - 1), num_tokens + 1):
-        rows = np.array([[seq, length, 0]], dtype=np.int64)
-        plan = memory.plan_step(rows)
-        assert plan.fits, plan
-        memory.complete(memory.apply_step(rows, plan.version))
+        grow_to(memory, seq, length)
+        if length < num_tokens:
+            memory.complete(memory.begun_epoch)
     memory.check()
     held = 0
     for kind, part in zip(kinds, memory.kinds, strict=True):

@@ -9,6 +9,7 @@ namespace vmserve {
 
 void FaultInjectingDriver::arm(std::int64_t call, bool forever, int code, bool sticky) {
   if (call < 1) throw MisuseError("the call to fail is counted from 1");
+  const std::lock_guard<std::mutex> lock(mutex_);
   num_calls_ = 0;
   fail_at_ = call;
   forever_ = forever;
@@ -16,7 +17,23 @@ void FaultInjectingDriver::arm(std::int64_t call, bool forever, int code, bool s
   sticky_ = sticky;
 }
 
+void FaultInjectingDriver::disarm() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  fail_at_ = 0;
+}
+
+std::int64_t FaultInjectingDriver::num_calls() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_calls_;
+}
+
+std::map<std::string, std::int64_t> FaultInjectingDriver::num_refused() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return num_refused_;
+}
+
 void FaultInjectingDriver::count_call(const char* name, std::size_t completed) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   ++num_calls_;
   const bool fails = fail_at_ > 0 && (forever_ ? num_calls_ >= fail_at_ : num_calls_ == fail_at_);
   if (!fails) return;

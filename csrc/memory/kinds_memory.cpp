@@ -281,7 +281,7 @@ void KindsMemory::allow_all() const {
   }
 }
 
-std::vector<Plan> KindsMemory::assess(const std::vector<Op>& ops) {
+std::vector<Plan> KindsMemory::assess(const std::vector<Op>& ops, bool packs) {
   last_ops_ = ops;
   is_planned_ = true;
   slots_.clear();
@@ -289,11 +289,24 @@ std::vector<Plan> KindsMemory::assess(const std::vector<Op>& ops) {
   std::vector<Plan> plans;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
     kinds_[k]->ops_.given_slots = slots_;
+    kinds_[k]->planner_.packs_always = packs;
     const Assessed& assessed = kinds_[k]->assess(ops_of(k, ops));
     if (k == 0) slots_ = assessed.taken_slots;
     plans.push_back(assessed.plan);
   }
   return plans;
+}
+
+// Waits for pages that mappers or repairs hold; false if there is neither.
+bool KindsMemory::finish_background() {
+  bool has_waited = false;
+  for (const auto& kind : kinds_) {
+    if (!kind->work_.has_mapper() && kind->work_.repairs.empty()) continue;
+    has_waited = true;
+    kind->background_.drain_mapper();
+    if (kind->work_.failure.empty()) kind->work_.retry_repairs();
+  }
+  return has_waited;
 }
 
 Plan KindsMemory::plan(const std::vector<Op>& ops) {
@@ -302,7 +315,11 @@ Plan KindsMemory::plan(const std::vector<Op>& ops) {
   for (const auto& kind : kinds_) kind->background_.apply_finished_work();
   if (!ops.empty()) {
     if (!Planner::has_attach(ops)) try_give_back_excess();
-    return sum_up(assess(ops));
+    Plan plan = sum_up(assess(ops));
+    // A kind waits for its mapper, and packs blocks, only if the ops do not fit in it alone.
+    if (!plan.fits() && finish_background()) plan = sum_up(assess(ops));
+    if (!plan.fits()) plan = sum_up(assess(ops, /*packs=*/true));
+    return plan;
   }
   // Leaves an earlier plan valid.
   allow_all();
@@ -406,6 +423,24 @@ void KindsMemory::make_mapping_room(std::int64_t needed) {
 void KindsMemory::complete(Epoch epoch) {
   const auto lock = lock_calls();
   for (const auto& kind : kinds_) kind->complete(epoch);
+  const auto locks = enter();
+  give_up_past();
+}
+
+// Drops what no later query sees, so that the next growth can have it.
+void KindsMemory::give_up_past() {
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    Ledger& ledger = kinds_[k]->ledger_;
+    if (windows_[k] == 0 || ledger.completed != ledger.begun) continue;
+    for (SeqId id = 0; id < ledger.config.max_seqs; ++id) {
+      const Sequence& seq = ledger.seqs[id];
+      if (!seq.open || seq.kv.swapped) continue;
+      const std::int64_t before = seq.kv.num_trimmed;
+      ledger.trim_front(id, std::max<std::int64_t>(0, seq.kv.length + 1 - windows_[k]));
+      ledger.version += seq.kv.num_trimmed > before ? 1 : 0;
+    }
+    kinds_[k]->background_.restore_write_access();
+  }
 }
 
 void KindsMemory::abandon_epoch(Epoch epoch) {

@@ -229,7 +229,7 @@ Assessed Planner::assess(const std::vector<Op>& ops) {
   };
   Assessed best = trial(ops, Packing::kNone);
   for (const Packing packing : {Packing::kDense, Packing::kCompacted}) {
-    if (lacking(best) <= 0 || config_.blocks_per_page == 1) break;
+    if ((lacking(best) <= 0 && !packs_always) || config_.blocks_per_page == 1) break;
     if (packing == Packing::kCompacted && has_attach(ops)) break;
     Assessed packed = trial(ops, packing);
     if (lacking(packed) < lacking(best)) best = packed;

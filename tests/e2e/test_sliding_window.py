@@ -14,7 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config  # isort: skip
 
 from tests.models.checkpoints import _SMALL, VARIANTS, save
 from vmserve.attention.sdpa import SdpaBackend
+from vmserve.errors import ConfigurationError
 from vmserve.memory.layout import LayerKind
+from vmserve.sizes import parse_size
 
 #: The native decoder runs it.
 MIXED = Qwen3Config(
@@ -98,6 +100,43 @@ def test_what_a_kernel_reads_before_the_window_stays(
             assert (blocks[first:] >= 0).all(), length
             kept.append(int((blocks >= 0).sum()))
     assert kept[-1] <= -(-(window + slack) // 16) + 1
+
+
+@pytest.mark.parametrize("regime", ["virtual", "paged"])
+def test_the_least_pool_serves_the_longest_request(
+    regime: str, tmp_path: Path, model_dir: Path
+) -> None:
+    """The error at the start names what each kind needs, and the least size that is accepted."""
+    options: dict[str, Any] = {
+        "model": str(save(MIXED, tmp_path / "mixed")),
+        "tokenizer": str(model_dir),
+        "dtype": "float32",
+        "kv_regime": regime,
+        "kv_page_size": "4KiB",  # 8 tokens of one layer
+        "block_size": 8,
+        "max_model_len": 256,
+        "max_num_batched_tokens": 20,
+        "max_num_seqs": 4,
+    }
+    with pytest.raises(ConfigurationError, match="raise --kv-cache-memory to") as refused:
+        LLM(kv_cache_memory="12KiB", **options)
+    text = str(refused.value)
+    assert "128 KiB in 32 pages of 4 KiB (all: 1 layers)" in text
+    # Of a chunk of 20 and a window of 24, 43 tokens touch at most 7 pages of 8.
+    assert "56 KiB in 7 pages of 8 KiB (window 24: 2 layers)" in text
+    least = text.split("raise --kv-cache-memory to ")[1].split(" or ")[0]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    prompts = [[2 + (k * i) % 90 for i in range(240)] for k in (3, 7)]
+    with LLM(kv_cache_memory="4MiB", **options) as llm:
+        expected = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
+        page_bytes = llm.engine.memory.layout.total_page_bytes
+        with pytest.raises(ConfigurationError, match=f"raise --kv-cache-memory to {least}"):
+            llm.engine.set_kv_cache_memory(parse_size(least) - page_bytes)
+    with LLM(kv_cache_memory=least, **options) as llm:
+        assert [one.outputs[0].token_ids for one in llm.generate(prompts, params)] == expected
+        assert llm.stats()["limit_pages"] < 256 // 8
+    with pytest.raises(ConfigurationError, match=f"raise --kv-cache-memory to {least}"):
+        LLM(kv_cache_memory=parse_size(least) - page_bytes, **options)
 
 
 @pytest.mark.parametrize("regime", ["virtual", "paged"])

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks.kinds.counted import counted_bytes
+from benchmarks.kinds.counted import counted_bytes, grow_to, kinds_memory
 from vmserve import _core
 from vmserve.cli.main import app
 from vmserve.errors import ConfigurationError
@@ -39,6 +39,25 @@ def test_the_core_counts_what_the_arithmetic_says(
     for length in (1, 2, 12, 127, 128, 129, 200, 1000, 1024, 1025, 1040, 8000):
         assert counted_bytes(kinds, length, _core.View.VIRTUAL) == held_bytes(kinds, length)
         assert counted_bytes(kinds, length, _core.View.PAGED) == held_bytes(blocks, length)
+
+
+@pytest.mark.parametrize("window", [1, 5, 8, 21])
+@pytest.mark.parametrize("chunk", [1, 3, 8, 13])
+def test_the_worst_step_takes_what_the_arithmetic_says(window: int, chunk: int) -> None:
+    """Wherever the first chunk ends in a page, the core never takes more; once it takes all."""
+    shapes = [KindShape(num_layers=1, token_bytes=512, window=each) for each in (None, window)]
+    kinds = kind_pages(shapes, HOST_GRANULARITY, page_tokens=8, block_tokens=8)
+    most = 0
+    for first in range(1, chunk + 1):
+        memory = kinds_memory(kinds, 80, block_tokens=8)
+        seq = memory.open(0, _core.View.VIRTUAL)
+        assert seq is not None
+        for length in [*range(first, 80, chunk), 80]:
+            grow_to(memory, seq, length)
+            most = max(most, memory.kinds[1].stats().used_pages)
+            memory.complete(memory.begun_epoch)
+        memory.close()
+    assert most == kinds[1].most_pages(80, chunk)
 
 
 def test_blocks_waste_less_than_one_block_of_each_end() -> None:
@@ -141,7 +160,7 @@ def test_kinds_that_cannot_fit_are_refused_with_what_each_needs() -> None:
     needs = (
         r"a request of 131,072 tokens needs 10 GiB in 2,048 pages of 5 MiB \(all: 10 layers\), "
         r"650 MiB in 25 pages of 26 MiB \(window 1024: 52 layers\); the KV cache has 8 GiB: "
-        r"raise --kv-cache-memory to 10.63 GiB or lower --max-model-len"
+        r"raise --kv-cache-memory to 10.64 GiB or lower --max-model-len"
     )
     with pytest.raises(ConfigurationError, match=needs):
         plan_report(PRESETS["gemma-3-27b"], limit_bytes=8 << 30, max_len=131072)

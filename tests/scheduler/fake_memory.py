@@ -47,6 +47,7 @@ class CountingMemory:
         self.num_slots = num_slots
         self.max_len = limit_pages * page_tokens
         self.limit_pages = limit_pages
+        self.kinds = ()
         self.cached = cached
         self.lost_pages = 0
         #: Taken until settle().

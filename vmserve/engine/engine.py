@@ -16,7 +16,7 @@ from vmserve.engine.deadlines import Deadlines, too_late
 from vmserve.engine.drafts import Drafts
 from vmserve.engine.grammars import StructuredRequests
 from vmserve.engine.lease import Lease
-from vmserve.engine.parts import require_room
+from vmserve.engine.longest import LongestSequence
 from vmserve.engine.pins import PinnedPrefixes
 from vmserve.engine.requests import RequestIntake, memory_tenant, request_limits
 from vmserve.engine.step import EngineStep, InFlightStep
@@ -151,7 +151,14 @@ class LLMEngine:
         self.limits = request_limits(self.resolved, self.model_config)
         self._intake = RequestIntake(self.resolved, self.model_config, self.tokenizer, self._clock)
         self._deadlines = Deadlines(self.resolved.request_timeout, self._requests)
-        self._pins = PinnedPrefixes(self.memory, self.resolved)
+        self._longest = LongestSequence(
+            self.memory.layout,
+            self.memory.kinds,
+            self.memory.max_len,
+            self.memory.options.read_slack_tokens,
+            self.resolved.max_num_batched_tokens,
+        )
+        self._pins = PinnedPrefixes(self.memory, self.resolved, self._longest)
         #: Its part in a pool that it shares with other engines; None until it is lent something.
         self.lease: Lease | None = None
 
@@ -276,9 +283,7 @@ class LLMEngine:
                 f"kv_cache_memory: {format_size(num_bytes)} is more than the "
                 f"{format_size(memory.max_pages * page_bytes)} that the device has: lower it"
             )
-        slack = memory.options.read_slack_tokens
-        pinned = self._pins.num_pages
-        require_room(memory.layout, num_bytes, memory.max_len, slack, pinned)
+        self._longest.require(num_bytes, self._pins.num_pages)
         try:
             memory.set_limit(num_bytes)
             if drafting is not None:
@@ -295,7 +300,9 @@ class LLMEngine:
         If more is used, that is kept; with ``reclaim`` requests are preempted down to the limit.
         """
         if self.lease is None:
-            self.lease = Lease(self.memory, self.scheduler, self._pins, self._clock)
+            self.lease = Lease(
+                self.memory, self.scheduler, self._pins, self._longest, self._clock
+            )
         self.lease.order(limit_bytes, reclaim=reclaim)
 
     def memory_news(self) -> list[tuple[Holding, bool]]:

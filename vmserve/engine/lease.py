@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vmserve.engine.parts import least_kv_bytes
 from vmserve.errors import DriverError, OutOfMemoryError
 from vmserve.pool.shares import Holding
 
 if TYPE_CHECKING:
+    from vmserve.engine.longest import LongestSequence
     from vmserve.engine.pins import PinnedPrefixes
     from vmserve.memory.manager import MemoryManager
     from vmserve.scheduler.fcfs import FCFSScheduler
@@ -40,11 +40,13 @@ class Lease:
         memory: MemoryManager,
         scheduler: FCFSScheduler,
         pins: PinnedPrefixes,
+        longest: LongestSequence,
         clock: Callable[[], float],
     ) -> None:
         self._memory = memory
         self._scheduler = scheduler
         self._pins = pins
+        self._longest = longest
         self._clock = clock
         self._page_bytes = memory.layout.total_page_bytes
         #: Limits in bytes, and whether requests may be preempted for them; oldest first.
@@ -63,9 +65,7 @@ class Lease:
     @property
     def least_bytes(self) -> int:
         """What the longest sequence needs beside the pinned prefixes."""
-        memory = self._memory
-        slack = memory.options.read_slack_tokens
-        return least_kv_bytes(memory.layout, memory.max_len, slack, self._pins.num_pages)
+        return self._longest.least_bytes(self._pins.num_pages)
 
     # -- orders -------------------------------------------------------------------------
 

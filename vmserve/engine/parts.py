@@ -10,6 +10,7 @@ from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
 from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig
 from vmserve.dtypes import DType
+from vmserve.engine.longest import LongestSequence
 from vmserve.engine.pins import MAX_PINNED_PREFIXES
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
@@ -29,16 +30,13 @@ from vmserve.runner.calibration import measure_profile
 from vmserve.runner.runtime import DeviceRuntime, HeadShape
 from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.regime import CostModel
-from vmserve.sizes import format_size
 
 __all__ = [
     "attends_natively",
     "attention_backends",
     "cost_model",
     "create_memory",
-    "least_kv_bytes",
     "linear_backend",
-    "require_room",
     "widest_window",
 ]
 
@@ -90,10 +88,14 @@ def create_memory(
     kinds = layer_kinds(model.windows)
     if not separates_kinds or kinds[0].window is not None or layout.layers_per_group > 1:
         kinds = ()
+    kinds = kinds if len(kinds) > 1 else ()
+    longest = LongestSequence(
+        layout, kinds, max_len, read_slack_tokens, resolved.max_num_batched_tokens
+    )
     limit_bytes = resolved.kv_limit_bytes
     if limit_bytes == LEAST_BYTES:
-        limit_bytes = least_kv_bytes(layout, max_len, read_slack_tokens)
-    require_room(layout, limit_bytes, max_len, read_slack_tokens)
+        limit_bytes = longest.least_bytes()
+    longest.require(limit_bytes)
     return MemoryManager(
         layout,
         num_slots=resolved.max_num_seqs,
@@ -101,7 +103,7 @@ def create_memory(
         num_seqs=2 * resolved.max_num_seqs + MAX_PINNED_PREFIXES,
         max_len=max_len,
         limit_bytes=limit_bytes,
-        kinds=kinds if len(kinds) > 1 else (),
+        kinds=kinds,
         options=MemoryOptions(
             read_slack_tokens=read_slack_tokens,
             zero_pages=resolved.kv_zero_pages,
@@ -114,38 +116,6 @@ def create_memory(
             eager_tokens=resolved.kv_eager_tokens or 0,
             ready_bytes=device.ready_bytes,
         ),
-    )
-
-
-def least_kv_bytes(
-    layout: KVLayout, max_len: int, read_slack_tokens: int, pinned_pages: int = 0
-) -> int:
-    """Bytes with which the longest sequence fits beside the pinned prefixes."""
-    pages = layout.pages_alone(max_len + read_slack_tokens) + pinned_pages
-    return pages * layout.total_page_bytes
-
-
-def require_room(
-    layout: KVLayout,
-    limit_bytes: int,
-    max_len: int,
-    read_slack_tokens: int,
-    pinned_pages: int = 0,
-) -> None:
-    """Raises :class:`~vmserve.errors.ConfigurationError` unless the longest sequence fits beside
-    the pinned prefixes."""
-    needed = layout.pages_alone(max_len + read_slack_tokens)
-    available = layout.num_pages(limit_bytes) - pinned_pages
-    if needed <= available:
-        return
-    fitting = (available - layout.pages_alone(0)) * layout.page_tokens - read_slack_tokens
-    beside = f" beside {pinned_pages} pages of pinned prefixes" if pinned_pages else ""
-    raise ConfigurationError(
-        f"a sequence of {max_len} tokens needs {needed} pages of "
-        f"{format_size(layout.total_page_bytes)}, {max(0, available)} fit in the KV cache of "
-        f"{format_size(limit_bytes)}{beside}: raise --kv-cache-memory to "
-        f"{format_size((needed + pinned_pages) * layout.total_page_bytes)}"
-        + (f" or lower --max-model-len to {fitting}" if fitting > 0 else "")
     )
 
 

@@ -10,6 +10,7 @@ from vmserve.types import PinnedPrefix
 
 if TYPE_CHECKING:
     from vmserve.config import ResolvedConfig
+    from vmserve.engine.longest import LongestSequence
     from vmserve.memory.manager import MemoryManager
 
 __all__ = ["MAX_PINNED_PREFIXES", "PinnedPrefixes"]
@@ -20,9 +21,12 @@ MAX_PINNED_PREFIXES = 64
 class PinnedPrefixes:
     """Pinned prefixes. Each is a sequence in memory that references the blocks and never runs."""
 
-    def __init__(self, memory: MemoryManager, resolved: ResolvedConfig) -> None:
+    def __init__(
+        self, memory: MemoryManager, resolved: ResolvedConfig, longest: LongestSequence
+    ) -> None:
         self._memory = memory
         self._resolved = resolved
+        self._longest = longest
         #: Handle -> the sequence in memory that keeps the blocks.
         self._held: dict[int, int] = {}
         self._num_handles = 0
@@ -90,7 +94,7 @@ class PinnedPrefixes:
         plan = memory.plan([], [Attach(memory_id, hit)])
         assert isinstance(plan, MemoryPlan), "whole blocks are referenced, nothing is copied"
         memory.launched(memory.apply(plan))
-        needed = memory.layout.pages_alone(resolved.max_model_len)
+        needed = self._longest.num_pages
         left = memory.limit_pages - self._count_pages(memory_id, *self._held.values())
         if left < needed:
             raise InvalidRequestError(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from vmserve.memory.layout import KVLayout
+    from vmserve.memory.layout import KVLayout, LayerKind
 
 __all__ = [
     "Attach",
@@ -197,6 +197,8 @@ class KVMemory(Protocol):
     num_slots: int
     max_len: int
     limit_pages: int
+    #: Kinds of layers that have pages of their own; empty if one page has all.
+    kinds: tuple[LayerKind, ...]
 
     def open(
         self,

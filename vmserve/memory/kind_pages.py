@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vmserve.memory.layout import CUDA_GRANULARITY, plan_layout
+from vmserve.memory.layout import CUDA_GRANULARITY, KVLayout, LayerKind, plan_layout
+from vmserve.sizes import format_size
 
 __all__ = [
     "KindPages",
@@ -19,7 +20,9 @@ __all__ = [
     "held_bytes",
     "kind_pages",
     "most_bytes",
+    "most_units",
     "needed_bytes",
+    "pages_of_layout",
 ]
 
 #: Layers of the commonest kind, over those of the rarest, up to which all get groups of one size.
@@ -74,12 +77,14 @@ class KindPages:
         """
         if not self.page_tokens:
             return 2
-        whole = -(-num_tokens // self.page_tokens)
-        if self.shape.window is None:
-            return whole
-        # Of the chunk and of the window before its first token, wherever they begin in a page.
-        touched = self.shape.window + chunk_tokens - 1
-        return min(whole, (touched - 2) // self.page_tokens + 2)
+        return most_units(num_tokens, self.page_tokens, self.shape.window, chunk_tokens)
+
+    def needs(self, num_pages: int) -> str:
+        """What so many pages are, for an error."""
+        return (
+            f"{format_size(num_pages * self.page_bytes)} in {num_pages:,} pages of "
+            f"{format_size(self.page_bytes)} ({self.shape.name}: {self.shape.num_layers} layers)"
+        )
 
     def held_bytes(self, num_tokens: int) -> int:
         return self.pages(num_tokens) * self.page_bytes
@@ -90,6 +95,40 @@ class KindPages:
             return self
         block_bytes = self.page_bytes // self.page_tokens * block_tokens
         return replace(self, page_bytes=block_bytes, page_tokens=block_tokens)
+
+
+def most_units(num_tokens: int, unit: int, window: int | None, chunk_tokens: int) -> int:
+    """Most pages or blocks of ``unit`` tokens of a sequence of up to ``num_tokens``.
+
+    A step needs its chunk and the window of its first token, wherever they begin in a unit.
+    """
+    units = -(-num_tokens // unit)
+    if window is None:
+        return units
+    return min(units, (window + chunk_tokens - 3) // unit + 2)
+
+
+def pages_of_layout(layout: KVLayout, kinds: Sequence[LayerKind]) -> tuple[KindPages, ...]:
+    """The pages of a pool in this layout. No ``kinds``: one page has all layers."""
+    layer_bytes = layout.total_page_bytes // layout.num_layers
+    shared = [kind for kind in kinds if not kind.has_state]
+    pages = [
+        KindPages(
+            KindShape(
+                num_layers=len(kind.layers),
+                token_bytes=layer_bytes // layout.page_tokens,
+                window=kind.window,
+            ),
+            layer_bytes * len(kind.layers),
+            layout.page_tokens,
+        )
+        for kind in shared or [LayerKind(tuple(range(layout.num_layers)), None)]
+    ]
+    if layout.state_bytes:
+        # One page has the states of all layers, of which the layout knows no number.
+        shape = KindShape(num_layers=1, state_bytes=layout.state_bytes)
+        pages.append(KindPages(shape, layout.state_bytes, 0))
+    return tuple(pages)
 
 
 def needed_bytes(kinds: Sequence[KindPages], num_tokens: int) -> int:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from vmserve.errors import ConfigurationError
 from vmserve.memory.kind_pages import KindPages, held_bytes, most_bytes, needed_bytes
-from vmserve.sizes import format_size
+from vmserve.sizes import format_size, size_to_set
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -45,14 +45,11 @@ class KindsReport:
         if needed <= self.limit_bytes:
             return
         each = ", ".join(
-            f"{format_size(num_pages * kind.page_bytes)} in {num_pages:,} pages "
-            f"of {format_size(kind.page_bytes)} ({kind.shape.name}: {kind.shape.num_layers} layers)"
-            for kind in self.kinds
-            for num_pages in [kind.most_pages(self.max_len, self.chunk_tokens)]
+            kind.needs(kind.most_pages(self.max_len, self.chunk_tokens)) for kind in self.kinds
         )
         raise ConfigurationError(
             f"{self.name}: a request of {self.max_len:,} tokens needs {each}; the KV cache has "
-            f"{format_size(self.limit_bytes)}: raise --kv-cache-memory to {format_size(needed)} "
+            f"{format_size(self.limit_bytes)}: raise --kv-cache-memory to {size_to_set(needed)} "
             "or lower --max-model-len"
         )
 

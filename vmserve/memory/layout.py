@@ -146,13 +146,6 @@ class KVLayout:
         """A sequence's states in blocks of all layers, rounded up."""
         return -(-self.state_bytes * self.blocks_per_page // self.total_page_bytes)
 
-    def pages_alone(self, num_tokens: int) -> int:
-        """Pages that a sequence of ``num_tokens`` needs if it has the pool for itself.
-
-        Its states take two pages for a moment: a checkpoint is kept, and the next step copies it.
-        """
-        return self.pages_for(num_tokens) - (-2 * self.state_bytes // self.total_page_bytes)
-
     def slot_mappings(self, num_tokens: int) -> int:
         """Mappings of a slot of ``num_tokens``, if no two of its pages adjoin."""
         return self.pages_for(num_tokens) * self.num_groups

@@ -135,7 +135,7 @@ class Admission:
             return False  # no room in either regime: skip choosing one at every step
         choice = self._regimes.choose(request)
         sequence.regime = choice.regime
-        blocks = self._forecast.next_token(sequence) - self._forecast.shared(sequence, shared)
+        blocks = self._forecast.start(sequence, shared)
         if sequence.was_preempted and not alone:
             reserve = max(reserve, self._headroom([sequence]))
         if blocks + reserve > opening.room:
@@ -156,7 +156,7 @@ class Admission:
         if opening.budget.tokens <= 0:
             return False
         group = with_its_gang(first, self._queues.swapped)
-        blocks = sum(self._forecast.next_token(seq) for seq in group)
+        blocks = sum(self._forecast.start(seq) for seq in group)
         alone = not self._queues.running
         reserve = 0 if alone else self._headroom(group)
         num_after = num_places([*self._queues.running, first])

@@ -9,6 +9,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "vmserve/driver.h"
@@ -20,14 +21,15 @@ class FaultInjectingDriver final : public PageDriver {
   explicit FaultInjectingDriver(std::shared_ptr<PageDriver> inner, bool late_copies = false)
       : inner_(std::move(inner)), late_copies_(late_copies) {}
 
+  // These four may be called in parallel to another thread's call of the driver.
   // Makes the call-th call from now on (1 is the next) fail with `code`: once, or that call and all
   // later ones. `sticky`: the error says that the device is lost.
   void arm(std::int64_t call, bool forever, int code, bool sticky = false);
-  void disarm() { fail_at_ = 0; }
+  void disarm();
   // Number of calls since construction or the last arm().
-  std::int64_t num_calls() const { return num_calls_; }
+  std::int64_t num_calls() const;
   // Refused calls since construction, by name.
-  const std::map<std::string, std::int64_t>& num_refused() const { return num_refused_; }
+  std::map<std::string, std::int64_t> num_refused() const;
   // Copies up to `count` waiting runs, oldest first; returns how many.
   std::int64_t run_copies(std::int64_t count);
 
@@ -68,6 +70,7 @@ class FaultInjectingDriver final : public PageDriver {
   bool late_copies_;
   std::deque<CopyRun> late_;
   Mark num_copied_ = 0;  // late runs of copy_out() that are done; a mark counts those before it
+  mutable std::mutex mutex_;  // of what follows
   std::int64_t num_calls_ = 0;
   std::map<std::string, std::int64_t> num_refused_;
   std::int64_t fail_at_ = 0;

@@ -108,7 +108,9 @@ class KindsMemory {
   void give_back_excess();
   void try_give_back_excess();
   std::vector<Op> ops_of(std::size_t kind, const std::vector<Op>& ops) const;
-  std::vector<Plan> assess(const std::vector<Op>& ops);
+  bool finish_background();
+  void give_up_past();
+  std::vector<Plan> assess(const std::vector<Op>& ops, bool packs = false);
   Plan sum_up(const std::vector<Plan>& plans) const;
   std::uint64_t state_version() const;  // changes with every change in a kind
   void stage_and_execute(const std::vector<Assessed>& now, std::int64_t needed_mappings,

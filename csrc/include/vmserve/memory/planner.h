@@ -36,6 +36,8 @@ class Planner : LedgerClient {
   static bool has_attach(const std::vector<Op>& ops);
   // Plans the ops with the packing that lacks the fewest pages. Post: the ledger is unchanged.
   Assessed assess(const std::vector<Op>& ops);
+  // Packs even if the ops fit: others are short of the pages.
+  bool packs_always = false;
 
  private:
   Assessed trial(const std::vector<Op>& ops, Packing packing);

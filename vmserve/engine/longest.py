@@ -1,0 +1,74 @@
+"""The least pool: what the longest sequence needs when it has the pool for itself."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from vmserve.errors import ConfigurationError
+from vmserve.memory.kind_pages import KindPages, most_bytes, pages_of_layout
+from vmserve.memory.layout import KVLayout, LayerKind
+from vmserve.sizes import format_size, size_to_set
+
+__all__ = ["LongestSequence"]
+
+
+@dataclass(frozen=True)
+class LongestSequence:
+    """A sequence of ``max_len`` tokens that is alone, at its worst step.
+
+    ``kinds``: of layers that have pages of their own. ``chunk_tokens``: the most that a sequence
+    computes in a step.
+    """
+
+    layout: KVLayout
+    kinds: Sequence[LayerKind]
+    max_len: int
+    read_slack_tokens: int
+    chunk_tokens: int
+
+    @property
+    def num_pages(self) -> int:
+        """What it needs, in whole pages."""
+        return self._num_pages(self.max_len)
+
+    def least_bytes(self, pinned_pages: int = 0) -> int:
+        """The least limit with which it fits beside the pinned prefixes."""
+        return (self.num_pages + pinned_pages) * self.layout.total_page_bytes
+
+    def require(self, limit_bytes: int, pinned_pages: int = 0) -> None:
+        """Raises :class:`~vmserve.errors.ConfigurationError` unless it fits beside the pinned
+        prefixes."""
+        layout, needed = self.layout, self.num_pages
+        available = layout.num_pages(limit_bytes) - pinned_pages
+        if needed <= available:
+            return
+        fitting = bisect_right(range(1, self.max_len + 1), available, key=self._num_pages)
+        beside = f" beside {pinned_pages} pages of pinned prefixes" if pinned_pages else ""
+        raise ConfigurationError(
+            f"a sequence of {self.max_len} tokens needs {needed} pages of "
+            f"{format_size(layout.total_page_bytes)}{self._by_kind()}, {max(0, available)} fit in "
+            f"the KV cache of {format_size(limit_bytes)}{beside}: raise --kv-cache-memory to "
+            f"{size_to_set(self.least_bytes(pinned_pages))}"
+            + (f" or lower --max-model-len to {fitting}" if fitting > 0 else "")
+        )
+
+    def _num_pages(self, num_tokens: int) -> int:
+        slack = self.read_slack_tokens
+        needed = most_bytes(self._kind_pages, num_tokens + slack, self.chunk_tokens)
+        return -(-needed // self.layout.total_page_bytes)
+
+    def _by_kind(self) -> str:
+        if len(self._kind_pages) == 1:
+            return ""
+        longest = self.max_len + self.read_slack_tokens
+        each = (
+            kind.needs(kind.most_pages(longest, self.chunk_tokens)) for kind in self._kind_pages
+        )
+        return f" ({'; '.join(each)})"
+
+    @cached_property
+    def _kind_pages(self) -> tuple[KindPages, ...]:
+        return pages_of_layout(self.layout, self.kinds)
