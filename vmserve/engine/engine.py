@@ -300,9 +300,7 @@ class LLMEngine:
         If more is used, that is kept; with ``reclaim`` requests are preempted down to the limit.
         """
         if self.lease is None:
-            self.lease = Lease(
-                self.memory, self.scheduler, self._pins, self._longest, self._clock
-            )
+            self.lease = Lease(self.memory, self.scheduler, self._pins, self._longest, self._clock)
         self.lease.order(limit_bytes, reclaim=reclaim)
 
     def memory_news(self) -> list[tuple[Holding, bool]]:
