@@ -12,7 +12,8 @@ import pytest
 
 from tests.helpers import until
 from tests.server.conftest import Body, Running, error_of
-from vmserve.errors import ConfigurationError
+from vmserve.cli.top import top_command
+from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.server.admin import MODEL_PATHS
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.registry import Models
@@ -369,6 +370,26 @@ def test_a_removed_model_finishes_what_it_has(serve: Callable[..., Running]) -> 
     assert states(server) == {"a": "ready"}
 
 
+def test_a_model_that_is_removed_while_requests_wait_for_it(serve: Callable[..., Running]) -> None:
+    engine = ScriptedEngine("beta")
+    model = served("b", engine)
+    server = serve(served("a", ScriptedEngine("alpha")), model, admin_api_key="admin")
+    server.on_loop_async(model.sleep)
+    server.on_loop(engine.waking.clear)
+    told: list[str] = []
+
+    def ask() -> None:
+        error = server.error("/v1/completions", {"prompt": "x", "model": "b"}, 503)
+        told.append(error["message"])
+
+    one = threading.Thread(target=ask)
+    one.start()
+    until(lambda: model.num_waiting == 1)
+    change(server, "remove", model="b", timeout=0.01)
+    one.join()
+    assert told == ["The model b is being removed."]
+
+
 def test_sleep_and_wake_by_the_admin(serve: Callable[..., Running]) -> None:
     engine = ScriptedEngine("alpha")
     server = serve(served("a", engine), admin_api_key="admin")
@@ -381,3 +402,13 @@ def test_sleep_and_wake_by_the_admin(serve: Callable[..., Running]) -> None:
     text = server.http.get("/metrics").text
     assert 'vmserve:model_state{engine="0",model_name="a",state="ready"} 1.0' in text
     assert 'vmserve:model_wake_seconds_count{engine="0",model_name="a"} 1.0' in text
+
+
+def test_top_shows_models(two: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    top_command(two.url, model="b", once=True)
+    text = capsys.readouterr().out
+    assert text.startswith("b, vmserve ")
+    words = [line.split()[:2] for line in text.splitlines()]
+    assert [each for each in words if "ready" in each] == [["a", "ready"], ["b", "ready"]]
+    with pytest.raises(VmserveError, match="`c` does not exist"):
+        top_command(two.url, model="c", once=True)

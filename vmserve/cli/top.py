@@ -48,6 +48,17 @@ _LOOKS: Final = {
     "absent": ("·", "bright_black"),
 }
 _MAP_ROWS: Final = 8
+_MODEL_COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
+    ("model", "left"),
+    ("state", "left"),
+    ("requests", "right"),
+    ("waiting", "right"),
+    ("in use", "right"),
+    ("lent", "right"),
+    ("floor/cap", "right"),
+    ("weight", "right"),
+)
+_STATES: Final = {"ready": "green", "waking": "yellow", "failed": "red", "leaving": "yellow"}
 _NUMBERS: Final = ("prompt", "generated", "age", "TTFT", "ITL")
 #: Columns that give way in a narrow terminal, in this order, and the least they keep; then those
 #: that are left out.
@@ -64,15 +75,16 @@ class Monitor:
     Raises :class:`~vmserve.errors.ConfigurationError` for what is no URL.
     """
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, model: str | None = None) -> None:
         self.url = server_url(url)
+        self._query = {} if model is None else {"model": model}
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.Client(headers=headers, timeout=10.0, trust_env=False)
 
     def ask(self) -> Data:
         """Raises :class:`~vmserve.errors.VmserveError`, ``ConnectionError`` while it is away."""
         try:
-            reply = self._client.get(f"{self.url}/v1/kv/live")
+            reply = self._client.get(f"{self.url}/v1/kv/live", params=self._query)
         except httpx.HTTPError as error:
             reason = str(error) or type(error).__name__
             raise ConnectionError(f"no answer from {self.url}: {reason}") from error
@@ -83,7 +95,7 @@ class Monitor:
                 f"{self.url} needs an API key that it knows: --api-key, or VMSERVE_API_KEY"
             )
         if reply.status_code == 404:
-            raise _not_vmserve(self.url)
+            raise VmserveError(_told(reply)) if self._query else _not_vmserve(self.url)
         raise ConnectionError(f"{self.url} answered {reply.status_code}: {_told(reply)}")
 
     def close(self) -> None:
@@ -148,12 +160,16 @@ class Screen:
         yield Text.assemble((title, "bold"), up)
         figures = _in_lines(self._figures(data), width)
         yield from figures
+        models = data.get("models", ())
+        if models:
+            yield Text()
+            yield _models(data)
         yield Text()
         pool_map = _pool_map(data["pool"], width)
         yield pool_map
         yield _legend(data["pool"])
         yield Text()
-        above = len(figures) + str(pool_map).count("\n") + 10
+        above = len(figures) + str(pool_map).count("\n") + 10 + (len(models) + 2 if models else 0)
         room = None if height is None else max(1, height - above)
         yield _requests(data, width, room)
 
@@ -206,6 +222,37 @@ def _kinds(data: Data) -> Iterator[tuple[str, str]]:
             for use in ("used", "cached", "free")
         )
         yield f"KV {_plain(kind['name'])}", ", ".join(sizes)
+
+
+def _models(data: Data) -> RenderableType:
+    """A row for each of several models; of the pool they share, what nobody was lent."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for name, justify in _MODEL_COLUMNS:
+        table.add_column(name, justify=justify, no_wrap=True)
+    for model in data["models"]:
+        memory = model.get("memory")
+        sizes = (
+            ("–", "–", "–")
+            if memory is None
+            else (
+                format_size(memory["used_bytes"]),
+                format_size(memory["granted_bytes"]),
+                f"{format_size(memory['floor_bytes'])}/{format_size(memory['cap_bytes'])}",
+            )
+        )
+        table.add_row(
+            _plain(model["name"]),
+            Text(_plain(model["state"]), _STATES.get(model["state"], "")),
+            f"{model['num_active']:,}",
+            f"{model['num_waiting']:,}",
+            *sizes,
+            f"{model['weight']:g}" if "weight" in model else "–",
+        )
+    pool = data.get("kv_pool")
+    if pool is None:
+        return table
+    free = f"{format_size(pool['free_bytes'])} of {format_size(pool['size_bytes'])} lent to none"
+    return Group(table, Text(free, style="bright_black"))
 
 
 def _in_lines(figures: Iterator[Text], width: int) -> list[Text]:
@@ -358,6 +405,9 @@ def top_command(
         str | None,
         typer.Option(help="The server's key, if it needs one.", envvar="VMSERVE_API_KEY"),
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Of several models, the one to look at.", metavar="NAME")
+    ] = None,
     once: Annotated[bool, typer.Option("--once", help="Print it once and end.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="With --once: what the server says, as JSON.")
@@ -369,7 +419,7 @@ def top_command(
     """Watch a running server: its memory, queues and requests."""
     if as_json and not once:
         raise ConfigurationError("--json prints one document: give --once with it")
-    monitor = Monitor(url, api_key)
+    monitor = Monitor(url, api_key, model)
     console = Console()
     try:
         if as_json:

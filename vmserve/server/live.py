@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vmserve.errors import EngineDeadError
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
@@ -125,12 +126,17 @@ class LiveView:
         return {"models": [model_row(each) for each in models], "kv_pool": pool_row(models)}
 
     async def _newest(self, served: ServedModel) -> tuple[float, EngineSnapshot]:
-        if not served.is_awake and self._context.models.have_states:
-            return time.monotonic(), EngineSnapshot(served.stats(), _NO_POOL, [], 0)
-        snapshots = self._snapshots.get(served)
-        if snapshots is None:
-            snapshots = self._snapshots[served] = _Snapshots(served.engine)
-        return await snapshots.newest()
+        has_state = self._context.models.have_states
+        if served.is_awake or not has_state:
+            snapshots = self._snapshots.get(served)
+            if snapshots is None:
+                snapshots = self._snapshots[served] = _Snapshots(served.engine)
+            try:
+                return await snapshots.newest()
+            except EngineDeadError:
+                if not has_state:
+                    raise
+        return time.monotonic(), EngineSnapshot(served.stats(), _NO_POOL, [], 0)
 
 
 def _row(request: RequestSnapshot) -> dict[str, Any]:

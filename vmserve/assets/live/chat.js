@@ -31,6 +31,13 @@ async function* chunksOf(response) {
   }
 }
 
+let chosen = null;
+
+/** Send what is said from now on to the model of this name. */
+export function chatWith(name) {
+  chosen = name;
+}
+
 function bodyOf(messages) {
   const system = at("chat-system").value.trim();
   const body = {
@@ -38,6 +45,7 @@ function bodyOf(messages) {
     stream: true,
     stream_options: { include_usage: true },
   };
+  if (chosen !== null) body.model = chosen;
   if (at("chat-temperature").value) body.temperature = Number(at("chat-temperature").value);
   if (at("chat-tokens").value) body.max_tokens = Number(at("chat-tokens").value);
   return JSON.stringify(body);

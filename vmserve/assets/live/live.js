@@ -1,6 +1,6 @@
 // The live page: asks for /v1/kv/live twice a second and shows it. Nothing is loaded from elsewhere.
 
-import { seeRequests, startChat } from "./chat.js";
+import { chatWith, seeRequests, startChat } from "./chat.js";
 import { at, bytes, count, percent, seconds, show } from "./text.js";
 
 const EVERY_MS = 500;
@@ -42,7 +42,7 @@ const stored = {
 
 const state = {
   data: null, history: [], failures: 0, timer: 0, asking: false, paused: false,
-  cursor: -1, only: null, grid: null,
+  cursor: -1, only: null, grid: null, model: null,
 };
 
 // -- asking ----------------------------------------------------------------------------------
@@ -53,7 +53,8 @@ async function ask() {
   try {
     const headers = stored.key ? { authorization: `Bearer ${stored.key}` } : {};
     const stop = AbortSignal.timeout(LONGEST_WAIT_MS);
-    const response = await fetch("v1/kv/live", { headers, cache: "no-store", signal: stop });
+    const query = state.model === null ? "" : `?model=${encodeURIComponent(state.model)}`;
+    const response = await fetch(`v1/kv/live${query}`, { headers, cache: "no-store", signal: stop });
     if (response.status === 401) return askForKey(stored.key ? "This key is not accepted." : "");
     const body = await response.json();
     if (!response.ok) throw new Error(body.error ? body.error.message : `HTTP ${response.status}`);
@@ -104,6 +105,7 @@ function take(data) {
   document.querySelector("main").hidden = false;
   say("live", data.draining ? "shutting down" : "live");
   show("model", `${data.model} · ${data.version} · up ${seconds(data.uptime_seconds)}`);
+  showModels(data);
   showTiles(data);
   showCounters(data);
   drawMap();
@@ -123,6 +125,42 @@ function rates() {
     const span = now.at - history[first].at;
     return span > 0 ? Math.max(0, now.tokens - history[first].tokens) / span : 0;
   });
+}
+
+/** A row for each of several models; a click on a name shows that one. */
+function showModels({ models = [], kv_pool: pool, model }) {
+  at("models-box").hidden = !models.length;
+  if (pool) show("models-note", `${bytes(pool.free_bytes)} of ${bytes(pool.size_bytes)} lent to none`);
+  const body = at("models").tBodies[0];
+  resize(body, models.length, () => {
+    const row = document.createElement("tr");
+    for (let i = 0; i < 7; i += 1) row.append(document.createElement("td"));
+    const button = document.createElement("button");
+    button.type = "button";
+    button.addEventListener("click", () => choose(button.textContent));
+    row.firstChild.append(button);
+    return row;
+  });
+  models.forEach((each, i) => {
+    const memory = each.memory;
+    const [name, ...cells] = body.children[i].children;
+    name.firstChild.textContent = each.name;
+    name.firstChild.setAttribute("aria-pressed", String(each.name === model));
+    const texts = [
+      each.state, `${count(each.num_active)} of ${count(each.num_requests)}`, count(each.num_waiting),
+      memory ? `${bytes(memory.used_bytes)}, ${bytes(memory.granted_bytes)}` : "–",
+      memory ? `${bytes(memory.floor_bytes)}, ${bytes(memory.cap_bytes)}` : "–", each.weight ?? "–",
+    ];
+    texts.forEach((text, j) => { cells[j].textContent = text; });
+    cells[0].title = each.failure;
+  });
+}
+
+function choose(name) {
+  state.model = name;
+  state.history = [];
+  chatWith(name);
+  ask();
 }
 
 function showTiles({ stats, latency }) {

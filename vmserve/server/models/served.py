@@ -187,12 +187,13 @@ class ServedModel:
         began = self._clock()
         self.num_waiting += 1
         try:
-            await asyncio.shield(self._wake_task())
+            while not self.is_awake:
+                await asyncio.wait([self._wake_task()])  # which goes on if this request leaves
+                if self._failure is not None:
+                    raise _copy(self._failure)
         finally:
             self.num_waiting -= 1
             self.waited_seconds += self._clock() - began
-        if self._failure is not None:
-            raise _copy(self._failure)
 
     # -- its process ------------------------------------------------------------------
 

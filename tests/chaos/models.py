@@ -1,0 +1,205 @@
+"""Several models under load, of which one after the other comes, goes, sleeps, wakes or is killed.
+
+    python -m tests.chaos.models --minutes 10
+
+Every request must get an answer or an error. The pool's laws are read from the live figures all the
+time. At the end nothing may be left of models that have gone: no memory lent, no process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from tests.chaos.harness import Server, until
+
+OPTIONS = (
+    *("--model", "a=vmserve-embedded", "--model", "b=vmserve-embedded", "--max-num-seqs", "8"),
+    *("--kv-cache-memory", "24MiB", "--engine-restarts", "1000000", "--admin-api-key", "admin"),
+    *("--idle-unload", "2"),
+)
+ADMIN = {"authorization": "Bearer admin"}
+CLIENTS = 4
+
+
+class Chaos:
+    """What is done to one server, and what came of it, by name."""
+
+    def __init__(self, server: Server, seed: int) -> None:
+        self.server = server
+        self.counts: Counter[str] = Counter()
+        self.violations: list[str] = []
+        self._random = random.Random(seed)
+        self._over = threading.Event()
+        self._names = ["a", "b"]
+        self._added = 0
+
+    def run(self, seconds: float) -> None:
+        """Change models for so long, while clients ask and the laws are checked."""
+        works = [*(lambda number=n: self._ask(number) for n in range(CLIENTS)), self._look]
+        threads = [threading.Thread(target=work) for work in works]
+        for thread in threads:
+            thread.start()
+        changes = (self._add, self._remove, self._sleep, self._wake, self._kill, self._share)
+        end = time.monotonic() + seconds
+        try:
+            while time.monotonic() < end:
+                change: Callable[[], None] = self._random.choice(changes)
+                change()
+                time.sleep(self._random.uniform(0, 0.5))
+        finally:
+            self._over.set()
+            for thread in threads:
+                thread.join(120)
+        if any(thread.is_alive() for thread in threads):
+            self.violations.append("a client still waits for its answer")
+
+    # -- clients ------------------------------------------------------------------------
+
+    def _ask(self, number: int) -> None:
+        chance = random.Random(number)
+        with httpx.Client(base_url=self.server.url, timeout=100) as http:
+            while not self._over.is_set():
+                name = chance.choice([*self._names, "none"])
+                body = {
+                    "model": name,
+                    "prompt": "Once upon a time",
+                    "max_tokens": chance.choice([1, 30, 300]),
+                    "stream": chance.random() < 0.5,
+                    "request_timeout": 60,
+                }
+                try:
+                    reply = http.post("/v1/completions", json=body)
+                except httpx.HTTPError as error:
+                    self.violations.append(f"no answer: {error!r}")
+                    continue
+                self.counts[self._outcome(reply, streamed=bool(body["stream"]))] += 1
+
+    def _outcome(self, reply: httpx.Response, *, streamed: bool) -> str:
+        """Name the end of a request; one without an answer or an error is a violation."""
+        if reply.status_code != 200:
+            if not reply.text.startswith('{"error"'):
+                self.violations.append(f"{reply.status_code} without a reason: {reply.text[:200]}")
+            return str(reply.status_code)
+        if not streamed:
+            assert reply.json()["choices"][0]["finish_reason"]
+            return "answered"
+        last = reply.text.strip().splitlines()[-1].removeprefix("data: ")
+        if last == "[DONE]":
+            return "answered"
+        if "error" in json.loads(last):
+            return "error in a stream"
+        self.violations.append(f"a stream ended with {last[:200]}")
+        return "broken stream"
+
+    def _look(self) -> None:
+        """The pool's laws: no more is lent than there is, and nobody has less than its floor."""
+        with httpx.Client(base_url=self.server.url, timeout=100) as http:
+            while not self._over.wait(0.05):
+                live = http.get("/v1/kv/live").json()
+                rows = [row["memory"] for row in live["models"] if row["memory"] is not None]
+                lent = sum(row["granted_bytes"] for row in rows)
+                if lent > live["kv_pool"]["size_bytes"]:
+                    self.violations.append(f"{lent} bytes are lent of {live['kv_pool']}")
+                for row in live["models"]:
+                    memory = row["memory"]
+                    is_below = memory and memory["granted_bytes"] < memory["floor_bytes"]
+                    if is_below and row["state"] == "ready":
+                        self.violations.append(f"below its floor: {row}")
+                self.counts["looks"] += 1
+
+    # -- what is done to models -----------------------------------------------------------
+
+    def _post(self, what: str, **body: Any) -> None:
+        reply = self.server.http.post(f"/v1/models/{what}", json=body, headers=ADMIN)
+        self.counts[f"{what} {reply.status_code}"] += 1
+        if reply.status_code >= 500 and what != "wake":
+            self.violations.append(f"{what} {body}: {reply.text[:300]}")
+
+    def _add(self) -> None:
+        if len(self._names) > 3:
+            return
+        self._added += 1
+        name = f"m{self._added}"
+        self._post("add", model="vmserve-embedded", name=name, preload=self._random.random() < 0.5)
+        self._names.append(name)
+
+    def _remove(self) -> None:
+        if len(self._names) > 1:
+            name = self._names.pop(self._random.randrange(len(self._names)))
+            self._post("remove", model=name, timeout=self._random.choice([0.01, 5]))
+
+    def _sleep(self) -> None:
+        self._post("sleep", model=self._random.choice(self._names), timeout=0.5)
+
+    def _wake(self) -> None:
+        self._post("wake", model=self._random.choice(self._names))
+
+    def _share(self) -> None:
+        name, chance = self._random.choice(self._names), self._random
+        self._post("change", model=name, weight=chance.choice([0.5, 1, 4]))
+
+    def _kill(self) -> None:
+        """An engine: what it serves gets errors, and it comes back."""
+        engines = psutil.Process(self.server.popen.pid).children()
+        if engines:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._random.choice(engines).kill()
+            self.counts["killed"] += 1
+
+    # -- the end --------------------------------------------------------------------------
+
+    def check_what_is_left(self) -> None:
+        """One model that sleeps: no memory is lent, and there is no engine."""
+        while len(self._names) > 1:
+            self._post("remove", model=self._names.pop(), timeout=5)
+        server = psutil.Process(self.server.popen.pid)
+        until(lambda: self._pool_is_whole(), 60, "all memory is back")
+        until(lambda: not server.children(), 60, "all engines have ended")
+
+    def _pool_is_whole(self) -> bool:
+        live = self.server.http.get("/v1/kv/live").json()
+        pool = live["kv_pool"]
+        return bool(pool["free_bytes"] == pool["size_bytes"])
+
+
+def chaos(log: Path, seconds: float, seed: int) -> Chaos:
+    """Run it on a fresh server, and return what came of it."""
+    server = Server(log, *OPTIONS)
+    try:
+        done = Chaos(server, seed)
+        done.run(seconds)
+        done.check_what_is_left()
+        server.popen.terminate()
+        server.popen.wait(60)
+    finally:
+        server.close()
+    return done
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="file for what the server says")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        done = chaos(options.log or Path(directory) / "log", options.minutes * 60, options.seed)
+    print(json.dumps({"violations": done.violations, **done.counts}, indent=1))
+    raise SystemExit(bool(done.violations))
+
+
+if __name__ == "__main__":
+    main()
