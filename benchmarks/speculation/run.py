@@ -1,6 +1,7 @@
 """Does speculation pay? Answers to four kinds of conversations, with and without drafts, in turns.
 
     python benchmarks/speculation/run.py [--model PATH] [--streams 1,8] [--rounds 6]
+        [--draft PATH --modes off,auto,draft-model,auto+draft]
         [--llama-server PATH --gguf FILE] [--out DIRECTORY]
 
 Each variant is an engine of its own in this process. The same conversations are answered greedily
@@ -58,9 +59,11 @@ class Engine:
     """vmserve with one way of speculating."""
 
     def __init__(self, args: argparse.Namespace, mode: str) -> None:
+        speculative, _, drafts = mode.partition("+")
         self.llm = vmserve.LLM(
             model=args.model,
-            speculative=mode,
+            speculative=speculative,
+            speculative_model=args.draft if drafts or speculative == "draft-model" else None,
             max_model_len=args.max_model_len,
             quantization=args.quantization,
             kv_cache_memory="512MiB",
@@ -164,7 +167,13 @@ def main() -> None:
     text = table(results)
     print(text)
     if args.out != "-":
-        paths = ("model", "gguf", "llama_server", "out")  # where they are says nothing elsewhere
+        paths = (
+            "model",
+            "draft",
+            "gguf",
+            "llama_server",
+            "out",
+        )  # where they are says nothing elsewhere
         names = {name: Path(path).name for name in paths if (path := getattr(args, name))}
         arguments = {**vars(args), **names}
         described = {"arguments": arguments, "machine": machine_info(), "results": results}
@@ -174,6 +183,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", default=None, help="a directory or a GGUF file")
+    parser.add_argument("--draft", help="of the modes draft-model and auto+draft: a small model")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--modes", default=",".join(MODES), help="the first is the baseline")

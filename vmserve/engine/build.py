@@ -34,6 +34,7 @@ from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.speculation.base import Drafter
+from vmserve.speculation.in_order import InOrder
 from vmserve.speculation.policy import EVIDENCE, PRICED
 from vmserve.speculation.prompt_lookup import PromptLookup
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -117,7 +118,7 @@ def build(
     draft_model = None
     if choice is not None:
         part = int(choice.share * resolved.kv_limit_bytes)
-        draft_model = load_draft(choice, config, resolved, part, progress)
+        draft_model = load_draft(choice, config, resolved, part, model.parameter_bytes, progress)
         resolved = replace(resolved, kv_limit_bytes=resolved.kv_limit_bytes - part)
     # Kernels of torch know one block table for all layers.
     memory = create_memory(
@@ -185,15 +186,17 @@ def build(
         runtime=runtime,
         runner=runner,
         sampler=sampler,
-        drafter=draft_model or _lookup(config),
+        drafter=_drafter(config, draft_model),
         draft_model=draft_model,
     )
 
 
-def _lookup(config: EngineConfig) -> Drafter | None:
+def _drafter(config: EngineConfig, draft_model: DraftModel | None) -> Drafter | None:
     if config.speculative == "off":
         return None
+    if config.speculative == "draft-model":
+        return draft_model
     policy = PRICED if config.speculative == "auto" else EVIDENCE
-    return PromptLookup(
-        replace(policy, most_drafted=config.num_speculative_tokens or policy.most_drafted)
-    )
+    most = config.num_speculative_tokens or policy.most_drafted
+    lookup = PromptLookup(replace(policy, most_drafted=most))
+    return lookup if draft_model is None else InOrder(lookup, draft_model)

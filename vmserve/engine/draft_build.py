@@ -30,21 +30,22 @@ logger = logging.getLogger(__name__)
 
 #: Most tokens of a draft if nobody says: as many in every step, or as far as they pay.
 _NUM_TOKENS = {False: 5, True: 7}
+#: What a step of the draft model is taken to cost before it was measured, beside the ratio of bytes
+#: of weights: little, so that it is tried.
+_HOPED = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftChoice:
     """A draft model that fits the engine's model.
 
-    ``share``: its part of the KV cache, with which both hold as many tokens; ``cost``: its weights
-    over those of the model.
+    ``share``: its part of the KV cache, with which both hold as many tokens.
     """
 
     path: Path
     config: ModelConfig
     dtype: DType
     share: float
-    cost: float
 
 
 def choose_draft(
@@ -94,13 +95,7 @@ def choose_draft(
         )
     own = draft.kv_elements * dtype.itemsize
     others = target.kv_elements * target_dtype.itemsize
-    return DraftChoice(
-        path=path,
-        config=draft,
-        dtype=dtype,
-        share=own / (own + others),
-        cost=draft.num_weights / target.num_weights,
-    )
+    return DraftChoice(path=path, config=draft, dtype=dtype, share=own / (own + others))
 
 
 def load_draft(
@@ -108,9 +103,13 @@ def load_draft(
     config: EngineConfig,
     resolved: ResolvedConfig,
     limit_bytes: int,
+    target_bytes: int,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> DraftModel:
-    """Load it, with ``limit_bytes`` of KV cache. ``resolved``: those of the engine's model."""
+    """Load it, with ``limit_bytes`` of KV cache.
+
+    ``resolved``: the options of the engine's model, whose weights are ``target_bytes``.
+    """
     model_config = choice.config
     resolved = replace(
         resolved,
@@ -152,7 +151,7 @@ def load_draft(
         draft_model_policy(
             config.num_speculative_tokens or _NUM_TOKENS[is_priced],
             is_priced=is_priced,
-            round_share=choice.cost,
+            round_share=_HOPED * model.parameter_bytes / target_bytes,
         ),
         max_tokens=resolved.max_num_batched_tokens,
         window=widest_window(model_config, 0),
