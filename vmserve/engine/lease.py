@@ -154,6 +154,8 @@ class Lease:
 
     def _look_for_shortage(self, available: int, margin: int, starved: bool) -> None:
         told, page = self._told, self._page_bytes
+        if told.is_short and not starved and self._num_looks % 4:
+            return  # the forecast takes longer than the rest
         limit = self._memory.limit_bytes
         pages = self._memory.limit_pages - available + margin + self._scheduler.wanted_pages()
         if starved:
@@ -162,7 +164,7 @@ class Lease:
         is_short = wanted > limit
         if not is_short and not told.is_short:
             return
-        grew = wanted > told.wanted_bytes + max(page, limit // _LOOKS)
+        grew = wanted > told.wanted_bytes // 4 * 5
         fell = wanted < told.wanted_bytes // 4 * 3
         if is_short == told.is_short and not grew and not fell:
             return
