@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from vmserve import LLM, ConfigurationError, KVPool, SamplingParams
+from vmserve import LLM, BeamSearchParams, ConfigurationError, KVPool, SamplingParams
 from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.pool.shares import Holding, Shares
 
 # Tokens of the embedded model take 4 KiB: the longest sequence needs 1 MiB.
 OPTIONS: dict[str, Any] = {
@@ -181,3 +182,39 @@ def test_the_memory_of_a_killed_engine_goes_to_others_at_once() -> None:
 async def answer(llm: ProcessLLM, prompt: list[int]) -> list[int]:
     [output] = [output async for output in llm.generate(prompt, params())]
     return list(output.outputs[0].token_ids)
+
+
+def test_beams_that_need_more_than_the_floor_wait_for_it() -> None:
+    """8 beams take more than 1 MiB, the floor; the other lets go of its cache for them."""
+    beams = BeamSearchParams(beam_width=8, max_tokens=80, ignore_eos=True)
+    prompt = [[300 + number for number in range(140)]]
+    with LLM(kv_cache_memory="64MiB", **OPTIONS) as llm:
+        [expected] = llm.beam_search(prompt, beams)
+    pool = KVPool("4MiB")
+    with LLM(kv_pool=pool, **OPTIONS) as one, LLM(kv_pool=pool, **OPTIONS) as other:
+        tokens(other, 400, 4)
+        assert pool.free_bytes == 0
+        [result] = one.beam_search(prompt, beams)
+        assert [choice.token_ids for choice in result.outputs] == [
+            choice.token_ids for choice in expected.outputs
+        ]
+        assert pool.state()[0].granted_bytes > LEAST
+
+
+def test_steady_load_sends_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    reports = []
+    pool = KVPool("32MiB")
+    told = Shares.told
+
+    def counted(shares: Shares, name: str, holding: Holding, *, is_answer: bool = False) -> Any:
+        reports.append(holding)
+        return told(shares, name, holding, is_answer=is_answer)
+
+    monkeypatch.setattr(Shares, "told", counted)
+    with LLM(kv_pool=pool, **OPTIONS) as one, LLM(kv_pool=pool, **OPTIONS):
+        tokens(one, 300)
+        first = len(reports)
+        tokens(one, 300)
+        # In 200 steps: requests begin, the prefix cache wants more, requests end.
+        assert len(reports) - first <= 8
+        assert not any(report.is_short for report in reports[first:])

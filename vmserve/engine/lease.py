@@ -61,6 +61,10 @@ class Lease:
         self._is_starved = False
         self._stuck_at: float | None = None
         self._num_looks = 0
+        #: Until then there is memory enough for the steps between two looks.
+        self._next_look = 0
+        #: When statistics are read again.
+        self._next_use = 0
 
     @property
     def least_bytes(self) -> int:
@@ -139,17 +143,21 @@ class Lease:
         self._num_looks += 1
         if told.committed_bytes > self._memory.limit_bytes:
             self._tell_if_lower()
-        if is_idle:
+        is_calm = not (starved or told.is_short or self._scheduler.num_waiting)
+        if is_idle or (is_calm and self._num_looks < self._next_look):
             return
         with self._memory.without_waiting():
             available = self._memory.available_pages()
         margin = self._margin
+        if available > 8 * margin:
+            self._next_look = self._num_looks + 4
         if starved or available < margin or self._scheduler.num_waiting:
             self._look_for_shortage(available, margin, starved)
         elif told.is_short:
             self._asked_at = None
             self._tell(self._holding(0, is_short=False))
-        elif self._num_looks % _LOOKS == 0:
+        elif self._num_looks >= self._next_use:
+            self._next_use = self._num_looks + _LOOKS
             self._look_at_use()
 
     def _look_for_shortage(self, available: int, margin: int, starved: bool) -> None:
