@@ -104,6 +104,8 @@ class KVPool:
         self._loans: dict[str, _Loan] = {}
         self._lock = threading.RLock()
         self._outbox: deque[Order] = deque()
+        #: Whether this thread sends.
+        self._sending = threading.local()
 
     @property
     def size_bytes(self) -> int:
@@ -310,6 +312,15 @@ class KVPool:
 
     def _deliver(self) -> None:
         """Send the orders, without the lock: an idle engine is served by this very thread."""
+        if getattr(self._sending, "is_on", False):
+            return  # what an engine answered meanwhile is sent by the loop below
+        self._sending.is_on = True
+        try:
+            self._send_all()
+        finally:
+            self._sending.is_on = False
+
+    def _send_all(self) -> None:
         while True:
             with self._lock:
                 if not self._outbox:

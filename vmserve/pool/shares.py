@@ -359,14 +359,11 @@ class Shares:
         ``reclaimed`` bytes from those above their fair share."""
         orders: list[Order] = []
         others = [each for each in self.members.values() if each is not for_whom]
-        holders = [
-            each
-            for each in others
-            if self._may_ask(each, _Declined.UNUSED) and not (each.needs and for_whom)
-        ]
+        holders = [each for each in others if self._may_ask(each, _Declined.UNUSED)]
         holders.sort(key=lambda each: (not each.holding.is_idle, each.last_busy))
         for each in holders:
-            kept = max(each.floor, each.holding.used_bytes if each.holding.is_idle else 0)
+            # What a member wants for requests counts as used, or it would take it back at once.
+            kept = max(each.wanted, each.holding.used_bytes if each.holding.is_idle else 0)
             part = min(unused, each.limit - kept)
             if part <= 0:
                 continue
