@@ -316,7 +316,7 @@ class Shares:
             if self.free < 0:
                 break
             orders += self._serve(member, fair)
-            if member.needs:
+            if member.needs and (member.is_joining or self._expected):
                 return orders  # what comes back is for it first
         for member in self.members.values():  # prefix caches
             more = min(member.holding.wanted_bytes, member.cap) - member.granted
