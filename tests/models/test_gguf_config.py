@@ -109,6 +109,7 @@ def _write(path: Path, change: Callable[[gguf.GGUFWriter], None], **sizes: Any) 
         (lambda w: w.add_key_length(20), {}, "rope.dimension_count|value_length|has shape"),
         (lambda w: w.add_rope_dimension_count(8), {}, "rope.dimension_count is 8 for heads of 16"),
         (lambda w: w.add_expert_count(8), {}, "metadata llama.expert_used_count is missing"),
+        (lambda w: w.add_expert_count(1 << 30), {}, "expert_count is 1,073,741,824; it must be 0"),
         (
             lambda w: w.add_token_list([f"t{number}" for number in range(270)]),
             {},

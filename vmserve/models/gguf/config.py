@@ -24,6 +24,8 @@ __all__ = ["GgufDescription", "describe"]
 
 #: Layers of the largest Gemma 2 and 3, whose queries are scaled by another size: no file says it.
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
+#: Far above what models have: each has names of its own.
+_MOST_EXPERTS = 1 << 14
 #: Of ``expert_gating_func``.
 _SOFTMAX, _SIGMOID = 1, 2
 #: Matrices that files of any type have in float32.
@@ -100,7 +102,7 @@ class _Fields:
             if name != "llama":
                 raise self._read.unsupported("attention.sliding_window")
             self.family = "MistralForCausalLM"
-        self._num_experts = self._read.size("expert_count", 0, least=0)
+        self._num_experts = self._read.size("expert_count", 0, least=0, limit=_MOST_EXPERTS)
         if self._num_experts:
             if architecture.expert_family is None:
                 raise self._read.unsupported("expert_count")

@@ -64,17 +64,19 @@ class Metadata:
             f"{self.file.path.name}: {self.name}.{key} = {said} is not supported"
         )
 
-    def size(self, key: str, default: int | None = None, least: int = 1) -> int:
+    def size(
+        self, key: str, default: int | None = None, least: int = 1, limit: int = _MOST_POSITIONS
+    ) -> int:
         name = f"{self.name}.{key}"
         if isinstance(self.file.metadata.get(name), np.ndarray):
             raise UnsupportedError(
                 f"{self.file.path.name}: {name} is a list: layers that differ are not supported"
             )
         value = self.file.integer(name, default)
-        if not least <= value < _MOST_POSITIONS:
+        if not least <= value < limit:
             raise ConfigurationError(
                 f"{self.file.path.name}: {name} is {value:,}; it must be {least} or more, and "
-                f"below {_MOST_POSITIONS:,}"
+                f"below {limit:,}"
             )
         return value
 
