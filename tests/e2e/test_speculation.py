@@ -96,7 +96,8 @@ def any_params(rng: random.Random, seed: int) -> SamplingParams:
     if rng.random() < 0.2:
         regex = rng.choice([r"(yes|no|[a-z ]{4,30})\.", r"[0-9]{3}-[0-9]{4}", r"(la ){1,9}!"])
         options["structured_outputs"] = StructuredOutputsParams(regex=regex)
-        options["bad_words"] = None
+        for name in ("bad_words", "stop_token_ids"):  # they may leave a grammar nothing to say
+            options.pop(name, None)
     return SamplingParams(**options)
 
 
