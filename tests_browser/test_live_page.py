@@ -13,6 +13,9 @@ import httpx
 
 from tests.server.conftest import Running
 from tests_browser.chromium import Browser, Page
+from vmserve.server.config import ServerConfig
+from vmserve.server.models.registry import Models
+from vmserve.server.models.served import ServedModel
 from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
@@ -310,3 +313,35 @@ def test_ten_and_ten_thousand_pages_are_legible(browser: Browser, start: Start) 
             assert least <= height <= most
             assert width * height / num_pages >= 9  # pixels of a cell
             healthy(page)
+
+
+def test_one_of_several_models_is_chosen(browser: Browser) -> None:
+    configs = [ServerConfig(served_model_names=(name,)) for name in ("a", "b")]
+    engines = ScriptedEngine("alpha"), ScriptedEngine("beta")
+    models = [ServedModel(*each) for each in zip(configs, engines, strict=True)]
+    server = Running(Models(models))
+    names = "[...document.querySelectorAll('#models tbody button')]"
+    try:
+        with browser.page(server.url) as page:
+            assert page.until(LOADED).startswith("a · ")
+            assert page.run(f"{names}.map(each => each.textContent)") == ["a", "b"]
+            server.on_loop_async(models[1].sleep)
+            page.run(f"{names}[1].click()")
+            page.until("document.getElementById('model').textContent.startsWith('b · ')")
+            page.until(
+                "document.querySelector('#models tbody tr:last-child').cells[1].textContent"
+                " == 'asleep'"
+            )
+            page.run("document.getElementById('chat-text').value = 'Hi'")
+            page.run("document.getElementById('chat-form').requestSubmit()")
+            page.until("document.querySelector('#chat-log .answer .text')?.textContent == 'beta'")
+            healthy(page)
+    finally:
+        server.close()
+    assert len(engines[1].requests) == 1
+
+
+def test_one_model_is_shown_without_a_table(browser: Browser, start: Start) -> None:
+    with browser.page(start().url) as page:
+        page.until(LOADED)
+        assert page.run("document.getElementById('models-box').hidden")

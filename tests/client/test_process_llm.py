@@ -250,6 +250,7 @@ def test_sleep_and_wake(tmp_path: Path) -> None:
     """The same tokens and pins after a sleep; what has become of the files is noticed."""
     model = tmp_path / "model"
     shutil.copytree(resolve_model(None), model)
+    (model / "link").symlink_to("nowhere")
     prefix = list(range(10, 74))
 
     async def run() -> None:

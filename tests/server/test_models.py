@@ -224,7 +224,7 @@ def test_requests_wait_for_one_start_and_may_leave(serve: Callable[..., Running]
     until(lambda: model.num_waiting == 3)
     body = {"prompt": "x", "model": "b", "request_timeout": 0.05}
     assert "model to load" in server.error("/v1/completions", body, 504)["message"]
-    with pytest.raises(httpx.ReadTimeout):
+    with pytest.raises(httpx.TimeoutException):
         server.post("/v1/completions", {"prompt": "x", "model": "b"}, timeout=0.05)
     until(lambda: model.num_waiting == 3)
     assert server.http.get("/v1/models/b").json()["state"] == "waking"
@@ -360,6 +360,8 @@ def test_a_removed_model_finishes_what_it_has(serve: Callable[..., Running]) -> 
     removing = threading.Thread(target=lambda: change(server, "remove", model="b", timeout=60))
     removing.start()
     until(lambda: states(server).get("b") == "leaving")
+    told = change(server, "add", 400, name="b", model="beta")["error"]["message"]
+    assert "still being removed" in told
     server.error("/v1/completions", {"prompt": "x", "model": "b"}, 404)
     assert not engine.stopped
     server.on_loop(engine.pause.set)

@@ -38,8 +38,9 @@ from vmserve.server.listen import (
     raise_descriptor_limit,
     url_of,
 )
-from vmserve.server.models.specs import ModelSpec, log_loaded, model_specs, named_model
+from vmserve.server.models.specs import ModelSpec, model_specs, named_model
 from vmserve.server.tokenizer_info import tokenizer_info
+from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -304,7 +305,15 @@ def _serve_one(
     logger.info("loading %s", "the embedded model" if is_embedded(model) else model)
     began = time.monotonic()
     engine = _start_engine(engine_options, supervision)
-    log_loaded(engine.resolved, time.monotonic() - began)
+    resolved = engine.resolved
+    logger.info(
+        "loaded in %.1f s; reserved: KV cache of up to %s, context of %d tokens, "
+        "%d sequences at once",
+        time.monotonic() - began,
+        format_size(resolved.kv_limit_bytes),
+        resolved.max_model_len,
+        resolved.max_num_seqs,
+    )
     try:
         check_template(engine.tokenizer, config.chat_template)
         prefixes = {

@@ -374,7 +374,11 @@ def _no_progress(phase: str, done: int, total: int) -> None:
 def _stamps(path: Path) -> dict[str, tuple[int, int, int]]:
     """What changes with a tokenizer's files: a GGUF file, or those of a directory but weights."""
     files = path.iterdir() if path.is_dir() else [path]
-    found = {file.name: file.stat() for file in files if file.suffix != ".safetensors"}
+    found = {
+        file.name: file.stat()
+        for file in files
+        if file.suffix != ".safetensors" and file.is_file()  # a link may lead nowhere
+    }
     return {name: (each.st_size, each.st_mtime_ns, each.st_ino) for name, each in found.items()}
 
 

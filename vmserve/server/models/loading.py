@@ -19,7 +19,7 @@ from vmserve.server.dialect import check_template
 from vmserve.server.models.memory import PoolShare
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
-from vmserve.server.models.specs import ModelSpec, log_loaded, spec_of
+from vmserve.server.models.specs import ModelSpec, spec_of
 from vmserve.server.tokenizer_info import tokenizer_info
 from vmserve.sizes import format_size, parse_size
 
@@ -79,7 +79,15 @@ class ModelLoader:
             engine = await ProcessLLM.load(
                 **{**spec.engine, "kv_cache_memory": LEAST}, supervision=self._supervision
             )
-            log_loaded(engine.resolved, time.monotonic() - began)
+            resolved = engine.resolved
+            logger.info(
+                "loaded in %.1f s; KV cache of %s or more, context of %d tokens, %d sequences at "
+                "once",
+                time.monotonic() - began,
+                format_size(resolved.kv_limit_bytes),
+                resolved.max_model_len,
+                resolved.max_num_seqs,
+            )
             try:
                 check_template(engine.tokenizer, served.config.chat_template)
                 if self._show_tokenizer:

@@ -74,7 +74,10 @@ class Models:
             raise ApiError(404, message, "model") from None
 
     def _insert(self, model: ServedModel) -> None:
+        leaving = {name for each in self._leaving for name in each.config.served_model_names}
         for name in model.config.served_model_names:
+            if name in leaving:
+                raise ConfigurationError(f"a model {name!r} is still being removed: try again")
             if name in self._by_name:
                 raise ConfigurationError(
                     f"two models have the name {name!r}: name one of them, as --model NAME={name}"

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError
 from vmserve.options import Bounds, Option, check_options, declared_options
 from vmserve.server.config import API, ServerConfig
-from vmserve.sizes import format_size, parse_size
+from vmserve.sizes import parse_size
 
-__all__ = ["ModelSpec", "log_loaded", "model_specs", "named_model", "spec_of"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ModelSpec", "model_specs", "named_model", "spec_of"]
 
 _KV: Final = "KV cache"
 
@@ -103,17 +100,6 @@ def model_specs(
                 f"two models have the name {name!r}: give them names, as --model NAME={name}"
             )
     return [spec_of(name, table, shared) for name, table in tables]
-
-
-def log_loaded(resolved: ResolvedConfig, seconds: float) -> None:
-    logger.info(
-        "loaded in %.1f s; reserved: KV cache of up to %s, context of %d tokens, "
-        "%d sequences at once",
-        seconds,
-        format_size(resolved.kv_limit_bytes),
-        resolved.max_model_len,
-        resolved.max_num_seqs,
-    )
 
 
 def named_model(text: str) -> tuple[str, str]:
