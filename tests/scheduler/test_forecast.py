@@ -57,7 +57,7 @@ def test_no_regime_takes_less_than_the_least() -> None:
             takes = {}
             for regime in Regime:
                 one = sequence(num_tokens, regime=regime)
-                takes[regime] = forecast.start(one, num_shared)
+                takes[regime] = forecast.next_token(one) - forecast.shared(one, num_shared)
             assert (
                 forecast.at_least(one, num_shared) == takes[Regime.PAGED] <= takes[Regime.VIRTUAL]
             )

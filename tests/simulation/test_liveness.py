@@ -170,7 +170,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, broken: Any) 
 def test_a_scheduler_that_stops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = FCFSScheduler.schedule
 
-    def stop(self: FCFSScheduler, *, ahead: bool = False) -> Any:
+    def stop(self: FCFSScheduler, **options: Any) -> Any:
         return None if self.num_running == 2 else schedule(self)
 
     assert "computed nothing and ended nobody" in breaks(
@@ -201,7 +201,7 @@ def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_that_fails_for_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule, calls = FCFSScheduler.schedule, iter(range(1_000_000))
 
-    def fail(self: FCFSScheduler, *, ahead: bool = False) -> Any:
+    def fail(self: FCFSScheduler, **options: Any) -> Any:
         running = self.running_request_ids
         if running and next(calls) % 100 == 99:
             raise NoRoomError(running[0], "for nothing")

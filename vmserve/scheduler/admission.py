@@ -15,7 +15,7 @@ from vmserve.scheduler.siblings import num_places, with_its_gang
 if TYPE_CHECKING:
     from vmserve.scheduler.claims import Claims
     from vmserve.scheduler.fairness import TenantShares
-    from vmserve.scheduler.forecast import BlockForecast
+    from vmserve.scheduler.forecast import BlockForecast, ForecastAlone
     from vmserve.scheduler.queues import Queues
     from vmserve.scheduler.regime import RegimeChoice
     from vmserve.scheduler.regime_keeper import RegimeKeeper
@@ -45,6 +45,7 @@ class Admission:
         memory: KVMemory,
         limits: SchedulerLimits,
         forecast: BlockForecast,
+        alone: ForecastAlone,
         queues: Queues,
         donors: Donors,
         regimes: RegimeKeeper,
@@ -53,12 +54,17 @@ class Admission:
     ) -> None:
         self._memory = memory
         self._limits = limits
-        self._forecast = forecast
+        self._forecast_beside = forecast
+        self._forecast_alone = alone
         self._queues = queues
         self._donors = donors
         self._regimes = regimes
         self._claims = claims
         self._shares = shares
+
+    @property
+    def _forecast(self) -> BlockForecast:
+        return self._forecast_beside if self._queues.running else self._forecast_alone
 
     def admit(
         self, draft: StepDraft, *, prompts: bool = True, admission_paused: bool = False
@@ -135,7 +141,7 @@ class Admission:
             return False  # no room in either regime: skip choosing one at every step
         choice = self._regimes.choose(request)
         sequence.regime = choice.regime
-        blocks = self._forecast.start(sequence, shared)
+        blocks = self._forecast.next_token(sequence) - self._forecast.shared(sequence, shared)
         if sequence.was_preempted and not alone:
             reserve = max(reserve, self._headroom([sequence]))
         if blocks + reserve > opening.room:
@@ -156,7 +162,7 @@ class Admission:
         if opening.budget.tokens <= 0:
             return False
         group = with_its_gang(first, self._queues.swapped)
-        blocks = sum(self._forecast.start(seq) for seq in group)
+        blocks = sum(self._forecast.next_token(seq) for seq in group)
         alone = not self._queues.running
         reserve = 0 if alone else self._headroom(group)
         num_after = num_places([*self._queues.running, first])

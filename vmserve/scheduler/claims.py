@@ -292,12 +292,12 @@ class Claims:
 
     def _freed(self, sequence: Sequence) -> int:
         """Blocks that a victim frees at least: without a prompt that others may share."""
-        owed = self._forecast.owed(sequence)
+        has = self._forecast.blocks(sequence, sequence.num_computed)
         if sequence.start is not None:
-            return owed
-        shares = sequence.borrowed or sequence.request.num_branches > 1
-        num_shared = min(sequence.num_prompt, sequence.num_computed) if shares else 0
-        return self._forecast.own(sequence, num_shared) + owed
+            has = 0
+        elif sequence.borrowed or sequence.request.num_branches > 1:
+            has -= self._forecast.shared(sequence, min(sequence.num_prompt, sequence.num_computed))
+        return has + self._forecast.owed(sequence)
 
 
 def _tenant(sequence: Sequence) -> str:

@@ -53,8 +53,9 @@ class CopiesOut:
             return kept
         self._left_out = True
         for sequence, num_new in draft:
-            takes_more = self._forecast.takes_more(sequence, num_new)
-            if not takes_more and sequence.start is None and not sequence.request.is_gang:
+            has = self._forecast.blocks(sequence, sequence.num_computed)
+            wants = self._forecast.blocks(sequence, sequence.num_computed + num_new)
+            if has == wants and sequence.start is None and not sequence.request.is_gang:
                 kept.append((sequence, num_new))
         return kept
 

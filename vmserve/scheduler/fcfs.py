@@ -45,7 +45,7 @@ from vmserve.scheduler.copies import CopiesOut
 from vmserve.scheduler.donors import Donors, open_memory, release_memory
 from vmserve.scheduler.fairness import TenantShares
 from vmserve.scheduler.followers import Followers
-from vmserve.scheduler.forecast import forecast_for
+from vmserve.scheduler.forecast import BlockForecast, ForecastAlone
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.queues import Queues
 from vmserve.scheduler.regime import RegimePolicy
@@ -80,7 +80,7 @@ class FCFSScheduler:
     ) -> None:
         self._memory = memory
         self._limits = limits
-        self._forecast = forecast_for(memory, limits.max_num_batched_tokens)
+        self._forecast = BlockForecast(memory.layout)
         self._preemption = preemption or PreemptionPolicy("recompute")
         self._copies = CopiesOut(memory, self._forecast, self._preemption)
         self._shares = shares
@@ -102,6 +102,7 @@ class FCFSScheduler:
             memory,
             limits,
             self._forecast,
+            ForecastAlone(memory, limits.max_num_batched_tokens),
             self._queues,
             self._donors,
             self._regimes,

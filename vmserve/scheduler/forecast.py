@@ -15,25 +15,15 @@ from vmserve.memory.kind_pages import most_units
 from vmserve.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
-    from typing import Any
-
-    from numpy.typing import NDArray
+    from collections.abc import Collection
 
     from vmserve.memory.base import KVMemory
-    from vmserve.memory.layout import KVLayout, LayerKind
+    from vmserve.memory.layout import KVLayout
 
-__all__ = ["BlockForecast", "WindowForecast", "forecast_for"]
+__all__ = ["BlockForecast", "ForecastAlone"]
 
 #: A preempted sequence returns when all running ones are expected to go on for these many steps.
 _STEPS_AHEAD = (4, 8, 16, 32)
-
-
-def forecast_for(memory: KVMemory, chunk_tokens: int) -> BlockForecast:
-    """``chunk_tokens``: the most that a sequence computes in a step."""
-    if any(kind.window is not None and not kind.has_state for kind in memory.kinds):
-        return WindowForecast(memory.layout, memory.kinds, chunk_tokens)
-    return BlockForecast(memory.layout)
 
 
 class BlockForecast:
@@ -52,45 +42,34 @@ class BlockForecast:
         unit = unit_tokens(self._layout, sequence.regime)
         return -(-num_tokens // unit) * (unit // self._layout.block_tokens) + self._state_blocks
 
-    def takes_more(self, sequence: Sequence, num_new: int) -> bool:
-        """Whether the next ``num_new`` tokens need another page or block."""
-        unit = unit_tokens(self._layout, sequence.regime)
-        end = sequence.num_computed + num_new
-        return -(-sequence.num_computed // unit) != -(-end // unit)
+    def next_token(self, sequence: Sequence) -> int:
+        """Blocks of all known tokens and the next one."""
+        return self.blocks(sequence, sequence.num_tokens + 1)
 
-    def own(self, sequence: Sequence, num_shared: int) -> int:
-        """Blocks of a running sequence whose first ``num_shared`` tokens belong to others too."""
+    def shared(self, sequence: Sequence, num_tokens: int) -> int:
+        """Blocks that a fork at ``num_tokens`` shares for good."""
         unit = unit_tokens(self._layout, sequence.regime)
-        shared = num_shared // unit * (unit // self._layout.block_tokens)
-        return self.blocks(sequence, sequence.num_computed) - shared
-
-    def start(self, sequence: Sequence, num_shared: int = 0) -> int:
-        """Most blocks of a start until its next token, of which a sibling shares ``num_shared``
-        tokens."""
-        return self._start(sequence, num_shared, sequence.regime)
+        return num_tokens // unit * (unit // self._layout.block_tokens)
 
     def at_least(self, sequence: Sequence, num_shared: int) -> int:
-        """:meth:`start` in the regime that needs the fewest."""
-        return self._start(sequence, num_shared, Regime.PAGED)
+        """Fewest blocks of a start that shares ``num_shared`` tokens with a sibling."""
+        unit = unit_tokens(self._layout, Regime.PAGED)
+        own = -(-(sequence.num_tokens + 1) // unit) - num_shared // unit
+        return own + self._state_blocks
 
     def at_most(self, sequence: Sequence) -> int:
-        """:meth:`start` in the regime that needs the most."""
-        return self._start(sequence, 0, Regime.VIRTUAL)
-
-    def _start(self, sequence: Sequence, num_shared: int, regime: Regime) -> int:
-        unit = unit_tokens(self._layout, regime)
-        own = -(-(sequence.num_tokens + 1) // unit) - num_shared // unit
-        return own * (unit // self._layout.block_tokens) + self._state_blocks
+        """Most blocks of a start that shares nothing, in any regime."""
+        pages = self._layout.pages_for(sequence.num_tokens + 1)
+        return pages * self.blocks_per_page + self._state_blocks
 
     def owed(self, sequence: Sequence) -> int:
-        """Blocks that a running sequence still lacks until its next token."""
-        if sequence.start is not None:
-            is_swapped = isinstance(sequence.start, SwapIn)
-            return self.start(sequence, 0 if is_swapped else sequence.num_computed)
-        return self._lacks(sequence)
-
-    def _lacks(self, sequence: Sequence) -> int:
-        return self.start(sequence) - self.blocks(sequence, sequence.num_computed)
+        """Blocks that a running sequence still lacks for its known tokens and the next one."""
+        has = self.blocks(sequence, sequence.num_computed)
+        if isinstance(sequence.start, SwapIn):
+            has = 0
+        elif sequence.start is not None:
+            has = self.shared(sequence, sequence.num_computed)
+        return self.next_token(sequence) - has
 
     def headroom(self, sequences: Collection[Sequence], mean_output: float) -> int:
         """What these will soon take, all together, beyond their known and their next tokens.
@@ -102,80 +81,48 @@ class BlockForecast:
         left = np.array([seq.request.max_tokens - seq.num_output for seq in sequences])
         unit = np.array([unit_tokens(self._layout, seq.regime) for seq in sequences])
         blocks_per_unit = unit // self._layout.block_tokens
-        now = float((self._decoding(tokens + 1, unit) * blocks_per_unit).sum())
+        now = int((-(-(tokens + 1) // unit) * blocks_per_unit).sum())
         needed = 0.0
         for num_steps in _STEPS_AHEAD:
-            units = self._decoding(tokens + num_steps, unit)
-            blocks = units * blocks_per_unit * (left >= num_steps)
+            blocks = -(-(tokens + num_steps) // unit) * blocks_per_unit * (left >= num_steps)
             at_most = float(blocks.sum())
             going_on = math.exp(-num_steps / mean_output)
             deviation = math.sqrt(going_on * (1 - going_on) * float((blocks**2).sum()))
             needed = max(needed, min(going_on * at_most + deviation, at_most))
-        return max(0, math.ceil(needed - now))
-
-    def _decoding(self, num_tokens: NDArray[np.int64], unit: NDArray[np.int64]) -> NDArray[Any]:
-        """Pages or blocks of ``unit`` tokens of sequences that decode."""
-        return -(-num_tokens // unit)
+        return max(0, math.ceil(needed) - now)
 
 
-class WindowForecast(BlockForecast):
-    """Forecasts in blocks of all layers, rounded up, where some have a window and pages of their
-    own.
+class ForecastAlone(BlockForecast):
+    """What a sequence takes that starts while nothing runs: with windows, no more than they need.
 
-    After each step these give up what the next token does not see.
+    Beside others it is counted as if windows kept all. That admits fewer, so that cached prefixes
+    live longer. ``chunk_tokens``: the most that a sequence computes in a step.
     """
 
-    def __init__(self, layout: KVLayout, kinds: Collection[LayerKind], chunk_tokens: int) -> None:
-        super().__init__(layout)
+    def __init__(self, memory: KVMemory, chunk_tokens: int) -> None:
+        super().__init__(memory.layout)
         self._chunk_tokens = chunk_tokens
-        #: How many layers, and their window, of each kind that keeps tokens.
-        self._kinds = [(len(kind.layers), kind.window) for kind in kinds if not kind.has_state]
+        self._kinds = [
+            (len(kind.layers), kind.window) for kind in memory.kinds if not kind.has_state
+        ]
 
-    def blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        return self._own(sequence, num_tokens, 0)
+    def next_token(self, sequence: Sequence) -> int:
+        unit = unit_tokens(self._layout, sequence.regime)
+        return self._most(sequence, unit, super().next_token(sequence))
 
-    def own(self, sequence: Sequence, num_shared: int) -> int:
-        return self._own(sequence, sequence.num_computed, num_shared)
+    def at_least(self, sequence: Sequence, num_shared: int) -> int:
+        unit = unit_tokens(self._layout, Regime.PAGED)
+        return self._most(sequence, unit, super().at_least(sequence, num_shared))
 
-    def _own(self, sequence: Sequence, num_tokens: int, num_shared: int) -> int:
-        def held(unit: int, window: int | None) -> int:
-            behind = 0 if window is None else max(0, num_tokens + 1 - window)
-            return -(-num_tokens // unit) - max(behind, num_shared) // unit
-
-        if num_tokens == 0:
-            return 0
-        return self._weighed(sequence.regime, held) + self._state_blocks
-
-    def _start(self, sequence: Sequence, num_shared: int, regime: Regime) -> int:
+    def _most(self, sequence: Sequence, unit: int, whole: int) -> int:
+        """Blocks of all layers, each kind's weighed by its layers; at most ``whole``."""
+        if not self._kinds:
+            return whole
         target = sequence.num_tokens + 1
-        ahead = min(target - max(num_shared, sequence.num_computed), self._chunk_tokens)
-
-        def most(unit: int, window: int | None) -> int:
-            shared = num_shared // unit if window is None else 0
-            return most_units(target, unit, window, ahead) - shared
-
-        return self._weighed(regime, most) + self._state_blocks
-
-    def _lacks(self, sequence: Sequence) -> int:
-        has, target = sequence.num_computed, sequence.num_tokens + 1
-        in_window = min(target, has + self._chunk_tokens)
-
-        def growth(unit: int, window: int | None) -> int:
-            return -(-(target if window is None else in_window) // unit) - -(-has // unit)
-
-        return self._weighed(sequence.regime, growth) + (0 if has else self._state_blocks)
-
-    def _decoding(self, num_tokens: NDArray[np.int64], unit: NDArray[np.int64]) -> NDArray[Any]:
-        total = np.zeros(len(num_tokens))
-        for num_layers, window in self._kinds:
-            units = -(-num_tokens // unit)
-            if window is not None:
-                units = np.minimum(units, -(-(window - 1) // unit) + 1)
-            total += num_layers * units
-        return total / self._layout.num_layers
-
-    def _weighed(self, regime: Regime, units: Callable[[int, int | None], int]) -> int:
-        """Blocks of all layers: of each kind's pages or blocks, weighed by its layers."""
-        unit = unit_tokens(self._layout, regime)
-        total = sum(num_layers * units(unit, window) for num_layers, window in self._kinds)
-        return -(-total * (unit // self._layout.block_tokens) // self._layout.num_layers)
+        chunk = min(target - sequence.num_computed, self._chunk_tokens)
+        units = sum(
+            num_layers * most_units(target, unit, window, chunk)
+            for num_layers, window in self._kinds
+        )
+        blocks = -(-units * (unit // self._layout.block_tokens) // self._layout.num_layers)
+        return min(whole, blocks + self._state_blocks)
