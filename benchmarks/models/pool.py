@@ -1,12 +1,14 @@
 """What sharing a pool costs: a model alone, and one that takes memory from another.
 
-    python -m benchmarks.models.pool [--section alone,switch] [--model PATH] [--rounds 12] [--out -]
+    python -m benchmarks.models.pool [--section alone,switch,halves] [--model PATH] [--out -]
 
 ``alone``: answers by an engine with memory of its own, and by one that a pool lends the same
 memory, in turns. ``switch``: two engines in processes of their own take turns over a pool that
 holds the requests of one. Each turn has new prompts, so every other one begins with memory that
 the other's prefix cache has. The time to the first token is compared with that of the next turn of
-the same engine. Sums of grants and of committed bytes are sampled. Writes
+the same engine. Sums of grants and of committed bytes are sampled. ``halves``: two engines over a
+pool against two with half of it each, where one has nearly all requests, and where both have as
+many; the pool holds a fourth of them. Writes
 ``results/<date>-<device>/`` beside this file, or prints only with ``--out -``.
 """
 
@@ -18,6 +20,7 @@ import datetime
 import random
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -36,7 +39,7 @@ _STREAMS, _PROMPT_TOKENS = 8, 96
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"model": args.model, "max_model_len": args.max_model_len, "max_num_seqs": 2 * _STREAMS}
+    return {"model": args.model, "max_model_len": args.max_model_len, "max_num_seqs": 4 * _STREAMS}
 
 
 def prompt(randomness: random.Random) -> list[int]:
@@ -160,6 +163,83 @@ async def switches(args: argparse.Namespace) -> SectionResult:
     return SectionResult(data, (table,))
 
 
+class Pair:
+    """Two engines in processes of their own; ``pool`` None: each has half of the memory."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        runner: asyncio.Runner,
+        stack: ExitStack,
+        pool: vmserve.KVPool | None,
+        size: int,
+    ) -> None:
+        self._args, self._runner = args, runner
+        self._randomness = random.Random(2)
+        memory = "least" if pool else size // 2
+        self._llms = [ProcessLLM(kv_cache_memory=memory, **options(args)) for _ in range(2)]
+        for name, llm in zip("ab", self._llms, strict=True):
+            stack.callback(lambda llm=llm: runner.run(llm.shutdown()))
+            if pool:
+                runner.run(pool.join(llm, name))
+
+    def serve(self, split: tuple[int, int]) -> None:
+        """Answer so many requests at each engine, all at once."""
+        self._runner.run(self._serve(split))
+
+    async def _serve(self, split: tuple[int, int]) -> None:
+        prompts = [[prompt(self._randomness) for _ in range(count)] for count in split]
+        await asyncio.gather(
+            *(
+                self._answer(llm, each)
+                for llm, asked in zip(self._llms, prompts, strict=True)
+                for each in asked
+            )
+        )
+
+    async def _answer(self, llm: ProcessLLM, token_ids: list[int]) -> None:
+        async for _ in llm.generate(token_ids, params(self._args.max_tokens)):
+            pass
+
+
+def halves(args: argparse.Namespace) -> SectionResult:
+    """One pool for two engines against two halves of it."""
+    tokens = (_PROMPT_TOKENS + args.max_tokens) * args.requests // 4
+    with vmserve.LLM(kv_cache_memory="least", **options(args)) as llm:
+        longest = llm.engine.resolved.kv_limit_bytes  # of max_model_len tokens
+    size = max(2 * longest, tokens * longest // args.max_model_len)
+    data, rows = {}, []
+    with asyncio.Runner() as runner, ExitStack() as stack:
+        pool = vmserve.KVPool(size)
+        pairs = [Pair(args, runner, stack, each, size) for each in (None, pool)]
+        few = args.requests // 16
+        for name, split in (
+            ("skewed", (args.requests - few, few)),
+            ("even", (args.requests // 2, args.requests // 2)),
+        ):
+            calls = [partial(pair.serve, split) for pair in pairs]
+            result = compare(*calls, labels=("halves", "pool"), pairs=args.rounds)
+            told = args.max_tokens * sum(split)
+            data[name] = result.to_dict()
+            rates = (f"{told / each:,.0f}" for each in (result.median_a_s, result.median_b_s))
+            low, high = 1 / result.ratio_high, 1 / result.ratio_low
+            rows.append((name, *rates, f"{1 / result.ratio:.3f} [{low:.3f}, {high:.3f}]"))
+    table = Table(
+        f"two models, {args.requests} requests of {_PROMPT_TOKENS} + {args.max_tokens} tokens, "
+        f"{format_size(size)}",
+        ("load", "two halves, tokens/s", "one pool, tokens/s", "pool : halves"),
+        tuple(rows),
+    )
+    return SectionResult(data, (table,))
+
+
+SECTIONS: dict[str, Callable[[argparse.Namespace], SectionResult]] = {
+    "alone": alone,
+    "switch": lambda args: asyncio.run(switches(args)),
+    "halves": halves,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--section", default=None)
@@ -167,12 +247,13 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--pool", default="16MiB", help="of switch")
+    parser.add_argument("--requests", type=int, default=64, help="of halves")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--out", default=None)
     args = parser.parse_args()
     results: dict[str, SectionResult] = {}
-    for name in chosen("section", args.section, ("alone", "switch")):
-        results[name] = alone(args) if name == "alone" else asyncio.run(switches(args))
+    for name in chosen("section", args.section, tuple(SECTIONS)):
+        results[name] = SECTIONS[name](args)
         for table in results[name].tables:
             print_table(make_console(), table)
     if args.out == "-":
