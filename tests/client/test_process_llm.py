@@ -26,6 +26,7 @@ from vmserve import (
     StructuredOutputsParams,
 )
 from vmserve.client.framing import frame
+from vmserve.client.process import EngineProcess
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.models.hub import resolve_model
 from vmserve.sampling import GenerationParams
@@ -299,6 +300,14 @@ def test_sleep_and_wake(tmp_path: Path) -> None:
 
     asyncio.run(run())
     assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_process_that_is_killed_before_it_reads_is_a_dead_engine() -> None:
+    process = EngineProcess({}, 20, "text")
+    process.kill()
+    with pytest.raises(EngineDeadError, match="killed by signal 9"):
+        process.wait_ready(lambda *_: None)
+    process.close()
 
 
 def test_loading_that_is_given_up() -> None:

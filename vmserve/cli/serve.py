@@ -30,7 +30,6 @@ from vmserve.models.hub import EMBEDDED_NAME, is_embedded
 from vmserve.options import Option, check_options, declared_options
 from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import API, LIMITS, NETWORK, PROCESSES, ServerConfig, is_loopback
-from vmserve.server.dialect import check_template
 from vmserve.server.listen import (
     ConnectionLimits,
     bind,
@@ -38,14 +37,13 @@ from vmserve.server.listen import (
     raise_descriptor_limit,
     url_of,
 )
-from vmserve.server.models.specs import ModelSpec, model_specs, named_model
-from vmserve.server.tokenizer_info import tokenizer_info
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from vmserve.client.async_llm import AsyncLLM
+    from vmserve.server.models.specs import ModelSpec
 
 __all__ = ["SERVE_OPTIONS", "ServeCommand", "serve_command", "server_config"]
 
@@ -187,9 +185,13 @@ def serve_command(
     own = ServeOptions(**{name: options.pop(name) for name in _OWN if name in options})
     configure_logging(logging.INFO, own.log_format)
     server = {name: options.pop(name) for name in _SERVER if name in options}
-    models = [named_model(each) for each in _given_models(model_argument, options.pop("model", ()))]
+    models = [
+        _named_model(each) for each in _given_models(model_argument, options.pop("model", ()))
+    ]
     several: Sequence[ModelSpec] = ()
     if len(models) > 1 or own.models_config is not None:
+        from vmserve.server.models.specs import model_specs  # noqa: PLC0415 - most have one
+
         several = model_specs(models, own.models_config, options)
         name = several[0].name
     else:
@@ -301,6 +303,8 @@ def _serve_one(
     listener: socket.socket,
 ) -> None:
     """Load one model, with prefixes of these ``texts``, and serve it."""
+    from vmserve.server.dialect import check_template  # noqa: PLC0415 - see _import_server
+
     model = engine_options["model"]
     logger.info("loading %s", "the embedded model" if is_embedded(model) else model)
     began = time.monotonic()
@@ -321,6 +325,8 @@ def _serve_one(
             for path, text in texts.items()
         }
         if show_tokenizer:
+            from vmserve.server.tokenizer_info import tokenizer_info  # noqa: PLC0415 - as above
+
             info = tokenizer_info(engine.tokenizer.hf)
             config = dataclasses.replace(config, tokenizer_info=info)
     except BaseException:
@@ -490,6 +496,19 @@ def _given_models(argument: str | None, options: Sequence[str]) -> list[str]:
                 "with --model"
             )
     return [argument]
+
+
+def _named_model(text: str) -> tuple[str, str]:
+    """Read ``NAME=MODEL``, or a model that is its own name; returns name and model.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+    name, equals, model = text.partition("=")
+    if not equals or "/" in name or Path(text).exists():
+        return text, text
+    if not (name and model):
+        raise ConfigurationError(f"model: {text!r} is not NAME=PATH with a name and a path")
+    return name, model
 
 
 def _admin_key(given: str | None) -> str | None:

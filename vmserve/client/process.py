@@ -86,7 +86,7 @@ class EngineProcess:
         Raises what the engine raises for options and models that cannot be used, and
         :class:`~vmserve.errors.EngineDeadError` if it dies.
         """
-        while (data := receive_frame(self.sock)) is not None:
+        while (data := self._receive_frame()) is not None:
             match decode_from_engine(data):
                 case Progress() as report:
                     progress(report.phase, report.done, report.total)
@@ -99,6 +99,13 @@ class EngineProcess:
         raise EngineDeadError(
             f"the engine's process ended while loading ({self.describe_end(self.reap(10))})"
         )
+
+    def _receive_frame(self) -> bytes | None:
+        """Receive a frame; None at the end, also of a process that was killed before it read."""
+        try:
+            return receive_frame(self.sock)
+        except ConnectionResetError:
+            return None
 
     def kill(self) -> None:
         """Send SIGKILL, which also ends a process that is stopped or stuck."""

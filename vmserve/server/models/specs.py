@@ -14,7 +14,7 @@ from vmserve.options import Bounds, Option, check_options, declared_options
 from vmserve.server.config import API, ServerConfig
 from vmserve.sizes import parse_size
 
-__all__ = ["ModelSpec", "model_specs", "named_model", "spec_of"]
+__all__ = ["ModelSpec", "model_specs", "spec_of"]
 
 _KV: Final = "KV cache"
 
@@ -100,19 +100,6 @@ def model_specs(
                 f"two models have the name {name!r}: give them names, as --model NAME={name}"
             )
     return [spec_of(name, table, shared) for name, table in tables]
-
-
-def named_model(text: str) -> tuple[str, str]:
-    """Read ``NAME=MODEL``, or a model that is its own name; returns name and model.
-
-    Raises :class:`~vmserve.errors.ConfigurationError`.
-    """
-    name, equals, model = text.partition("=")
-    if not equals or "/" in name or Path(text).exists():
-        return text, text
-    if not (name and model):
-        raise ConfigurationError(f"model: {text!r} is not NAME=PATH with a name and a path")
-    return name, model
 
 
 def spec_of(
