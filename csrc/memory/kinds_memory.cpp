@@ -237,16 +237,16 @@ std::uint64_t KindsMemory::state_version() const {
 Plan KindsMemory::sum_up(const std::vector<Plan>& plans) const {
   Plan sum;
   std::int64_t needed = 0, waiting = 0;
-  std::int64_t available = uncommitted_bytes() + reclaimable_bytes();
+  const std::int64_t available = uncommitted_bytes() + reclaimable_bytes();
   std::int64_t room = kUnlimitedMappings;
   for (std::size_t k = 0; k < plans.size(); ++k) {
     const KVMemory& kind = *kinds_[k];
     const std::int64_t size = page_bytes(kind);
-    needed += plans[k].needed_pages * size;
+    // What a kind's own ops give up is for that kind alone.
+    const std::int64_t own = plans[k].available_pages - kind.pool_.num_available();
+    needed +=
+        std::max<std::int64_t>(0, plans[k].needed_pages - std::max<std::int64_t>(0, own)) * size;
     waiting += plans[k].waiting_pages * size;
-    // Pages that are coming count as available, and as needed.
-    available +=
-        std::max<std::int64_t>(0, plans[k].available_pages - kind.pool_.num_available()) * size;
     sum.missing_slots = std::max(sum.missing_slots, plans[k].missing_slots);
     sum.missing_swap_blocks = std::max(sum.missing_swap_blocks, plans[k].missing_swap_blocks);
     sum.needed_mappings += plans[k].needed_mappings;
@@ -318,6 +318,7 @@ Plan KindsMemory::plan(const std::vector<Op>& ops) {
     Plan plan = sum_up(assess(ops));
     // A kind waits for its mapper, and packs blocks, only if the ops do not fit in it alone.
     if (!plan.fits() && finish_background()) plan = sum_up(assess(ops));
+    if (!plan.fits() && give_up_past(/*from_slots=*/true)) plan = sum_up(assess(ops));
     if (!plan.fits()) plan = sum_up(assess(ops, /*packs=*/true));
     return plan;
   }
@@ -424,23 +425,29 @@ void KindsMemory::complete(Epoch epoch) {
   const auto lock = lock_calls();
   for (const auto& kind : kinds_) kind->complete(epoch);
   const auto locks = enter();
-  give_up_past();
+  give_up_past(/*from_slots=*/false);
 }
 
-// Drops what no later query sees, so that the next growth can have it.
-void KindsMemory::give_up_past() {
+// Drops what no later query sees, which growth would drop too late to use it. Returns whether there
+// was something. At the end of each step prefixes are found more often by sequences of blocks and
+// less often by slots, whose pages are dropped when they are needed (docs/log.md, 2026-11-24).
+bool KindsMemory::give_up_past(bool from_slots) {
+  bool gave = false;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
     Ledger& ledger = kinds_[k]->ledger_;
     if (windows_[k] == 0 || ledger.completed != ledger.begun) continue;
     for (SeqId id = 0; id < ledger.config.max_seqs; ++id) {
       const Sequence& seq = ledger.seqs[id];
-      if (!seq.open || seq.kv.swapped) continue;
+      if (!seq.open || seq.kv.swapped || (seq.kv.view == View::kVirtual && !from_slots)) continue;
       const std::int64_t before = seq.kv.num_trimmed;
       ledger.trim_front(id, std::max<std::int64_t>(0, seq.kv.length + 1 - windows_[k]));
-      ledger.version += seq.kv.num_trimmed > before ? 1 : 0;
+      if (seq.kv.num_trimmed == before) continue;
+      ++ledger.version;
+      gave = true;
     }
-    kinds_[k]->background_.restore_write_access();
+    if (gave) kinds_[k]->background_.restore_write_access();
   }
+  return gave;
 }
 
 void KindsMemory::abandon_epoch(Epoch epoch) {

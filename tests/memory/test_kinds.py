@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from tests.memory.kinds_model import (
+    BLOCK_TOKENS,
     KINDS,
     STATE,
     WHOLE_GROUPS,
@@ -67,8 +68,8 @@ def test_a_window_gives_its_past_up_alone() -> None:
     dropped = [
         next(i for i, block in enumerate(blocks_of(rig, k, seq)) if block >= 0) for k in range(3)
     ]
-    # After 32 tokens, the next one sees positions 27 and 22 on.
-    assert dropped == [0, 27 // 4, 22 // 4]
+    # The step to 32 tokens saw positions 26 to 31 and 21 to 31 of the windows of 6 and 11.
+    assert dropped == [0, 26 // 4, 21 // 4]
     used = [part.core.stats().used_pages for part in rig.parts]
     assert used == [8, 8 - 6, 8 - 5]
 
@@ -115,9 +116,21 @@ def test_a_hit_takes_only_what_the_window_sees() -> None:
     assert [blocks_of(rig, k, seq).count(-1) for k in range(3)] == [0, 24 // 4, 19 // 4]
 
 
+def test_a_plan_that_would_not_fit_gives_up_what_windows_have_behind() -> None:
+    rig = make_kinds(limit_pages=5, prefix_caching=0)
+    seq = start(rig, list(range(1, 61)), to=16)
+    used = sum(part.core.stats().used_pages for part in rig.parts)
+    assert rig.core.plan([grow(seq, 20)]).fits
+    assert sum(part.core.stats().used_pages for part in rig.parts) == used
+    assert not rig.core.plan([grow(seq, 40)]).fits
+    assert sum(part.core.stats().used_pages for part in rig.parts) < used
+    rig.check()
+
+
 def test_a_shortfall_of_one_kind_leaves_all_as_they_were() -> None:
     rig = make_kinds(limit_pages=4)
     seq = start(rig, list(range(1, 17)), to=16)
+    rig.core.plan([grow(seq, 40)])  # gives up what windows have behind
     before = rig.core.fingerprint()
     plan = rig.core.plan([grow(seq, 40)])
     assert not plan.fits
@@ -463,12 +476,14 @@ class Walk:
             rig.seqs[child] = Expected(**{**vars(after_fork), "length": 0})
             after[child] = after_fork
         before = rig.core.fingerprint()
-        # A plan may execute what the mapper has in hand, repair, and return what a limit forbids.
+        # A plan may execute what the mapper has in hand, repair, and return what a limit forbids;
+        # one that would not fit gives up what windows have behind.
         is_still = (
             not self.is_background
             and self.is_healthy
             and rig.committed_bytes() <= self.limit
             and not rig.core.is_copying()
+            and not any(self.has_past(number) for number in rig.seqs)
         )
         plan = rig.core.plan(ops)
         assert not is_still or rig.core.fingerprint() == before
@@ -477,6 +492,14 @@ class Walk:
         if not applied and child is not None:
             rig.core.release(child)
             del rig.seqs[child]
+
+    def has_past(self, number: int) -> bool:
+        rig, seq = self.rig, self.rig.seqs[number]
+        return not seq.swapped and any(
+            block >= 0
+            for k in range(len(KINDS))
+            for block in blocks_of(rig, k, number)[: rig.first_seen(seq, k) // BLOCK_TOKENS]
+        )
 
     def apply(self, ops: list[Op], version: int, after: dict[int, Expected], calls: Any) -> bool:
         rig = self.rig

@@ -109,7 +109,7 @@ class KindsMemory {
   void try_give_back_excess();
   std::vector<Op> ops_of(std::size_t kind, const std::vector<Op>& ops) const;
   bool finish_background();
-  void give_up_past();
+  bool give_up_past(bool from_slots);
   std::vector<Plan> assess(const std::vector<Op>& ops, bool packs = false);
   Plan sum_up(const std::vector<Plan>& plans) const;
   std::uint64_t state_version() const;  // changes with every change in a kind
