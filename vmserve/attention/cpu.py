@@ -133,7 +133,7 @@ class CpuCall:
 
         Raises ``ValueError`` for shapes or strides that do not agree, before anything is written.
         """
-        out = q.new_empty(*q.shape[:2], spec.value_dim or q.shape[2])
+        out = q.new_empty(*q.shape[:-1], spec.value_dim or q.shape[-1])
         self._kernels.run(
             self.batch,
             spec.layer,

@@ -70,6 +70,15 @@ def _variants(document: Mapping[str, Any]) -> Iterator[list[Cell]]:
         yield [name, Cell(options), Cell(page)]
 
 
+def sizes_of(described: Json) -> str:
+    """How many requests, and how long."""
+    most = "at most " if described.get("may_end") else ""
+    return (
+        f"{described['num_requests']} requests, {described['mean_input_tokens']:.0f} tokens in and "
+        f"{most}{described['mean_output_tokens']:.0f} out on average"
+    )
+
+
 def _workload(names: Sequence[str], workload: Json, plots: Any) -> Json:
     described = workload["described"]
     head = ["metric, median over rounds", names[0]]
@@ -78,9 +87,7 @@ def _workload(names: Sequence[str], workload: Json, plots: Any) -> Json:
     return {
         "name": workload["name"],
         "summary": (
-            f"{described['num_requests']} requests, {described['mean_input_tokens']:.0f} tokens in "
-            f"and {described['most']}{described['mean_output_tokens']:.0f} out on average, "
-            f"{', '.join(described['decoding'])}; {described['load']}; "
+            f"{sizes_of(described)}, {', '.join(described['decoding'])}; {described['load']}; "
             f"{len(workload['rounds'])} rounds."
         ),
         "verdicts": [_verdicts(name, found) for name, found in workload["comparisons"].items()],

@@ -227,14 +227,14 @@ def _told(source: Source, load: Load, rate: float | None, burstiness: float) -> 
 
 def _described(jobs: list[Job], **more: Any) -> dict[str, Any]:
     """The first round's requests; ``num_requests`` may differ a little from round to round, where
-    conversations run out of context. ``most``: answers may end before.
+    conversations run out of context. ``may_end``: answers may end before their last token.
     """
     shapes = [job.shape for job in jobs]
     return {
         "num_requests": len(jobs),
         "mean_input_tokens": statistics.fmean(shape.num_input_tokens for shape in shapes),
         "mean_output_tokens": statistics.fmean(shape.num_output_tokens for shape in shapes),
-        "most": "at most " if any(job.may_end for job in jobs) else "",
+        "may_end": any(job.may_end for job in jobs),
         "decoding": sorted({str(job.decoding) for job in jobs}),
         **more,
     }

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from vmserve.bench.ab.metrics import METRICS, Metric
-from vmserve.bench.ab.page import render
+from vmserve.bench.ab.page import render, sizes_of
 from vmserve.bench.ab.search import MAX_RATE
 from vmserve.bench.lab.machine import machine_info
 from vmserve.bench.lab.report import dump, write_text
@@ -230,10 +230,7 @@ def workload_table(result: WorkloadResult, *, everything: bool = False) -> Table
 def _title(result: WorkloadResult) -> str:
     described = result.workload.described
     return (
-        f"{result.workload.name}: {described['num_requests']} requests, "
-        f"{described['mean_input_tokens']:.0f} tokens in and "
-        f"{described['most']}{described['mean_output_tokens']:.0f} out on average, "
-        f"{described['load']}, "
+        f"{result.workload.name}: {sizes_of(described)}, {described['load']}, "
         f"{len(result.rounds)} rounds"
     )
 
