@@ -15,7 +15,7 @@ from vmserve.bench.lab.statistics import NO_DIFFERENCE, median
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["COLORS", "kind_of", "render"]
+__all__ = ["COLORS", "kind_of", "render", "sizes_of"]
 
 Json = dict[str, Any]
 
@@ -70,7 +70,7 @@ def _variants(document: Mapping[str, Any]) -> Iterator[list[Cell]]:
         yield [name, Cell(options), Cell(page)]
 
 
-def sizes_of(described: Json) -> str:
+def sizes_of(described: Mapping[str, Any]) -> str:
     """How many requests, and how long."""
     most = "at most " if described.get("may_end") else ""
     return (
