@@ -20,6 +20,7 @@ import os
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from vmserve.errors import ConfigurationError
@@ -31,6 +32,7 @@ __all__ = [
     "check_options",
     "declared_options",
     "in_words",
+    "read_text",
 ]
 
 
@@ -194,3 +196,16 @@ def check_options(config: object) -> None:
         value = getattr(config, name)
         if (kept := declared.check(value)) is not value:
             object.__setattr__(config, name, kept)
+
+
+def read_text(path: Path, option: str) -> str:
+    """Read the file that an option names.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`, which says which option.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(f"{option}: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{option}: {path} is not UTF-8 text") from error

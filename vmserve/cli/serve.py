@@ -27,7 +27,7 @@ from vmserve.errors import ConfigurationError
 from vmserve.imports import import_quickly
 from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.models.hub import EMBEDDED_NAME, is_embedded
-from vmserve.options import Option, check_options, declared_options
+from vmserve.options import Option, check_options, declared_options, read_text
 from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import API, LIMITS, NETWORK, PROCESSES, ServerConfig, is_loopback
 from vmserve.server.listen import (
@@ -248,7 +248,7 @@ def server_config(model: str, given: dict[str, Any]) -> ServerConfig:
                 each.lower().rstrip("/") for each in given.get("allowed_origins", ())
             ),
             "allowed_hosts": tuple(each.lower() for each in given.get("allowed_hosts", ())),
-            "chat_template": None if template is None else _read_text(template, "chat_template"),
+            "chat_template": None if template is None else read_text(template, "chat_template"),
         }
     )
 
@@ -271,7 +271,7 @@ def _run(
     check_certificate(config)
     raise_descriptor_limit()
     ConnectionLimits.of(config)
-    texts = {path: _read_text(path, "pin_prefix") for path in pinned}
+    texts = {path: read_text(path, "pin_prefix") for path in pinned}
     if config.otlp_traces_endpoint is not None:
         from vmserve.server.tracing import check_tracing  # noqa: PLC0415 - seldom asked for
 
@@ -303,7 +303,7 @@ def _serve_one(
     listener: socket.socket,
 ) -> None:
     """Load one model, with prefixes of these ``texts``, and serve it."""
-    from vmserve.server.dialect import check_template  # noqa: PLC0415 - see _import_server
+    from vmserve.server.tokenizer_info import with_tokenizer  # noqa: PLC0415 - see _import_server
 
     model = engine_options["model"]
     logger.info("loading %s", "the embedded model" if is_embedded(model) else model)
@@ -319,16 +319,11 @@ def _serve_one(
         resolved.max_num_seqs,
     )
     try:
-        check_template(engine.tokenizer, config.chat_template)
+        config = with_tokenizer(config, engine.tokenizer, shows_info=show_tokenizer)
         prefixes = {
             path: _prefix_ids(path, text, engine, config.chat_template)
             for path, text in texts.items()
         }
-        if show_tokenizer:
-            from vmserve.server.tokenizer_info import tokenizer_info  # noqa: PLC0415 - as above
-
-            info = tokenizer_info(engine.tokenizer.hf)
-            config = dataclasses.replace(config, tokenizer_info=info)
     except BaseException:
         asyncio.run(engine.shutdown())
         raise
@@ -525,12 +520,3 @@ def _api_keys(option: str, given: list[str]) -> tuple[str, ...]:
             "cannot be printed: choose another"
         )
     return keys
-
-
-def _read_text(path: Path, option: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(f"{option}: cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"{option}: {path} is not UTF-8 text") from error

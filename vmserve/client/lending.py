@@ -12,8 +12,8 @@ import itertools
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 
 from vmserve.client.core import ClientCore
@@ -171,14 +171,8 @@ class KVPool:
         fit, and if others do not give their memory back in ``timeout`` seconds.
         """
         await client.start()
-        loan = self._enter(client, name, weight, floor, cap)
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(loan.granted), timeout)
-        except TimeoutError:
-            raise self._refusal(loan, timeout) from None
-        except BaseException:
-            self.leave(name)
-            raise
+        with self._entered(client, name, weight, floor, cap, timeout) as granted:
+            await asyncio.wait_for(asyncio.wrap_future(granted), timeout)
 
     def join_now(
         self,
@@ -191,11 +185,28 @@ class KVPool:
         timeout: float = _JOIN_SECONDS,
     ) -> None:
         """:meth:`join` for callers without an event loop."""
+        with self._entered(client, name, weight, floor, cap, timeout) as granted:
+            granted.result(timeout)
+
+    @contextlib.contextmanager
+    def _entered(
+        self,
+        client: ClientCore,
+        name: str,
+        weight: float,
+        floor: int | str | None,
+        cap: int | str | None,
+        timeout: float,
+    ) -> Iterator[Future[None]]:
+        """Enter a member and wait for its floor in the block; it leaves if that does not come."""
         loan = self._enter(client, name, weight, floor, cap)
         try:
-            loan.granted.result(timeout)
-        except FutureTimeoutError:
+            yield loan.granted
+        except TimeoutError:
             raise self._refusal(loan, timeout) from None
+        except BaseException:
+            self.leave(name)
+            raise
 
     def _enter(
         self,

@@ -324,7 +324,7 @@ class DraftModel:
 
     @property
     def limit_bytes(self) -> int:
-        return self.memory.limit_pages * self.memory.layout.total_page_bytes
+        return self.memory.limit_bytes
 
     def set_limit(self, num_bytes: int) -> None:
         self.memory.set_limit(num_bytes)

@@ -240,12 +240,12 @@ class FCFSScheduler:
     ) -> StepPlan | None:
         self._add_drafts = add_drafts
         try:
+            self._regimes.reconsider()
             return self._schedule_ahead() if ahead else self._schedule_step()
         finally:
             self._add_drafts = None  # it knows the scheduler: there should be no circle
 
     def _schedule_step(self) -> StepPlan | None:
-        self._regimes.reconsider()
         if self._prompts_began is not None:
             self._prompts_took = self._clock() - self._prompts_began
             self._prompts_began = None
@@ -257,7 +257,6 @@ class FCFSScheduler:
 
     def _schedule_ahead(self) -> StepPlan | None:
         """Running sequences as far as there is room, and newcomers beside them."""
-        self._regimes.reconsider()
         self._begin()
         while (claim := self._claims.find()) is not None:
             if claim.victims:

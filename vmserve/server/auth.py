@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from vmserve.errors import ConfigurationError
+from vmserve.options import read_text
 
 __all__ = ["ApiKey", "Caller", "KeyLimits", "KeyRing", "read_key_file"]
 
@@ -123,12 +124,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
 
     Raises :class:`~vmserve.errors.ConfigurationError`, which never shows a key.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"api_key_file: cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigurationError(f"api_key_file: {path} is not UTF-8 text") from error
+    lines = read_text(path, "api_key_file").splitlines()
     keys = [
         _parse(path, number, line.strip())
         for number, line in enumerate(lines, start=1)

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["tokenizer_info"]
+from vmserve.server.config import ServerConfig
+from vmserve.server.dialect import check_template
+
+if TYPE_CHECKING:
+    from vmserve.text.tokenizer import Tokenizer
+
+__all__ = ["tokenizer_info", "with_tokenizer"]
+
+
+def with_tokenizer(config: ServerConfig, tokenizer: Tokenizer, *, shows_info: bool) -> ServerConfig:
+    """The options for a model with this tokenizer, with which the chat template is checked."""
+    check_template(tokenizer, config.chat_template)
+    return replace(config, tokenizer_info=tokenizer_info(tokenizer.hf)) if shows_info else config
 
 
 def tokenizer_info(tokenizer: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,11 @@ from vmserve.config import CPU_KV_SHARE, LEAST
 from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
 from vmserve.server.config import ServerConfig
-from vmserve.server.dialect import check_template
 from vmserve.server.models.memory import PoolShare
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
 from vmserve.server.models.specs import ModelSpec, spec_of
-from vmserve.server.tokenizer_info import tokenizer_info
+from vmserve.server.tokenizer_info import with_tokenizer
 from vmserve.sizes import format_size, parse_size
 
 __all__ = ["ModelLoader"]
@@ -89,10 +87,9 @@ class ModelLoader:
                 resolved.max_num_seqs,
             )
             try:
-                check_template(engine.tokenizer, served.config.chat_template)
-                if self._show_tokenizer:
-                    info = tokenizer_info(engine.tokenizer.hf)
-                    served.config = dataclasses.replace(served.config, tokenizer_info=info)
+                served.config = with_tokenizer(
+                    served.config, engine.tokenizer, shows_info=self._show_tokenizer
+                )
             except BaseException:
                 await engine.shutdown()
                 raise

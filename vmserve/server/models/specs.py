@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError
-from vmserve.options import Bounds, Option, check_options, declared_options
+from vmserve.options import Bounds, Option, check_options, declared_options, read_text
 from vmserve.server.config import API, ServerConfig
 from vmserve.sizes import parse_size
 
@@ -121,20 +121,13 @@ def spec_of(
                 "--kv-cache-memory to the server"
             )
         if (template := http.get("chat_template")) is not None:
-            http["chat_template"] = _read_template(template)
+            http["chat_template"] = read_text(Path(str(template)), "chat_template")
         ServerConfig(served_model_names=(name,), **http)
         return ModelSpec(
             name=name, engine={**(shared or {}), "model": name, **engine}, http=http, **own
         )
     except ConfigurationError as error:
         raise ConfigurationError(f"model {name}: {error}") from error
-
-
-def _read_template(path: object) -> str:
-    try:
-        return Path(str(path)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"chat_template: cannot read {path}: {error}") from error
 
 
 def read_models_file(path: Path) -> dict[str, dict[str, Any]]:
