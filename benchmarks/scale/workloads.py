@@ -1,0 +1,79 @@
+"""Requests to a fleet, with the lengths of published benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from vmserve.simulation.fleet import PIECE_TOKENS, Job
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+#: llm-d-benchmark #1908: 2,048 tokens shared and 256 of one's own; its control without reuse has
+#: 2,300 in and 128 out.
+PREFIX_PIECES, QUESTION_PIECES, NUM_OUTPUT = 2048 // PIECE_TOKENS, 256 // PIECE_TOKENS, 128
+#: Of a conversation, assumed: five turns of a question of 256 and an answer of 128 tokens after a
+#: beginning of 512; a turn comes 10 s after the one before.
+NUM_TURNS, FIRST_PIECES, TURN_S = 5, 512 // PIECE_TOKENS, 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``prefixes``: how many there are; 0: none are shared. ``is_chat``: conversations."""
+
+    name: str
+    title: str
+    prefixes: int = 0
+    is_chat: bool = False
+
+    def jobs(self, num: int, rate: float, seed: int) -> Iterator[Job]:
+        """Poisson arrivals; prefixes are equally likely, and a prompt's own pieces are its own."""
+        rng = np.random.default_rng([seed, num])
+        fresh = count(self.prefixes * PREFIX_PIECES)
+        if self.is_chat:
+            yield from self._conversations(num, rate, rng, fresh)
+            return
+        shared = [
+            list(range(group * PREFIX_PIECES, (group + 1) * PREFIX_PIECES))
+            for group in range(self.prefixes)
+        ]
+        arrivals = np.cumsum(rng.exponential(1 / rate, num)).tolist()
+        groups = rng.integers(max(1, self.prefixes), size=num).tolist()
+        for arrival, group in zip(arrivals, groups, strict=True):
+            prefix = shared[group] if shared else _take(fresh, PREFIX_PIECES)
+            yield Job([*prefix, *_take(fresh, QUESTION_PIECES)], NUM_OUTPUT, arrival)
+
+    def _conversations(
+        self, num: int, rate: float, rng: np.random.Generator, fresh: count[int]
+    ) -> list[Job]:
+        jobs = []
+        # Those that began before the first arrival go on: the rate is the same from then on.
+        before = (NUM_TURNS - 1) * TURN_S
+        span = before + 1.1 * num / rate + NUM_TURNS * TURN_S
+        num_starts = rng.poisson(span * rate / NUM_TURNS)
+        for start in np.sort(rng.uniform(-before, span - before, num_starts)).tolist():
+            pieces = _take(fresh, FIRST_PIECES)
+            for turn in range(NUM_TURNS):
+                pieces = pieces + _take(fresh, QUESTION_PIECES)
+                answer = _take(fresh, NUM_OUTPUT // PIECE_TOKENS)
+                jobs.append(Job(pieces, NUM_OUTPUT, start + turn * TURN_S, answer))
+                pieces = pieces + answer
+        jobs = sorted((job for job in jobs if job.arrival >= 0), key=lambda job: job.arrival)
+        return jobs[:num]
+
+
+def _take(fresh: count[int], num: int) -> list[int]:
+    return [next(fresh) for _ in range(num)]
+
+
+def workloads(prefixes: int) -> list[Workload]:
+    return [
+        Workload("many", f"{prefixes:,} prefixes", prefixes),
+        Workload("hot", "one prefix", 1),
+        Workload("none", "no prefix", 0),
+        Workload("chat", "conversations", is_chat=True),
+    ]

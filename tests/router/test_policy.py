@@ -1,0 +1,195 @@
+"""Laws of the router: who may be chosen, when a prefix decides, and what is remembered."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vmserve.router.chains import ChainTable, chain_of
+from vmserve.router.policy import Policy, Router
+
+BLOCK = 4
+POLICIES: tuple[Policy, ...] = ("prefix", "least-loaded", "round-robin")
+
+
+def router(num_members: int = 4, policy: Policy = "prefix", *, blocks: int = 1000) -> Router:
+    made = Router(policy, block_tokens=BLOCK)
+    for index in range(num_members):
+        made.join(str(index), blocks)
+    return made
+
+
+def idle(num_members: int = 4) -> dict[str, float]:
+    return {str(index): 0.0 for index in range(num_members)}
+
+
+def prompt(seed: int, length: int = 40) -> list[int]:
+    return random.Random(seed).choices(range(1000), k=length)
+
+
+#: Prompts that share prefixes of whole and part blocks, of two roots.
+prompts = st.tuples(st.integers(0, 3), st.integers(0, 20), st.integers(0, 3)).map(
+    lambda drawn: prompt(drawn[0], 20)[: drawn[1]] + prompt(10 + drawn[2], 7)
+)
+roots = st.sampled_from([("", ""), ("tenant", "")])
+
+
+@st.composite
+def walks(draw: st.DrawFn) -> list[tuple[str, object]]:
+    """Joins, leaves, restarts and requests to some of the members in any order."""
+    names = st.sampled_from("abcde")
+    request = st.tuples(
+        st.just("request"),
+        st.tuples(prompts, roots, st.dictionaries(names, st.integers(0, 9), max_size=5)),
+    )
+    change = st.tuples(st.sampled_from(["join", "leave", "forget"]), names)
+    return draw(st.lists(st.one_of(request, request, change), max_size=40))
+
+
+def walk(events: list[tuple[str, object]], policy: Policy) -> list[str]:
+    """Who is chosen, with the laws that hold at any time."""
+    made = Router(policy, block_tokens=BLOCK, table=ChainTable(24))
+    model: dict[str, list[tuple[object, list[int]]]] = {}
+    chosen = []
+    for kind, what in events:
+        if kind == "request":
+            ids, root, wanted = what  # type: ignore[misc]
+            loads = {name: load for name, load in wanted.items() if name in model}
+            if not loads:
+                continue
+            choice = made.choose(ids, root, loads)
+            assert choice.member in loads
+            cached = (root, ids[: choice.cached_tokens])
+            assert not choice.cached_tokens or any(
+                (of, sent[: choice.cached_tokens]) == cached for of, sent in model[choice.member]
+            ), "what is said to be cached was sent, to this member, since it began, for this root"
+            model[choice.member].append((root, ids))
+            chosen.append(choice.member)
+        elif kind == "join":
+            made.join(str(what), 10)
+            model[str(what)] = []
+        elif what in model:
+            if kind == "forget":
+                made.forget(str(what))
+                model[str(what)] = []
+            else:
+                made.leave(str(what))
+                del model[str(what)]
+        assert made.members == model.keys()
+        assert made.num_blocks <= min(24, 10 * max(1, len(model)))
+    return chosen
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=150, deadline=None)
+@given(events=walks())
+def test_laws_hold_in_any_order_of_events(policy: Policy, events: list[tuple[str, object]]) -> None:
+    assert walk(events, policy) == walk(events, policy)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_members_take_turns(policy: Policy) -> None:
+    made = router(policy=policy)
+    chosen = Counter(made.choose(prompt(n), "", idle()).member for n in range(40))
+    assert set(chosen.values()) == {10}
+
+
+def test_a_request_follows_its_prefix() -> None:
+    made = router()
+    first = made.choose(prompt(1), "", idle())
+    assert (first.reason, first.cached_tokens) == ("least", 0)
+    for n in range(3):
+        again = made.choose(prompt(1) + prompt(n), "", idle())
+        assert (again.member, again.reason) == (first.member, "prefix")
+        assert again.cached_tokens == 40
+
+
+def test_the_longest_match_wins() -> None:
+    made = router()
+    short = made.choose(prompt(1)[:20], "", idle()).member
+    longer = made.choose(prompt(1), "", {**idle(), short: 9}).member
+    assert longer != short
+    assert made.choose(prompt(1), "", idle()).member == longer
+
+
+def test_a_hot_prefix_spills() -> None:
+    made = router()
+    loads = idle()
+    reasons = []
+    for _ in range(400):
+        choice = made.choose(prompt(1), "", loads)
+        loads[choice.member] += 1
+        reasons.append(choice.reason)
+    assert "spill" in reasons
+    assert max(loads.values()) < 1.1 * min(loads.values())
+
+
+def test_a_prefix_is_worth_less_than_its_load_above_the_mean() -> None:
+    made = router()
+    loads = dict.fromkeys("0123", 10.0)
+    owner = made.choose(prompt(1), "", loads).member
+    # 40 of 50 tokens: until the owner's load is 0.8 means above the least one.
+    for extra, follows in ((7.0, True), (13.0, False)):
+        asked = made.choose(prompt(1) + prompt(int(extra), 10), "", {**loads, owner: 10 + extra})
+        assert (asked.member == owner) is follows, extra
+
+
+def test_roots_share_nothing() -> None:
+    made = router()
+    owner = made.choose(prompt(1), ("tenant", "salt"), idle()).member
+    for root in (("", ""), ("tenant", ""), ("", "salt"), ("salt", "tenant")):
+        other = made.choose(prompt(1), root, idle())
+        assert (other.reason, other.cached_tokens) == ("least", 0), root
+    assert made.choose(prompt(1), ("tenant", "salt"), idle()).member == owner
+
+
+def test_a_restarted_member_has_nothing() -> None:
+    made = router()
+    owner = made.choose(prompt(1), "", idle()).member
+    made.join(owner, 1000)
+    assert made.choose(prompt(1), "", idle()).reason == "least"
+
+
+def test_least_recently_sent_blocks_are_forgotten_from_their_ends() -> None:
+    made = router(1, blocks=15)
+    alone = idle(1)
+    made.choose(prompt(1), "", alone)
+    made.choose(prompt(2), "", alone)  # 10 more blocks; the last 5 of the first go
+    assert made.choose(prompt(1)[:20], "", alone).cached_tokens == 20
+    assert made.choose(prompt(1), "", alone).cached_tokens == 20
+
+
+def test_one_that_takes_no_requests_is_passed_over() -> None:
+    made = router()
+    owner = made.choose(prompt(1), "", idle()).member
+    others = {name: 3.0 for name in idle() if name != owner}
+    choice = made.choose(prompt(1), "", others)
+    assert (choice.member in others, choice.reason) == (True, "least")
+    assert made.choose(prompt(2), "", {owner: 9.0}).reason == "only"
+
+
+def test_a_member_without_prefix_cache_is_expected_to_have_nothing() -> None:
+    made = router(2, blocks=0)
+    for _ in range(4):
+        assert made.choose(prompt(1), "", idle(2)).reason == "least"
+    assert made.num_blocks == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(ids=prompts, other=prompts)
+def test_chains_agree_as_far_as_whole_blocks_do(ids: list[int], other: list[int]) -> None:
+    def equal(a: list[int], b: list[int]) -> int:
+        return next(
+            (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+        )
+
+    first, second = (chain_of(each, "", BLOCK) for each in (ids, other))
+    assert equal(first, second) == equal(ids, other) // BLOCK
+    table = ChainTable(1000)
+    table.join("a", 100)
+    table.add("a", first)
+    assert table.matches(second).get("a", 0) == equal(first, second)
