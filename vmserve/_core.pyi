@@ -134,6 +134,61 @@ class FaultInjectingDriver(PageDriver):
     @property
     def num_refused(self) -> dict[str, int]: ...
 
+class GroupDriver(PageDriver):
+    """Every call goes to all members, with the same frames at the same offsets.
+
+    Addresses are those of member 0. If the members cannot be kept alike, every later call is
+    refused.
+    """
+
+    def __init__(self, members: Sequence[PageDriver]) -> None: ...
+    @property
+    def num_members(self) -> int: ...
+    def address_of(self, member: int, address: int) -> int:
+        """The member's own address of what the group has at ``address``."""
+
+def make_ring(frame_bytes: int, num_frames: int) -> int:
+    """A descriptor of memory that rank 0 and one rank share, for a driver of such frames.
+
+    It has no name and is closed on exec; the caller passes it to the rank and closes it.
+    """
+
+def ring_frames(ring_fd: int) -> tuple[int, int]:
+    """What the rank's driver has to have: bytes of a frame, and how many frames."""
+
+class RemoteDriver(PageDriver):
+    """A rank's driver, for rank 0. Addresses are the rank's own.
+
+    Waits until the rank has its :class:`RankLoop`. A rank whose process (``rank_pid``, until the
+    loop says it) ends, or that does not answer, makes every call a sticky ``DriverError``.
+    """
+
+    def __init__(
+        self,
+        ring_fd: int,
+        *,
+        rank_pid: int = 0,
+        attach_timeout: float = 60.0,
+        answer_timeout: float = 120.0,
+    ) -> None: ...
+    @property
+    def failure(self) -> str:
+        """Why the rank answers no more; empty while it does."""
+
+class RankLoop:
+    """Executes on ``driver``, in a thread of its own, what rank 0 asks for."""
+
+    def __init__(self, ring_fd: int, driver: PageDriver) -> None: ...
+    @property
+    def is_running(self) -> bool: ...
+    @property
+    def reason(self) -> str:
+        """Why it ended; empty while it runs."""
+    def buffer(self, address: int, num_bytes: int) -> NDArray[np.uint8]:
+        """Memory in a reservation of rank 0's, which may be touched where frames are mapped."""
+    def close(self) -> None:
+        """End the loop; the memory is freed once no buffer is left."""
+
 class PluginDriver(PageDriver):
     """A driver from a shared library: see drivers_ext/README.md.
 
@@ -569,6 +624,16 @@ class CpuLinear:
     @property
     def row_type(self) -> str: ...
 
+class RankGroup:
+    def __init__(self, descriptor: int, rank: int, size: int) -> None: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def wait(self) -> None: ...
+    def fail(self) -> None: ...
+    def slice(self, count: int) -> tuple[int, int]: ...
+
 class CpuDecoder:
     def __init__(
         self,
@@ -588,6 +653,7 @@ class CpuDecoder:
         quantization: str,
         num_threads: int,
         isa: str = "",
+        group: RankGroup | None = None,
     ) -> None: ...
     def add_layer(
         self,

@@ -50,7 +50,8 @@ std::vector<float> copy_of(const Floats& array) {
   return {array.data(), array.data() + array.size()};
 }
 
-// Returns (logits [rows, vocab], seconds of attention in each batch, hidden states).
+// Returns (logits [rows, vocab], seconds of attention in each batch, hidden states). Ranks but the
+// first return no rows.
 py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
                   const std::vector<CpuBatch*>& batches, const std::optional<IntArray>& wanted,
                   std::int64_t num_hidden, const std::optional<Floats>& embedded) {
@@ -67,10 +68,12 @@ py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
   const float* const embedded_rows = embedded ? embedded->data() : nullptr;
   std::vector<CpuDecoder::Part> parts;
   for (CpuBatch* batch : batches) parts.push_back({batch, 0.0});
-  const std::int64_t num_logits =
-      std::max<std::int64_t>(0, static_cast<std::int64_t>(rows.size()) - num_hidden);
-  py::array_t<float> logits({num_logits, decoder.vocab_size()});
-  py::array_t<float> hidden({std::max<std::int64_t>(0, num_hidden), decoder.hidden_size()});
+  const auto returned = [&](std::int64_t count) {
+    return decoder.is_first() ? std::max<std::int64_t>(0, count) : 0;
+  };
+  const auto num_wanted = static_cast<std::int64_t>(rows.size());
+  py::array_t<float> logits({returned(num_wanted - num_hidden), decoder.vocab_size()});
+  py::array_t<float> hidden({returned(num_hidden), decoder.hidden_size()});
   float* const out = logits.mutable_data();
   float* const hidden_out = hidden.mutable_data();
   {
@@ -85,12 +88,26 @@ py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
 }  // namespace
 
 void bind_decoder(py::module_& m) {
+  py::class_<RankGroup, std::shared_ptr<RankGroup>>(m, "RankGroup")
+      .def(py::init<int, int, int>(), py::arg("descriptor"), py::arg("rank"), py::arg("size"))
+      .def_property_readonly("rank", &RankGroup::rank)
+      .def_property_readonly("size", &RankGroup::size)
+      .def("wait", &RankGroup::wait, py::call_guard<py::gil_scoped_release>())
+      .def("fail", &RankGroup::fail)
+      .def(
+          "slice",
+          [](const RankGroup& group, std::int64_t count) {
+            const Slice own = group.slice(count);
+            return std::make_pair(own.first, own.count);
+          },
+          py::arg("count"));
   py::class_<CpuDecoder>(m, "CpuDecoder")
       .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t q_heads,
                        std::int64_t kv_heads, std::int64_t head_dim, float norm_eps,
                        float embedding_scale, float logits_softcap, const FiveSizes& delta,
                        bool delta_tiled, const FiveSizes& latent, const std::string& kv_dtype,
-                       const std::string& quantization, int num_threads, const std::string& isa) {
+                       const std::string& quantization, int num_threads, const std::string& isa,
+                       std::shared_ptr<RankGroup> group) {
              const auto [key_heads, value_heads, key_dim, value_dim, taps] = delta;
              const auto [q_rank, rank, plain, rotated, value] = latent;
              const DecoderShape shape{
@@ -105,14 +122,15 @@ void bind_decoder(py::module_& m) {
                  {key_heads, value_heads, key_dim, value_dim, taps, delta_tiled},
                  {q_rank, rank, plain, rotated, value}};
              return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype),
-                                                 as_quantization(quantization), num_threads, isa);
+                                                 as_quantization(quantization), num_threads, isa,
+                                                 std::move(group));
            }),
            py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("q_heads"),
            py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
            py::arg("embedding_scale") = 1.0F, py::arg("logits_softcap") = 0.0F,
            py::arg("delta") = FiveSizes{}, py::arg("delta_tiled") = false,
            py::arg("latent") = FiveSizes{}, py::arg("kv_dtype"), py::arg("quantization"),
-           py::arg("num_threads"), py::arg("isa") = "")
+           py::arg("num_threads"), py::arg("isa") = "", py::arg("group") = nullptr)
       .def(
           "add_layer",
           [](CpuDecoder& decoder, TensorTuple attention_norm, const WeightArgument& q,
@@ -135,7 +153,7 @@ void bind_decoder(py::module_& m) {
             layer.k_bias = vector_of(std::move(k_bias), outputs_of(layer.k), "k_bias");
             layer.v_bias = vector_of(std::move(v_bias), outputs_of(layer.v), "v_bias");
             layer.output_bias =
-                vector_of(std::move(output_bias), decoder.hidden_size(), "output_bias");
+                vector_of(std::move(output_bias), outputs_of(layer.output), "output_bias");
             layer.sinks = vector_of(std::move(sinks), outputs_of(layer.q) / head_dim, "sinks");
             layer.q_norm = vector_of(std::move(q_norm), head_dim, "q_norm");
             layer.k_norm = vector_of(std::move(k_norm), head_dim, "k_norm");
@@ -220,7 +238,7 @@ void bind_decoder(py::module_& m) {
             const std::int64_t size = outputs_of(mlp.gate);
             mlp.gate_bias = vector_of(std::move(gate_bias), size, "gate_bias");
             mlp.up_bias = vector_of(std::move(up_bias), size, "up_bias");
-            mlp.down_bias = vector_of(std::move(down_bias), decoder.hidden_size(), "down_bias");
+            mlp.down_bias = vector_of(std::move(down_bias), outputs_of(mlp.down), "down_bias");
             mlp.activation.activation = as_activation(activation);
             if (clamp) mlp.activation = {cpu::Activation::kClamped, clamp->first, clamp->second};
             const py::gil_scoped_release unlocked;

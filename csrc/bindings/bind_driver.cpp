@@ -9,6 +9,7 @@
 #include "bindings.h"
 #include "vmserve/driver.h"
 #include "vmserve/fault_driver.h"
+#include "vmserve/group_driver.h"
 #include "vmserve/host_driver.h"
 #include "vmserve/null_driver.h"
 #include "vmserve/system_limits.h"
@@ -120,11 +121,14 @@ void bind_driver(py::module_& m) {
       .def(
           "query",
           [](const PageDriver& driver, Address address) {
-            const Mapping mapping = driver.query(address);
+            const Mapping mapping = [&] {
+              const py::gil_scoped_release unlocked;  // another process may have to answer
+              return driver.query(address);
+            }();
             return py::make_tuple(mapping.frame, mapping.access);
           },
           py::arg("address"))
-      .def("stats", &PageDriver::stats);
+      .def("stats", &PageDriver::stats, unlocked());
 
   py::class_<HostDriver, PageDriver, std::shared_ptr<HostDriver>>(m, "HostDriver")
       .def(py::init([](std::size_t frame_bytes, std::int64_t num_frames, std::int64_t max_map_count,
@@ -156,6 +160,11 @@ void bind_driver(py::module_& m) {
       .def("run_copies", &FaultInjectingDriver::run_copies, py::arg("count"))
       .def_property_readonly("num_calls", &FaultInjectingDriver::num_calls)
       .def_property_readonly("num_refused", &FaultInjectingDriver::num_refused);
+
+  py::class_<GroupDriver, PageDriver, std::shared_ptr<GroupDriver>>(m, "GroupDriver")
+      .def(py::init<GroupDriver::Members>(), py::arg("members"))
+      .def_property_readonly("num_members", &GroupDriver::num_members)
+      .def("address_of", &GroupDriver::address_of, py::arg("member"), py::arg("address"));
 }
 
 }  // namespace vmserve

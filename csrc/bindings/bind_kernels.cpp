@@ -142,13 +142,17 @@ void bind_kernels(py::module_& m) {
   py::class_<CpuBatch>(m, "CpuBatch")
       .def(py::init([](const std::shared_ptr<CpuKvView>& view, const IntArray& places,
                        const IntArray& num_past, const IntArray& num_new,
-                       const std::optional<IntArray>& state_places) {
+                       const py::object& state_places) {
+             // Every step passes them: they are converted only where there are states.
+             Ints states;
+             if (!state_places.is_none() && view->state_floats() > 0) {
+               states = as_ints(py::cast<IntArray>(state_places));
+             }
              return std::make_unique<CpuBatch>(view, as_ints(places), as_ints(num_past),
-                                               as_ints(num_new),
-                                               state_places ? as_ints(*state_places) : Ints{});
+                                               as_ints(num_new), states);
            }),
            py::arg("view"), py::arg("places"), py::arg("num_past"), py::arg("num_new"),
-           py::arg("state_places") = std::nullopt)
+           py::arg("state_places") = py::none())
       .def_property_readonly("num_tokens", &CpuBatch::num_tokens)
       .def_property_readonly("last_position", &CpuBatch::last_position);
   py::class_<CpuAttention>(m, "CpuAttention")

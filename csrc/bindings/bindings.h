@@ -9,6 +9,7 @@ void bind_errors(pybind11::module_& m);
 void bind_driver(pybind11::module_& m);
 void bind_cuda(pybind11::module_& m);
 void bind_plugin(pybind11::module_& m);
+void bind_remote(pybind11::module_& m);
 void bind_memory(pybind11::module_& m);
 void bind_kernels(pybind11::module_& m);
 void bind_columns(pybind11::module_& m);

@@ -6,12 +6,13 @@ import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from tests.conformance import plugins
+from tests.conformance import plugins, ranks
 from tests.sim.simcuda import NOTHING, SimConfig, SimCuda
 from vmserve._core import (
     Capabilities,
     CudaDriver,
     FaultInjectingDriver,
+    GroupDriver,
     HostDriver,
     NullDriver,
     PageDriver,
@@ -52,6 +53,42 @@ def read_by_copy(driver: PageDriver, address: int, num_bytes: int) -> bytes:
 def write_by_copy(driver: PageDriver, address: int, data: bytes) -> None:
     buffer = driver.alloc_host(len(data))
     ctypes.memmove(buffer, data, len(data))
+    driver.copy([(address, buffer, len(data))])
+    driver.fence()
+    driver.free_host(buffer)
+
+
+def places(driver: PageDriver, address: int) -> list[int]:
+    """The address in each member of a group."""
+    assert isinstance(driver, GroupDriver)
+    return [driver.address_of(member, address) for member in range(driver.num_members)]
+
+
+def read_members(driver: PageDriver, address: int, num_bytes: int) -> bytes:
+    """What all members of a group have."""
+    driver.fence()
+    first, *others = (ctypes.string_at(place, num_bytes) for place in places(driver, address))
+    assert all(other == first for other in others)
+    return first
+
+
+def write_members(driver: PageDriver, address: int, data: bytes) -> None:
+    driver.fence()
+    for place in places(driver, address):
+        ctypes.memmove(place, data, len(data))
+
+
+def read_members_by_copy(driver: PageDriver, address: int, num_bytes: int) -> bytes:
+    buffer = driver.alloc_host(num_bytes)
+    driver.copy([(buffer, address, num_bytes)])
+    data = read_members(driver, buffer, num_bytes)
+    driver.free_host(buffer)
+    return data
+
+
+def write_members_by_copy(driver: PageDriver, address: int, data: bytes) -> None:
+    buffer = driver.alloc_host(len(data))
+    write_members(driver, buffer, data)
     driver.copy([(address, buffer, len(data))])
     driver.fence()
     driver.free_host(buffer)
@@ -105,16 +142,22 @@ def _cuda(frame_bytes: int, num_frames: int) -> PageDriver:
     return CudaDriver(frame_bytes, num_frames, library=str(sim.path), spare_bytes=0)
 
 
+def _group(make: Callable[[int, int], PageDriver]) -> Callable[[int, int], PageDriver]:
+    return lambda frame_bytes, num_frames: GroupDriver(
+        [make(frame_bytes, num_frames) for _ in range(2)]
+    )
+
+
+def _late(frame_bytes: int, num_frames: int) -> PageDriver:
+    return FaultInjectingDriver(HostDriver(frame_bytes, num_frames), late_copies=True)
+
+
 _ON_HOST = frozenset({"unmap", "read_only", "zeros_backing", "host_memory"})
 
 _REGISTERED = (
     Subject("host", HostDriver, _ON_HOST),
     Subject("faults", lambda size, n: FaultInjectingDriver(HostDriver(size, n)), _ON_HOST),
-    Subject(
-        "late",
-        lambda size, n: FaultInjectingDriver(HostDriver(size, n), late_copies=True),
-        _ON_HOST | {"copy_stream"},
-    ),
+    Subject("late", _late, _ON_HOST | {"copy_stream"}),
     Subject("null", NullDriver, _ON_HOST, traps=False, contents=False),
     Subject("sample", _sample, _ON_HOST),
     Subject("lean", _lean, _ON_HOST - {"host_memory"}, frame_bytes=8192),
@@ -125,6 +168,42 @@ _REGISTERED = (
         frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"}),
         read=read_by_copy,
         write=write_by_copy,
+        traps=False,
+    ),
+    Subject("remote", ranks.in_thread(HostDriver), _ON_HOST),
+    Subject("remote-late", ranks.in_thread(_late), _ON_HOST | {"copy_stream"}),
+    Subject(
+        "remote-cuda",
+        ranks.in_thread(_cuda),
+        frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"}),
+        read=read_by_copy,
+        write=write_by_copy,
+        traps=False,
+    ),
+    Subject(
+        "remote-process",
+        lambda size, n: ranks.rank().make(size, n),
+        _ON_HOST,
+        read=lambda *arguments: ranks.rank().read(*arguments),
+        write=lambda *arguments: ranks.rank().write(*arguments),
+        traps=False,
+    ),
+    Subject("group-remote", ranks.half_remote, _ON_HOST, read=read_members, write=write_members),
+    Subject("group", _group(HostDriver), _ON_HOST, read=read_members, write=write_members),
+    Subject(
+        "group-late",
+        _group(_late),
+        _ON_HOST | {"copy_stream"},
+        read=read_members,
+        write=write_members,
+    ),
+    Subject("group-null", _group(NullDriver), _ON_HOST, traps=False, contents=False),
+    Subject(
+        "group-cuda",
+        _group(_cuda),
+        frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"}),
+        read=read_members_by_copy,
+        write=write_members_by_copy,
         traps=False,
     ),
 )

@@ -12,7 +12,16 @@ from typing import Any
 from vmserve.memory.layout import CUDA_GRANULARITY, KVLayout, plan_layout
 from vmserve.scheduler.profile import DeviceProfile, KernelCosts
 
-__all__ = ["A100_40GB", "OPT_13B", "OPT_13B_A100", "Accelerator", "Decoder", "Device"]
+__all__ = [
+    "A100_40GB",
+    "LLAMA_8B",
+    "LLAMA_8B_A100",
+    "OPT_13B",
+    "OPT_13B_A100",
+    "Accelerator",
+    "Decoder",
+    "Device",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +49,7 @@ class Decoder:
     name: str
     num_layers: int
     num_heads: int
+    num_kv_heads: int
     head_dim: int
     num_parameters: float
     itemsize: int
@@ -51,8 +61,8 @@ class Decoder:
 
     @property
     def token_kv_bytes(self) -> int:
-        """Multi-head attention: K and V of every head."""
-        return 2 * self.num_layers * self.hidden * self.itemsize
+        """Bytes of K and V."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
 
 
 #: Bandwidth and FLOP/s: NVIDIA's A100 data sheet (SXM4, 40 GB; float16 tensor cores without
@@ -80,8 +90,21 @@ OPT_13B = Decoder(
     name="OPT-13B",
     num_layers=40,
     num_heads=40,
+    num_kv_heads=40,
     head_dim=128,
     num_parameters=12.85e9,
+    itemsize=2,
+    kernels_per_layer=10,
+)
+
+#: Shape and parameters: Grattafiori et al., "The Llama 3 Herd of Models". Kernels: assumed.
+LLAMA_8B = Decoder(
+    name="Llama-3.1-8B",
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    num_parameters=8.03e9,
     itemsize=2,
     kernels_per_layer=10,
 )
@@ -133,21 +156,31 @@ def opt_13b(*, block_tokens: int = 16, page_tokens: int = 64, kv_bytes: int = 12
 
     Pages of 64 tokens of all layers fill 25 granules of 2 MiB exactly.
     """
+    granularity = 4096 if page_tokens % 64 else CUDA_GRANULARITY
+    return _on_a100(OPT_13B, granularity, page_tokens, block_tokens, kv_bytes)
+
+
+def _on_a100(
+    model: Decoder, granularity: int, page_tokens: int, block_tokens: int, kv_bytes: int
+) -> Device:
     layout = plan_layout(
-        OPT_13B.num_layers,
-        OPT_13B.num_heads,
-        OPT_13B.head_dim,
+        model.num_layers,
+        model.num_kv_heads,
+        model.head_dim,
         "float16",
-        4096 if page_tokens % 64 else CUDA_GRANULARITY,
-        layers_per_group=OPT_13B.num_layers,
+        granularity,
+        layers_per_group=model.num_layers,
         page_tokens=page_tokens,
         block_tokens=block_tokens,
     )
-    profile = derive_profile(OPT_13B, A100_40GB, layout.total_page_bytes)
+    profile = derive_profile(model, A100_40GB, layout.total_page_bytes)
     return Device(profile.name, layout, kv_bytes, profile)
 
 
 OPT_13B_A100 = opt_13b()
+
+#: 16 GiB of KV cache beside 16 GB of weights: 131,072 tokens in pages of 64, four granules each.
+LLAMA_8B_A100 = _on_a100(LLAMA_8B, CUDA_GRANULARITY, 64, 16, 16 << 30)
 
 
 def described(device: Device) -> dict[str, Any]:

@@ -21,6 +21,8 @@ class FileDescriptor {
   }
 
   int get() const { return fd_; }
+  // The caller closes it.
+  int release() { return std::exchange(fd_, -1); }
 
  private:
   int fd_ = -1;
