@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
-__all__ = ["num_threads"]
+from vmserve.errors import ConfigurationError
 
+__all__ = ["keep_to", "num_threads", "split_cpus"]
+
+_NODES = "/sys/devices/system/cpu/cpu{}"
+_CPU_MAX = "/sys/fs/cgroup/cpu.max"
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
@@ -26,11 +31,59 @@ def num_threads() -> int:
 
 @cache
 def _default() -> int:
+    return _asked_for() or len({_core_of(cpu) for cpu in os.sched_getaffinity(0)})
+
+
+def _asked_for() -> int:
+    """``OMP_NUM_THREADS``; 0 if it says nothing."""
     # A list is one number for each level of nesting.
     first = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if first.isdecimal() and int(first) > 0:
-        return int(first)
-    return len({_core_of(cpu) for cpu in os.sched_getaffinity(0)})
+    return int(first) if first.isdecimal() else 0
+
+
+def keep_to(cpus: Collection[int]) -> None:
+    """Compute on these CPUs from now on, with no more threads than they have cores.
+
+    Call it before there are other threads.
+    """
+    os.sched_setaffinity(0, cpus)
+    cores = len({_core_of(cpu) for cpu in cpus})
+    os.environ["OMP_NUM_THREADS"] = str(min(_asked_for() or cores, cores))
+
+
+def split_cpus(parts: int) -> list[tuple[int, ...]]:
+    """Split the CPUs that this process may use, in whole cores that are near each other.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for fewer cores than parts.
+    """
+    cores: dict[tuple[int, str], list[int]] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        cores.setdefault((_node_of(cpu), _core_of(cpu)), []).append(cpu)
+    near = [cores[each] for each in sorted(cores, key=lambda each: (each[0], cores[each]))]
+    usable = min(len(near), _quota())
+    if parts > usable:
+        raise ConfigurationError(
+            f"data_parallel_size: {parts} engines need {parts} cores, and this process may use "
+            f"{usable}"
+        )
+    # Of a quota of time, no more cores are of use than it pays for.
+    bounds = [usable * part // parts for part in range(parts + 1)]
+    return [tuple(cpu for core in near[low:high] for cpu in core) for low, high in pairwise(bounds)]
+
+
+def _node_of(cpu: int) -> int:
+    """The number of its NUMA node; 0 where nothing is told."""
+    nodes = Path(_NODES.format(cpu)).glob("node[0-9]*")
+    return next((int(node.name.removeprefix("node")) for node in nodes), 0)
+
+
+def _quota() -> int:
+    """Cores' worth of time that the control group has, at least 1."""
+    try:
+        quota, period = Path(_CPU_MAX).read_text().split()
+        return max(1, -(-int(quota) // int(period)))
+    except (OSError, ValueError):  # there is none, or it is "max"
+        return sys.maxsize
 
 
 def _core_of(cpu: int) -> str:

@@ -77,8 +77,8 @@ void check_call(const CpuBatch& batch, const CpuLayerCall& call) {
   require(value_dim > 0 && value_dim <= dim && value_dim % 8 == 0,
           "values of " + std::to_string(value_dim) + " elements in keys of " + std::to_string(dim));
   check_tensor(call.out, "out", view.dtype(), {tokens, q_heads, value_dim});
-  require(call.out.strides[1] == value_dim && call.out.strides[0] == q_heads * value_dim,
-          "out must be contiguous");
+  require(call.out.strides[1] == value_dim && call.out.strides[0] >= q_heads * value_dim,
+          "the heads of a row of out must be contiguous");
   require(std::isfinite(call.scale) && std::isfinite(call.softcap) && call.softcap >= 0.0F,
           "scale and softcap must be finite, softcap not negative");
   require(call.window >= 0 && call.window <= kNoWindow,
@@ -160,12 +160,13 @@ struct AttendRun {
 // Output of rows from `row` on of sequence `seq`, heads from `head` on.
 cpu::Output output_at(const AttendRun& run, std::int64_t seq, std::int64_t row, std::int64_t head) {
   const std::int64_t q_heads = run.plan.q_heads, dim = width_of(run.call.out);
-  const std::int64_t first = (run.batch.start(seq) + row) * q_heads + head;
+  const std::int64_t stride = run.call.out.strides[0], at = run.batch.start(seq) + row;
+  const std::int64_t first = at * q_heads + head;
   cpu::Output out{};
-  out.rows = run.call.out.data + first * dim * item_bytes(run.batch.view().dtype());
+  out.rows = run.call.out.data + (at * stride + head * dim) * item_bytes(run.batch.view().dtype());
   out.sinks = run.call.sinks == nullptr ? nullptr : run.call.sinks + head;
   out.lse = run.call.lse == nullptr ? nullptr : run.call.lse + first;
-  out.row_stride = q_heads * dim;
+  out.row_stride = stride;
   out.lse_stride = q_heads;
   return out;
 }

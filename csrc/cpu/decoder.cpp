@@ -98,7 +98,8 @@ void CpuDecoder::embed(const std::vector<std::int64_t>& token_ids, const float* 
   grow(x_, num_rows * hidden);
   const float scale = shape_.embedding_scale;
   if (!embedding_) {
-    for (std::int64_t i = 0; i < num_rows * hidden; ++i) x_[i] = embedded[i] * scale;
+    float* const to = x_.data();
+    for (std::int64_t i = 0; i < num_rows * hidden; ++i) to[i] = embedded[i] * scale;
     return;
   }
   const bool bf16 = embedding_->dtype == DType::kBFloat16;
@@ -321,10 +322,12 @@ void CpuDecoder::attend(const Layer& layer, char* qkv, std::vector<Part>& parts)
     if (!layer.latent) call.v = heads_at(q_heads + kv_heads, kv_heads);
     call.cos = rotation_at(first);
     call.sin = rotation_at(num_rows + first);
-    call.out.data = reinterpret_cast<char*>(attended_.data()) + first * q_heads * out_dim * item;
+    const std::int64_t out_size = all_heads() * out_dim;
+    const std::int64_t own = group_ ? group_->rank() * q_heads * out_dim : 0;
+    call.out.data = reinterpret_cast<char*>(attended_.data()) + (first * out_size + own) * item;
     call.out.dtype = kv_dtype_;
     call.out.shape = {rows, q_heads, out_dim};
-    call.out.strides = {q_heads * out_dim, out_dim, 1};
+    call.out.strides = {out_size, out_dim, 1};
     call.scale = layer.scale;
     call.window = layer.window;
     call.softcap = layer.softcap;
@@ -381,24 +384,25 @@ void CpuDecoder::mix_delta(const Layer& layer, const std::vector<Part>& parts,
   delta_seconds_ += watch.seconds();
 }
 
-void CpuDecoder::keep(const Layer& layer, const std::vector<std::int64_t>& wanted) {
-  const std::int64_t hidden = shape_.hidden_size, size = layer.output.inputs;
-  const std::int64_t item = is_narrow() && !layer.mixes_floats() ? 2 : 4;
+// Brings the wanted rows to the front, in columns of `bytes` from byte `first` of a row on: only
+// they are read later.
+void CpuDecoder::keep(StepRows& rows, std::int64_t row_bytes, std::int64_t first,
+                      std::int64_t bytes, const std::vector<std::int64_t>& wanted) {
   const auto num_wanted = static_cast<std::int64_t>(wanted.size());
   // Rows may be wanted in any order, so they are gathered in another buffer first.
-  grow(kept_, num_wanted * (hidden + size));
-  auto* const attended = reinterpret_cast<char*>(attended_.data());
-  auto* const kept = reinterpret_cast<char*>(kept_.data() + num_wanted * hidden);
+  grow(kept_, num_wanted * bytes);
+  const auto copy = [&](char* to, const char* from) {
+    std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  };
+  const auto* const from = reinterpret_cast<const char*>(rows.data()) + first;
   for (std::int64_t i = 0; i < num_wanted; ++i) {
-    const std::int64_t row = wanted[static_cast<std::size_t>(i)];
-    std::copy_n(x_.data() + row * hidden, hidden, kept_.data() + i * hidden);
-    std::memcpy(kept + i * size * item, attended + row * size * item,
-                static_cast<std::size_t>(size * item));
+    copy(kept_.data() + i * bytes, from + wanted[static_cast<std::size_t>(i)] * row_bytes);
   }
-  grow(x_, num_wanted * hidden);
-  grow(attended_, num_wanted * size);
-  std::copy_n(kept_.data(), num_wanted * hidden, x_.data());
-  std::memcpy(attended_.data(), kept, static_cast<std::size_t>(num_wanted * size * item));
+  grow(rows, (num_wanted * row_bytes + 3) / 4);
+  auto* const to = reinterpret_cast<char*>(rows.data()) + first;
+  for (std::int64_t i = 0; i < num_wanted; ++i) {
+    copy(to + i * row_bytes, kept_.data() + i * bytes);
+  }
 }
 
 // Adds the rows of product_, normalised, to the residual.
@@ -408,8 +412,10 @@ void CpuDecoder::add_normalised(const std::vector<float>& norm, std::int64_t num
     std::vector<float> room(static_cast<std::size_t>(padded_depth(hidden)));
     normalise(product_.data() + row * hidden, hidden, norm.data(), shape_.norm_eps, room.data());
     float* const to = x_.data() + row * hidden;
-    for (std::int64_t i = 0; i < hidden; ++i) to[i] += room[i];
+    const std::int64_t end = own_hidden_.first + own_hidden_.count;
+    for (std::int64_t i = own_hidden_.first; i < end; ++i) to[i] += room[i];
   });
+  meet();
 }
 
 void CpuDecoder::finish_layer(const Layer& layer, const LinearLayer& next, std::int64_t num_rows) {
@@ -419,7 +425,8 @@ void CpuDecoder::finish_layer(const Layer& layer, const LinearLayer& next, std::
   if (!adds) grow(product_, num_rows * shape_.hidden_size);
   products_.multiply(layer.output, layer.experts ? &layer.experts->router : &layer.mlps[0].gate_up,
                      nullptr, num_rows, adds ? cpu::Epilogue::kAdd : cpu::Epilogue::kStore,
-                     adds ? x_.data() : product_.data(), shape_.hidden_size);
+                     (adds ? x_ : product_).data() + own_hidden_.first, shape_.hidden_size);
+  meet();
   if (!adds) add_normalised(layer.attention_out_norm, num_rows);
   if (layer.experts) {
     add_experts_of(layer, next, num_rows);
@@ -444,14 +451,27 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector
                          std::int64_t num_hidden, float* hidden, const float* embedded) {
   const std::lock_guard lock(mutex_);
   check_call(token_ids, parts, wanted);
-  require(embedding_.has_value() == (embedded == nullptr),
+  require(!is_first() || embedding_.has_value() == (embedded == nullptr),
           "embedded rows are for a decoder without an embedding, which needs them");
   require(num_hidden >= 0 && num_hidden <= static_cast<std::int64_t>(wanted.size()),
           std::to_string(num_hidden) + " hidden states are more than the rows wanted");
+  if (token_ids.empty()) return;
+  place_rows(static_cast<std::int64_t>(token_ids.size()), static_cast<std::int64_t>(wanted.size()));
+  try {
+    compute(token_ids, parts, wanted, logits, num_hidden, hidden, embedded);
+  } catch (...) {
+    if (group_) group_->fail();  // the others would wait for ever
+    throw;
+  }
+}
+
+void CpuDecoder::compute(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,
+                         const std::vector<std::int64_t>& wanted, float* logits,
+                         std::int64_t num_hidden, float* hidden, const float* embedded) {
   auto num_rows = static_cast<std::int64_t>(token_ids.size());
-  if (num_rows == 0) return;
   const ThreadPool::Awake awake(*pool_);
-  embed(token_ids, embedded);
+  if (is_first()) embed(token_ids, embedded);
+  meet();
   gather_rotations(parts, num_rows);
   const auto num_layers = static_cast<std::int64_t>(layers_.size());
   for (std::int64_t index = 0; index < num_layers; ++index) {
@@ -468,8 +488,14 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector
     }
     const bool is_last = index == num_layers - 1;
     if (is_last) {
-      // Later operations read only the wanted rows.
-      keep(layer, wanted);
+      const std::int64_t item = is_narrow() && !layer.mixes_floats() ? 2 : 4;
+      const std::int64_t own = layer.output.inputs / num_ranks() * item;
+      keep(attended_, layer.output.inputs * item, group_ ? group_->rank() * own : 0, own, wanted);
+    }
+    meet();
+    if (is_last) {
+      // Not before: other ranks read the rows of x_ until they meet.
+      keep(x_, shape_.hidden_size * 4, own_hidden_.first * 4, own_hidden_.count * 4, wanted);
       num_rows = static_cast<std::int64_t>(wanted.size());
       if (num_rows == 0) return;
     }
@@ -477,11 +503,37 @@ void CpuDecoder::forward(const std::vector<std::int64_t>& token_ids, std::vector
                  num_rows);
   }
   num_rows -= num_hidden;
-  norm_rows(x_.data() + num_rows * shape_.hidden_size, num_hidden, hidden);
-  if (num_rows == 0) return;
+  if (is_first()) norm_rows(x_.data() + num_rows * shape_.hidden_size, num_hidden, hidden);
+  if (num_rows > 0) multiply_head(num_rows, logits);
+  meet();
+  if (group_ && is_first()) std::copy_n(logits_.data(), num_rows * shape_.vocab_size, logits);
+}
+
+// In a group, rows are written to the memory that all share.
+void CpuDecoder::multiply_head(std::int64_t num_rows, float* logits) {
   products_.pack_rows(*head_, x_.data(), false, num_rows, final_norm_.data(), shape_.norm_eps);
+  if (group_) logits = logits_.data() + slice(shape_.vocab_size).first;
   products_.multiply(*head_, &layers_.front().qkv.front(), nullptr, num_rows, cpu::Epilogue::kStore,
                      logits, shape_.vocab_size);
+}
+
+// All ranks find the same places.
+void CpuDecoder::place_rows(std::int64_t num_rows, std::int64_t num_wanted) {
+  if (!group_) return;
+  const std::int64_t most = std::max(num_rows, num_wanted);
+  const std::pair<StepRows*, std::int64_t> sizes[] = {
+      {&x_, most * shape_.hidden_size},
+      {&product_, most * shape_.hidden_size},
+      {&attended_, most * all_heads() * shape_.head_dim},
+      {&gated_, most * most_chosen_ * widest_mlp_},
+      {&logits_, num_wanted * shape_.vocab_size}};
+  auto* to = reinterpret_cast<float*>(group_->data());
+  const float* const end = to + group_->bytes() / sizeof(float);
+  for (const auto& [rows, size] : sizes) {
+    rows->place(to);
+    to += (size + 15) / 16 * 16;
+  }
+  require(to <= end, std::to_string(num_rows) + " rows do not fit the memory of the group");
 }
 
 }  // namespace vmserve

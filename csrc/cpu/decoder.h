@@ -20,6 +20,7 @@
 #include "attention.h"
 #include "gated_delta.h"
 #include "linear_layer.h"
+#include "rank_group.h"
 
 namespace vmserve {
 
@@ -128,11 +129,33 @@ struct FileRows {
   DType dtype{};
 };
 
+// A buffer of rows of a step: of this decoder, or a place in the memory of its group.
+class StepRows {
+ public:
+  float* data() { return place_ != nullptr ? place_ : own_.data(); }
+  void place(float* place) { place_ = place; }
+  // A place has room for all that a step writes.
+  void grow(std::int64_t size) {
+    if (place_ == nullptr && own_.size() < static_cast<std::size_t>(size)) {
+      own_.resize(static_cast<std::size_t>(size));
+    }
+  }
+
+ private:
+  std::vector<float> own_;
+  float* place_ = nullptr;
+};
+
 class CpuDecoder {
  public:
-  // `isa`: as for CpuAttention.
+  // `isa`: as for CpuAttention. `group`: of ranks that compute together, each with its slices;
+  // null: this one alone. Matrices are divided by outputs only, so each output is the same sum, and
+  // logits have the same bits. The heads of `shape` are those of this rank, and so are q, k, v,
+  // their biases and sinks; all ranks have equally many query heads. Of `output`, `down` and their
+  // biases, of `gate`, `up` and theirs, and of the head a rank has RankGroup::slice. Norms and
+  // routers are whole. Gated attention, latents and delta layers are refused.
   CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization quantization, int num_threads,
-             const std::string& isa);
+             const std::string& isa, std::shared_ptr<RankGroup> group = nullptr);
   ~CpuDecoder();
 
   // Call add_layer, add_latent or add_delta for each layer in order, then set_ends. After it comes
@@ -155,6 +178,10 @@ class CpuDecoder {
   std::int64_t vocab_size() const { return shape_.vocab_size; }
   std::int64_t hidden_size() const { return shape_.hidden_size; }
   const LatentShape& latent() const { return shape_.latent; }
+  // The rank's part of so many outputs: all, if it is alone.
+  Slice slice(std::int64_t count) const { return group_ ? group_->slice(count) : Slice{0, count}; }
+  // Whether logits and hidden states are returned here.
+  bool is_first() const { return !group_ || group_->rank() == 0; }
   // Size of the packed weights.
   std::size_t weight_bytes() const;
   // Those of the weights that a single row reads: of experts, as many as are chosen.
@@ -180,7 +207,8 @@ class CpuDecoder {
   // last num_hidden of them return final hidden states instead, [num_hidden, hidden_size] after the
   // last norm. `embedded` [tokens, hidden_size]: the tokens' rows of an embedding that the decoder
   // does not have. Throws MisuseError before anything is written if an id, row or position is out
-  // of range.
+  // of range. All ranks of a group are called with the same rows; the first one alone reads
+  // `embedded` and writes logits and hidden states. Any other error ends the group.
   void forward(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,
                const std::vector<std::int64_t>& wanted, float* logits, std::int64_t num_hidden = 0,
                float* hidden = nullptr, const float* embedded = nullptr);
@@ -191,6 +219,18 @@ class CpuDecoder {
   struct Latent;
   struct Layer;
 
+  void compute(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,
+               const std::vector<std::int64_t>& wanted, float* logits, std::int64_t num_hidden,
+               float* hidden, const float* embedded);
+  // Waits for the other ranks: all have what each has written.
+  void meet() {
+    if (group_) group_->wait();
+  }
+  int num_ranks() const { return group_ ? group_->size() : 1; }
+  // Query heads of all ranks.
+  std::int64_t all_heads() const { return shape_.q_heads * num_ranks(); }
+  void place_rows(std::int64_t num_rows, std::int64_t num_wanted);
+  void multiply_head(std::int64_t num_rows, float* logits);
   void check_call(const std::vector<std::int64_t>& token_ids, const std::vector<Part>& parts,
                   const std::vector<std::int64_t>& wanted) const;
   void check_positions(const CpuBatch& batch) const;
@@ -208,7 +248,8 @@ class CpuDecoder {
   void attend(const Layer& layer, char* qkv, std::vector<Part>& parts);
   void gate_attention(const Layer& layer, std::int64_t num_rows);
   void mix_delta(const Layer& layer, const std::vector<Part>& parts, std::int64_t num_rows);
-  void keep(const Layer& layer, const std::vector<std::int64_t>& wanted);
+  void keep(StepRows& rows, std::int64_t row_bytes, std::int64_t first, std::int64_t bytes,
+            const std::vector<std::int64_t>& wanted);
   void norm_rows(const float* rows, std::int64_t num_rows, float* out) const;
   void add_normalised(const std::vector<float>& norm, std::int64_t num_rows);
   // next: whose product follows.
@@ -227,6 +268,8 @@ class CpuDecoder {
 
   DecoderShape shape_;
   DType kv_dtype_;
+  std::shared_ptr<RankGroup> group_;  // null: one rank
+  Slice own_hidden_;
   std::shared_ptr<ThreadPool> pool_;
   LinearProducts products_;
   std::unique_ptr<CpuAttention> attention_;
@@ -240,10 +283,15 @@ class CpuDecoder {
   std::unique_ptr<LinearLayer> head_;
   std::mutex mutex_;  // one call at a time
   // Buffers of a step; grow as needed.
-  // attended_: in the KV cache's type; in float32 behind gates and delta layers.
-  std::vector<float> x_, kept_, gated_, qkv_, attended_, ungated_, product_, delta_gates_;
+  // attended_: in the KV cache's type; in float32 behind gates and delta layers. Of x_, gated_,
+  // attended_ and product_ a rank writes its columns, and reads all after the ranks have met.
+  StepRows x_, gated_, attended_, ungated_, product_, logits_;
+  std::vector<float> qkv_, delta_gates_;
+  std::vector<char> kept_;
+  std::int64_t widest_mlp_ = 0, most_chosen_ = 1;
   std::vector<DeltaSequence> sequences_;
-  std::vector<float> queries_, latent_rows_, values_;
+  std::vector<float> queries_, latent_rows_;
+  StepRows values_;
   std::vector<std::uint16_t> narrow_qkv_;
   std::vector<char> rotations_;  // of each table: cosines, then sines, of the step's rows
   // Of the experts that rows chose: [rows, chosen], largest first. A slot is a row of an expert;

@@ -19,6 +19,10 @@ void grow(std::vector<Number>& buffer, std::int64_t size) {
   if (buffer.size() < static_cast<std::size_t>(size)) buffer.resize(static_cast<std::size_t>(size));
 }
 
+inline void grow(StepRows& buffer, std::int64_t size) {
+  buffer.grow(size);
+}
+
 struct CpuDecoder::Mlp {
   LinearLayer gate_up, down;
 

@@ -43,12 +43,14 @@ void CpuDecoder::multiply_mlps(const LinearLayer* down, const LinearLayer* next,
   const LinearShare* const first = gate_up_shares_.data();
   const LinearShare* const second = down_shares_.data();
   const LinearLayer& to = *second->layer;
+  out += own_hidden_.first;
   grow(gated_, num_rows * to.depth);
-  if (to.row_format().group_depth > 0) {
-    // Scales need the maximum of a whole group of the row, so products are stored first, then
-    // packed.
-    products_.multiply(first, num_shares, down, nullptr, cpu::Epilogue::kGateRows, gated_.data(),
-                       to.inputs);
+  if (group_ || to.row_format().group_depth > 0) {
+    // Scales need the maximum of a whole group of the row, and rows of several ranks are made in
+    // pieces: so products are stored first, then packed.
+    products_.multiply(first, num_shares, down, nullptr, cpu::Epilogue::kGateRows,
+                       gated_.data() + slice(to.inputs).first, to.inputs);
+    meet();
     products_.pack_rows(to, gated_.data(), false, down_shares_, nullptr, shape_.norm_eps);
     products_.multiply(second, num_shares, next, nullptr, epilogue, out, hidden);
   } else {
@@ -56,6 +58,7 @@ void CpuDecoder::multiply_mlps(const LinearLayer* down, const LinearLayer* next,
                        to.depth, to.form->rows == cpu::kRowsBFloat16);
     products_.multiply(second, num_shares, next, gated_.data(), epilogue, out, hidden);
   }
+  meet();
 }
 
 void CpuDecoder::add_experts_of(const Layer& layer, const LinearLayer& next,
@@ -83,24 +86,26 @@ void CpuDecoder::add_experts_of(const Layer& layer, const LinearLayer& next,
   products_.gather_rows(any, gate_up_shares_, slot_rows_);
   grow(expert_out_, num_rows * chosen * hidden);
   multiply_mlps(nullptr, &next, num_rows * chosen, cpu::Epilogue::kStore, expert_out_.data());
+  const std::int64_t own = own_hidden_.first, end = own + own_hidden_.count;
   products_.parallel(num_rows, num_rows * chosen * hidden, [&](std::int64_t row) {
     // One order for every batch: that of the router's products.
     float* const sum = expert_out_.data() + slots_[row * chosen] * hidden;
     const float* const weights = expert_weights_.data() + row * chosen;
-    for (std::int64_t i = 0; i < hidden; ++i) sum[i] *= weights[0];
+    for (std::int64_t i = own; i < end; ++i) sum[i] *= weights[0];
     for (std::int64_t rank = 1; rank < chosen; ++rank) {
       const float* const from = expert_out_.data() + slots_[row * chosen + rank] * hidden;
-      for (std::int64_t i = 0; i < hidden; ++i) sum[i] += weights[rank] * from[i];
+      for (std::int64_t i = own; i < end; ++i) sum[i] += weights[rank] * from[i];
     }
     if (experts.shared) {
       const float* const from = product_.data() + row * hidden;
       float weight = 1.0F;
       if (experts.shared_gate) weight = sigmoid(router_logits_[(row + 1) * logits - 1]);
-      for (std::int64_t i = 0; i < hidden; ++i) sum[i] += weight * from[i];
+      for (std::int64_t i = own; i < end; ++i) sum[i] += weight * from[i];
     }
     float* const to = x_.data() + row * hidden;
-    for (std::int64_t i = 0; i < hidden; ++i) to[i] += sum[i];
+    for (std::int64_t i = own; i < end; ++i) to[i] += sum[i];
   });
+  meet();
 }
 
 // Writes the scores that choose; -inf for experts of groups that are not chosen.

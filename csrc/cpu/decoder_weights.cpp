@@ -18,9 +18,11 @@ std::vector<float> copy_vector(const TensorRef& tensor, const char* name, std::i
 }  // namespace
 
 CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization quantization,
-                       int num_threads, const std::string& isa)
+                       int num_threads, const std::string& isa, std::shared_ptr<RankGroup> group)
     : shape_(shape),
       kv_dtype_(kv_dtype),
+      group_(std::move(group)),
+      own_hidden_(slice(shape.hidden_size)),
       pool_(std::make_shared<ThreadPool>(num_threads)),
       products_(cpu::choose_table(isa).linear, pool_, quantization, kv_dtype == DType::kBFloat16),
       attention_(std::make_unique<CpuAttention>(pool_, isa)),
@@ -33,6 +35,10 @@ CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization q
               (shape.kv_heads == 1 && latent.plain > 0 && latent.rotated > 0 && latent.value > 0 &&
                latent.q_rank >= 0 && shape.head_dim == latent.rank + latent.rotated),
           "latents are the rows of one KV head, with what is rotated");
+  require(!group_ || (latent.rank == 0 && shape.delta.value_heads == 0),
+          "ranks do not divide latents and delta layers");
+  require(shape.hidden_size >= num_ranks() && shape.vocab_size >= num_ranks(),
+          "there are more ranks than outputs");
   if (shape.delta.value_heads > 0) {
     delta_ = std::make_unique<GatedDelta>(shape.delta, attention_->isa());
   }
@@ -89,7 +95,8 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
   check_matrix(from.q, "q", from.gated ? 2 * q_size : q_size, hidden);
   check_matrix(from.k, "k", kv_size, hidden);
   check_matrix(from.v, "v", kv_size, hidden);
-  check_matrix(from.output, "output", hidden, q_size);
+  check_matrix(from.output, "output", own_hidden_.count, q_size * num_ranks());
+  require(!group_ || !from.gated, "ranks do not divide gated attention");
   require((from.q_norm == nullptr) == (from.k_norm == nullptr), "q_norm and k_norm go together");
   require(!from.gated ||
               (from.q_norm != nullptr && from.q_bias == nullptr && q_size % cpu::kDeltaUnit == 0),
@@ -128,7 +135,7 @@ void CpuDecoder::add_layer(const DecoderLayer& from) {
     }
   }
   layer.output = products_.pack({&from.output}, false);
-  products_.set_bias(layer.output, {from.output_bias}, {hidden}, false);
+  products_.set_bias(layer.output, {from.output_bias}, {own_hidden_.count}, false);
   if (from.sinks != nullptr) layer.sinks.assign(from.sinks, from.sinks + shape_.q_heads);
   layer.rotation = static_cast<std::size_t>(from.rotation);
   layer.scale = from.scale;
@@ -210,9 +217,12 @@ void CpuDecoder::add_delta(const DecoderDelta& from) {
 
 void CpuDecoder::add_mlp(const DecoderMlp& from) {
   const std::int64_t hidden = shape_.hidden_size, size = outputs_of(from.gate);
+  const std::int64_t all = inputs_of(from.down);
+  require(all >= num_ranks() && size == slice(all).count,
+          "gate and up are not the rank's slice of what down reads");
   check_matrix(from.gate, "gate", size, hidden);
   check_matrix(from.up, "up", size, hidden);
-  check_matrix(from.down, "down", hidden, size);
+  check_matrix(from.down, "down", own_hidden_.count, all);
   const std::lock_guard lock(mutex_);
   require(!layers_.empty(), "there is no layer yet");
   Layer& layer = layers_.back();
@@ -221,7 +231,7 @@ void CpuDecoder::add_mlp(const DecoderMlp& from) {
   const bool shared = layer.experts && layer.experts->shared && layer.mlps.size() + 1 == most;
   Mlp mlp{products_.pack({&from.gate, &from.up}, true), products_.pack({&from.down}, false)};
   products_.set_bias(mlp.gate_up, {from.gate_bias, from.up_bias}, {size, size}, true);
-  products_.set_bias(mlp.down, {from.down_bias}, {hidden}, false);
+  products_.set_bias(mlp.down, {from.down_bias}, {own_hidden_.count}, false);
   mlp.gate_up.gate = from.activation;
   if (!layer.mlps.empty() && !shared) {
     const Mlp& first = layer.mlps.front();
@@ -230,6 +240,7 @@ void CpuDecoder::add_mlp(const DecoderMlp& from) {
                 mlp.down.form->rows == first.down.form->rows,
             "the experts of a layer differ in size or in the bits of their weights");
   }
+  widest_mlp_ = std::max(widest_mlp_, mlp.down.depth);
   layer.mlps.push_back(std::move(mlp));
 }
 
@@ -267,12 +278,13 @@ void CpuDecoder::add_router(const DecoderRouter& from) {
     experts.correction.assign(from.correction, from.correction + from.count);
   }
   products_.set_bias(experts.router, {from.bias}, {from.count}, false);
+  most_chosen_ = std::max(most_chosen_, from.chosen);
   layers_.back().experts = std::move(experts);
 }
 
 void CpuDecoder::set_ends(const std::optional<FileRows>& embedding, const TensorRef& final_norm,
                           const WeightRef& head) {
-  check_matrix(head, "head", shape_.vocab_size, shape_.hidden_size);
+  check_matrix(head, "head", slice(shape_.vocab_size).count, shape_.hidden_size);
   const std::lock_guard lock(mutex_);
   for (const Layer& layer : layers_) {
     const std::size_t wanted = layer.experts ? layer.experts->num_mlps() : 1;

@@ -41,11 +41,6 @@ void grow(std::vector<Number>& buffer, std::int64_t size) {
   if (buffer.size() < static_cast<std::size_t>(size)) buffer.resize(static_cast<std::size_t>(size));
 }
 
-std::int64_t inputs_of(const WeightRef& matrix) {
-  if (const auto* grouped = std::get_if<GroupedTensor>(&matrix)) return grouped->inputs;
-  return std::get<TensorRef>(matrix).shape[1];
-}
-
 bool is_half(float x) {
   std::uint16_t half;
   return cpu::exact_half(x, half);
@@ -178,6 +173,11 @@ void check_grouped(const GroupedTensor& tensor, const std::string& name) {
 std::int64_t outputs_of(const WeightRef& matrix) {
   if (const auto* grouped = std::get_if<GroupedTensor>(&matrix)) return grouped->outputs;
   return std::get<TensorRef>(matrix).shape.at(0);
+}
+
+std::int64_t inputs_of(const WeightRef& matrix) {
+  if (const auto* grouped = std::get_if<GroupedTensor>(&matrix)) return grouped->inputs;
+  return std::get<TensorRef>(matrix).shape.at(1);
 }
 
 char* WeightArena::take(std::size_t bytes) {

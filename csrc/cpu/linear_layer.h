@@ -49,6 +49,7 @@ class WeightArena {
 using WeightRef = std::variant<TensorRef, cpu::GroupedTensor>;
 
 std::int64_t outputs_of(const WeightRef& matrix);
+std::int64_t inputs_of(const WeightRef& matrix);
 
 // Packed weights of one or several matrices with the same inputs.
 struct LinearLayer {

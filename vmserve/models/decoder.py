@@ -10,8 +10,10 @@ from torch.nn import functional as F
 
 from vmserve.attention.base import AttentionCall, LayerAttention
 from vmserve.attention.rotary import Rotary
+from vmserve.attention.states import Applied, StepStates
 from vmserve.models.blocks import add_and_norm
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.gated_delta import DeltaBatch
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.rotary_embedding import RotaryEmbedding
 from vmserve.models.weights import DecoderWeights, LayerWeights
@@ -35,6 +37,11 @@ class Decoder:
             self._embedding_scale = scale.item()
         device = weights.embedding.device
         self._rotary = [RotaryEmbedding(rope, max_len, device) for rope in config.ropes]
+        #: By layer; the KV cache counts those with keys and values.
+        self._attention = {
+            spec.layer: replace(spec, layer=number, sinks=weights.layers[spec.layer].sinks)
+            for number, spec in enumerate(config.attention_layers)
+        }
 
     def forward(
         self,
@@ -43,17 +50,21 @@ class Decoder:
         attention: AttentionCall,
         logits_rows: torch.Tensor | None = None,
         hidden: HiddenRows | None = None,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         """Logits ``[rows, vocab]`` in float32.
 
         token_ids, positions: ``[tokens]`` int64; logits_rows: ``[rows]`` int64, the rows of
         the batch that go through the LM head (None: all of them, in order); hidden: takes the
-        final hidden states of the last of these rows, which then have no logits.
+        final hidden states of the last of these rows, which then have no logits; states: those of
+        the batch's sequences, where layers keep them.
         """
         x = self._embed(token_ids, positions)
         rotary = [each.at(positions, x.dtype) for each in self._rotary]
-        layers = self._norm_first if self._config.norm_first else self._norm_last
-        x = layers(x, rotary, attention, logits_rows)
+        if self._config.norm_first:
+            x = self._norm_first(x, rotary, attention, logits_rows, states)
+        else:
+            x = self._norm_last(x, rotary, attention, logits_rows)
         if self._weights.project_out is not None:
             x = self._weights.project_out(x)
         if hidden is not None:
@@ -82,15 +93,31 @@ class Decoder:
         rotary: Sequence[Rotary],
         attention: AttentionCall,
         logits_rows: torch.Tensor | None,
+        states: StepStates | None,
     ) -> torch.Tensor:
         """Each addition goes with the norm behind it, which is the next layer's or the last."""
         layers = self._weights.layers
         following = [layer.attention_norm for layer in layers[1:]]
+        delta = self._config.delta
+        batch = None
+        if delta is not None:
+            assert states is not None, "its layers keep them"
+            batch = DeltaBatch.of(states, delta.taps)
         normed = layers[0].attention_norm(x)
+        begun = None if states is None else states.applied
         for layer, spec, norm in zip(
             layers, self._config.layers, [*following, self._weights.final_norm], strict=True
         ):
-            attended = self._attend(layer, spec, normed, rotary, attention)
+            if begun is not None and spec.layer < begun.layer:
+                continue
+            if begun is not None and spec.layer == begun.layer:
+                _, attended, x = begun
+            elif layer.delta is not None:
+                assert batch is not None
+                attended = layer.delta(normed, batch)
+                batch.states.applied = Applied(spec.layer, attended, x)
+            else:
+                attended = self._attend(layer, spec, normed, rotary, attention)
             attended, x = self._read(spec, attended, x, logits_rows)
             added = layer.output(attended)
             if layer.attention_out_norm is not None:
@@ -125,13 +152,14 @@ class Decoder:
         rotary: Sequence[Rotary],
         attention: AttentionCall,
     ) -> torch.Tensor:
-        q, k, v = layer.project(x)
-        if layer.sinks is not None:
-            spec = replace(spec, sinks=layer.sinks)
+        assert layer.project is not None, "a layer has attention or a delta rule"
+        q, k, v, gate = layer.project(x)
         rotation = rotary[self._config.rope_of(spec.layer)] if rotary else None
-        attended = attention(spec, q, k, v, rotation)
+        attended = attention(self._attention[spec.layer], q, k, v, rotation)
         if layer.value_up is not None:
             attended = torch.einsum("thr,hvr->thv", attended, layer.value_up)
+        if gate is not None:
+            attended = attended.mul_(gate.sigmoid())
         return attended.reshape(x.shape[0], -1)
 
     def _read(

@@ -37,6 +37,8 @@ from vmserve.models.loader import Progress, find_tensors
 from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.weight import find_quantized
 from vmserve.models.rope import HostRotations, RopeConfig, halves_first
+from vmserve.models.row_orders import by_kind, gates_first
+from vmserve.models.slices import Slices
 from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, Table, as_plain
 from vmserve.models.tensor_names import delta_projections, latent_names, mlp_names, shared_names
 from vmserve.threads import num_threads
@@ -252,23 +254,26 @@ def load_native(
     *,
     quantization: str = "none",
     progress: Progress | None = None,
+    group: _core.RankGroup | None = None,
 ) -> NativeDecoder:
     """Pack the weights of a model, layer by layer; the files' pages are dropped behind.
 
     ``dtype``: of the KV cache. Weights keep the type that they are stored in (float16 becomes
     float32; integers keep their scales), or become int8 with a scale for each output
-    (``quantization``).
+    (``quantization``). ``group``: of ranks that compute together; only this rank's slices are
+    packed, and its KV cache has the key-value heads of :class:`~vmserve.models.slices.Slices`.
 
-    Raises as :func:`vmserve.models.loader.find_tensors` does.
+    Raises as :func:`vmserve.models.loader.find_tensors` and ``Slices`` do.
     """
     config = model.network
     assert isinstance(config, DecoderConfig), "refusal() said so"
+    slices = Slices(config, group)
     stored = _find(path, model.native_only, config)
     core = _core.CpuDecoder(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        q_heads=config.q_heads,
-        kv_heads=config.kv_heads,
+        q_heads=slices.q_heads,
+        kv_heads=slices.kv_heads,
         head_dim=config.head_dim,
         norm_eps=config.norm.eps,
         embedding_scale=_embedding_scale(config, dtype),
@@ -280,9 +285,10 @@ def load_native(
         quantization=quantization,
         num_threads=num_threads(),
         isa=os.environ.get(ISA_VARIABLE, ""),
+        group=group,
     )
     names = config.names
-    source = _Source(stored, progress, config.norm.offset)
+    source = _Source(stored, progress, config.norm.offset, slices)
     for spec in config.layers:
         with source:
             if config.delta is not None and config.has_delta(spec.layer):
@@ -308,7 +314,7 @@ def load_native(
     embedding = source.stored[embedding_name]
     table = embedding.table()
     with source:
-        [head] = source.matrices(head_name)
+        [head] = source.matrices(head_name, which=[slices.outputs(config.vocab_size)])
         core.set_ends(
             None if table is None else (table[0].descriptor, table[0].start, table[1]),
             source.norm(f"{names.base}{names.final_norm}"),
@@ -361,14 +367,21 @@ def _add_layer(
     names = config.names
     prefix = names.base + names.layer.format(spec.layer)
     qkv = [f"{prefix}{module}" for module in names.qkv]
-    sizes = config.qkv_sizes
-    stored = source.read(*(f"{module}.weight" for module in qkv), sizes=sizes)
+    own, own_hidden = source.slices.qkv, source.slices.outputs(config.hidden_size)
+    stored = source.read(*(f"{module}.weight" for module in qkv), sizes=config.qkv_sizes, which=own)
     if config.output_gate:
-        stored[0] = _rows(stored[0], _gates_first(config.q_heads, config.head_dim))
+        stored[0] = _rows(stored[0], gates_first(config.q_heads, config.head_dim))
     q, k, v = source.packable(stored)
-    biases = [source.vector(f"{module}.bias") for module in qkv if config.qkv_bias]
+    biased = zip(qkv if config.qkv_bias else (), own, strict=False)
+    biases = [source.vector(f"{module}.bias", which) for module, which in biased]
     q_bias, k_bias, v_bias = biases or (None, None, None)
-    [output] = source.matrices(f"{prefix}{names.output}.weight")
+    [output] = source.matrices(f"{prefix}{names.output}.weight", which=[own_hidden])
+    output_bias = None
+    if config.output_bias:
+        output_bias = source.vector(f"{prefix}{names.output}.bias", own_hidden)
+    sinks = None
+    if spec.has_sinks:
+        sinks = source.vector(f"{prefix}{names.sinks}", source.slices.query_heads)
     norms = [source.norm(f"{prefix}{name}") for name in names.qk_norms]
     q_norm, k_norm = norms or (None, None)
     out_norms = [
@@ -383,8 +396,8 @@ def _add_layer(
         q_bias=q_bias,
         k_bias=k_bias,
         v_bias=v_bias,
-        output_bias=source.vector(f"{prefix}{names.output}.bias") if config.output_bias else None,
-        sinks=source.vector(f"{prefix}{names.sinks}") if spec.has_sinks else None,
+        output_bias=output_bias,
+        sinks=sinks,
         q_norm=q_norm,
         k_norm=k_norm,
         output=output,
@@ -462,13 +475,6 @@ def _key_and_value(
         yield [_rows(for_rows, slice(at * rows, (at + 1) * rows)) for at in range(heads)]
 
 
-def _gates_first(heads: int, dim: int) -> NDArray[np.int64]:
-    """The order of rows in which the gates of all heads come before the queries; by head, the
-    queries do."""
-    by_head = np.arange(heads * 2 * dim).reshape(heads, 2, dim)
-    return by_head.transpose(1, 0, 2)[::-1].reshape(-1)
-
-
 def _add_delta(
     core: _core.CpuDecoder, config: DecoderConfig, delta: DeltaConfig, layer: int, source: _Source
 ) -> None:
@@ -478,7 +484,7 @@ def _add_delta(
     stored = source.read(*(f"{prefix}{name}.weight" for name in delta_projections(names, delta)))
     if names.delta_fused:
         qkvz, ba = stored
-        qkvz_rows, ba_rows = _by_kind(delta)
+        qkvz_rows, ba_rows = by_kind(delta)
         num_gates = delta.value_heads
         stored = [
             _rows(qkvz, qkvz_rows[: delta.channels]),
@@ -504,22 +510,6 @@ def _add_delta(
         bias=source.floats(f"{below}dt_bias"),
         norm=source.floats(f"{below}norm.weight"),
     )
-
-
-def _by_kind(delta: DeltaConfig) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The orders of rows in which q of all heads is followed by k, v and z, and b by a; the
-    checkpoint has each of them by key head."""
-    shared = delta.value_heads // delta.key_heads
-    sizes = (delta.key_dim, delta.key_dim, shared * delta.value_dim, shared * delta.value_dim)
-    return _transposed_rows(delta.key_heads, sizes), _transposed_rows(
-        delta.key_heads, (shared, shared)
-    )
-
-
-def _transposed_rows(heads: int, sizes: Sequence[int]) -> NDArray[np.int64]:
-    by_head = np.arange(heads * sum(sizes)).reshape(heads, -1)
-    parts = np.split(by_head, list(accumulate(sizes))[:-1], axis=1)
-    return np.concatenate([part.reshape(-1) for part in parts])
 
 
 def _add_router(
@@ -565,9 +555,13 @@ def _add_mlp(
 ) -> None:
     """``biased``: an expert with biases, and with its own activation."""
     *gate_up, down = (f"{module}.weight" for module in modules)
-    gate_weight, up_weight = source.matrices(*gate_up, sizes=(size, size))
-    [down_weight] = source.matrices(down)
-    biases = [source.vector(f"{module}.bias") for module in modules] if biased else [None] * 3
+    own, own_hidden = source.slices.outputs(size), source.slices.outputs(config.hidden_size)
+    gate_weight, up_weight = source.matrices(*gate_up, sizes=(size, size), which=(own, own))
+    [down_weight] = source.matrices(down, which=[own_hidden])
+    biases: Sequence[TensorTuple | None] = [None] * 3
+    if biased:
+        each = zip(modules, (own, own, own_hidden), strict=True)
+        biases = [source.vector(f"{module}.bias", which) for module, which in each]
     core.add_mlp(
         gate=gate_weight,
         up=up_weight,
@@ -587,18 +581,20 @@ def _add_stacked(
     assert config.experts is not None, "the layer has them"
     prefix = config.names.base + config.names.layer.format(layer)
     gate_up, down = (prefix + name for name in config.names.experts)
+    own = source.slices.outputs(config.mlp_size_of(layer)) or slice(None)
+    own_hidden = source.slices.outputs(config.hidden_size) or slice(None)
     for expert in range(config.experts.count):
         with source:
             both, both_bias = source.part(gate_up, expert), source.floats(f"{gate_up}_bias")[expert]
-            [gate, up] = source.packable(_alternating(both))
-            [back] = source.packable([source.part(down, expert)])
+            [gate, up] = source.packable([_rows(each, own) for each in _alternating(both)])
+            [back] = source.packable([_rows(source.part(down, expert), own_hidden)])
             core.add_mlp(
                 gate=gate,
                 up=up,
                 down=back,
-                gate_bias=source.kept(both_bias[0::2]),
-                up_bias=source.kept(both_bias[1::2]),
-                down_bias=source.kept(source.floats(f"{down}_bias")[expert]),
+                gate_bias=source.kept(both_bias[0::2][own]),
+                up_bias=source.kept(both_bias[1::2][own]),
+                down_bias=source.kept(source.floats(f"{down}_bias")[expert][own_hidden]),
                 clamp=config.experts.clamp,
             )
 
@@ -626,9 +622,14 @@ class _Source:
     """
 
     def __init__(
-        self, stored: Mapping[str, StoredWeight], progress: Progress | None, norm_offset: float
+        self,
+        stored: Mapping[str, StoredWeight],
+        progress: Progress | None,
+        norm_offset: float,
+        slices: Slices,
     ) -> None:
         self.stored = stored
+        self.slices = slices
         self._norm_offset = norm_offset
         self._progress = progress
         self._total = sum(weight.num_bytes for weight in stored.values())
@@ -650,18 +651,26 @@ class _Source:
             self._progress("packing weights", done, self._total)
 
     def matrices(
-        self, *names: str, sizes: Sequence[int] = ()
+        self, *names: str, sizes: Sequence[int] = (), which: Sequence[slice | None] = ()
     ) -> list[TensorTuple | _core.GroupedWeights]:
         """Of one product: all of one type, or all grouped. Those that differ become float32.
 
-        ``sizes``: their outputs, by which a single stored matrix is divided.
+        ``sizes``: their outputs, by which a single stored matrix is divided. ``which``: the outputs
+        of each that are wanted (None: all).
         """
-        return self.packable(self.read(*names, sizes=sizes))
+        return self.packable(self.read(*names, sizes=sizes, which=which))
 
-    def read(self, *names: str, sizes: Sequence[int] = ()) -> list[Plain | Grouped]:
+    def read(
+        self, *names: str, sizes: Sequence[int] = (), which: Sequence[slice | None] = ()
+    ) -> list[Plain | Grouped]:
         """The same as they are stored."""
         found = [self._read(name) for name in names]
-        return _divided(found[0], sizes) if len(found) < len(sizes) else found
+        if len(found) < len(sizes):
+            found = _divided(found[0], sizes)
+        for index, part in enumerate(which):
+            if part is not None:
+                found[index] = _rows(found[index], part)
+        return found
 
     def exact(self, *names: str) -> list[TensorTuple]:
         """Matrices of plain numbers of one type."""
@@ -692,8 +701,8 @@ class _Source:
     def floats(self, name: str) -> NDArray[np.float32]:
         return as_float32(*as_plain(self._read(name)))
 
-    def vector(self, name: str) -> TensorTuple:
-        return self._tuple(self.floats(name), DType.FLOAT32)
+    def vector(self, name: str, which: slice | None = None) -> TensorTuple:
+        return self._tuple(self.floats(name)[which or slice(None)], DType.FLOAT32)
 
     def norm(self, module: str) -> TensorTuple:
         return self._tuple(

@@ -35,10 +35,10 @@ def load_tensors(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
-    exact: str = "",
+    exact: tuple[str, ...] = (),
 ) -> dict[str, torch.Tensor]:
     """Read the tensors that :func:`vmserve.models.loader.find_tensors` found, in ``dtype``;
-    those whose names end in ``exact`` in float32.
+    those whose names end in one of ``exact`` in float32.
 
     A tensor that is stored in ``dtype`` stays in its file, memory-mapped (on a CPU);
     another one is converted block by block, and the file's pages dropped behind it.
@@ -47,7 +47,7 @@ def load_tensors(
     done = 0
     tensors: dict[str, torch.Tensor] = {}
     for name, (file, tensor) in stored.items():
-        kind = torch.float32 if exact and name.endswith(exact) else dtype
+        kind = torch.float32 if name.endswith(exact) else dtype
         tensors[name] = _load(file, tensor, kind, device)
         done += tensor.num_bytes
         if progress is not None:
@@ -110,7 +110,10 @@ def load_decoder(
             else:
                 assert isinstance(weight, SafetensorsWeight), "torch refuses other formats"
                 found[name] = weight.file, weight.stored
-    tensors = load_tensors(found, dtype, device, progress, config.names.router_correction)
+    exact = [config.names.router_correction] if config.names.router_correction else []
+    if config.delta is not None:
+        exact += ["A_log", "dt_bias"]
+    tensors = load_tensors(found, dtype, device, progress, tuple(exact))
     for name, weight in packed.items():
         tensors[name] = _expanded(weight, tensor_shapes(config)[name], dtype, device)
     if packed:

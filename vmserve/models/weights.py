@@ -32,12 +32,21 @@ from vmserve.models.blocks import (
 )
 from vmserve.models.decoder_config import (
     DecoderConfig,
+    DeltaConfig,
     ExpertsConfig,
     LatentConfig,
     LearnedPositionsConfig,
 )
+from vmserve.models.gated_delta import GatedDelta
 from vmserve.models.rope import halves_first
-from vmserve.models.tensor_names import latent_names, mlp_names, shared_names, weight_name
+from vmserve.models.row_orders import by_kind
+from vmserve.models.tensor_names import (
+    delta_projections,
+    latent_names,
+    mlp_names,
+    shared_names,
+    weight_name,
+)
 
 __all__ = ["DecoderWeights", "LayerWeights", "assemble"]
 
@@ -49,7 +58,8 @@ _Tensors = MutableMapping[str, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: Norm
-    project: Projections | LatentProjections
+    #: None: ``delta`` is in the place of attention.
+    project: Projections | LatentProjections | None
     output: Linear
     mlp_norm: Norm
     mlp: Mlp
@@ -59,6 +69,7 @@ class LayerWeights:
     sinks: torch.Tensor | None = None
     #: ``[heads, value, rank]``: makes values of attended latents.
     value_up: torch.Tensor | None = None
+    delta: GatedDelta | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +132,13 @@ def _layer(
 ) -> LayerWeights:
     names = config.names
     prefix = names.base + names.layer.format(layer)
-    value_up = None
-    project: Projections | LatentProjections
-    if config.latent is not None:
+    value_up = delta = None
+    project: Projections | LatentProjections | None = None
+    output = names.output
+    if config.delta is not None and config.has_delta(layer):
+        delta = _delta(config, config.delta, tensors, layer, joined)
+        output = f"{names.delta}out_proj"
+    elif config.latent is not None:
         project, value_up = _latent_projections(config, config.latent, tensors, prefix)
     else:
         project = _projections(config, tensors, prefix, joined)
@@ -131,7 +146,8 @@ def _layer(
         attention_norm=_norm(config, tensors, prefix + names.attention_norm, norm_kernel),
         project=project,
         value_up=value_up,
-        output=_linear(config, tensors, prefix + names.output),
+        delta=delta,
+        output=_linear(config, tensors, prefix + output),
         mlp_norm=_norm(config, tensors, prefix + names.mlp_norm, norm_kernel),
         mlp=_mlp(config, tensors, layer, joined),
         sinks=tensors[prefix + names.sinks].float() if names.sinks else None,
@@ -189,13 +205,44 @@ def _projections(
 ) -> Projections:
     names = config.names
     modules = [prefix + name for name in names.qkv]
-    products = _products(config, tensors, modules, config.qkv_sizes, joined)
+    q_size, *kv_sizes = config.qkv_sizes
+    sizes = (2 * q_size if config.output_gate else q_size, *kv_sizes)
+    products = _products(config, tensors, modules, sizes, joined)
     norms = [_norm(config, tensors, prefix + name, None) for name in names.qk_norms]
     q_norm, k_norm = norms or (None, None)
     return Projections(
         products, config.q_heads, config.kv_heads, config.head_dim, q_norm, k_norm,
-        config.query_scale,
+        config.query_scale, config.output_gate,
     )  # fmt: skip
+
+
+def _delta(
+    config: DecoderConfig, delta: DeltaConfig, tensors: _Tensors, layer: int, joined: bool
+) -> GatedDelta:
+    names = config.names
+    prefix = names.base + names.layer.format(layer)
+    below = prefix + names.delta
+    projections = [prefix + name for name in delta_projections(names, delta)]
+    sizes = (delta.channels, delta.value_size)
+    if names.delta_fused:
+        mixed, gates = (tensors.pop(f"{name}.weight") for name in projections)
+        orders = (torch.from_numpy(order).to(mixed.device) for order in by_kind(delta))
+        mixed, gates = (each[order] for each, order in zip((mixed, gates), orders, strict=True))
+        products: Products = Joined(Linear(mixed), sizes)
+    else:
+        products = _products(config, tensors, projections[:2], sizes, joined)
+        gates = torch.cat([tensors[f"{name}.weight"] for name in projections[2:]])
+    return GatedDelta(
+        delta,
+        sum(each < layer for each in delta.layers) * delta.state_floats,
+        products,
+        gates.float(),
+        tensors[f"{below}conv1d.weight"][:, 0].float().t().contiguous(),
+        -tensors[f"{below}A_log"].float().exp(),
+        tensors[f"{below}dt_bias"].float(),
+        tensors[f"{below}norm.weight"].float(),
+        config.norm.eps,
+    )
 
 
 def _latent_projections(

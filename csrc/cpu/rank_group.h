@@ -1,0 +1,57 @@
+// Several decoders that compute one forward pass together, each with a slice of every matrix: they
+// meet in memory that they share.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace vmserve {
+
+// A rank's part of so many outputs.
+struct Slice {
+  std::int64_t first = 0, count = 0;
+};
+
+// One rank of `size`. The memory is a file without a name (memfd), which ranks in other processes
+// inherit; it is zeros before the first of them. Ranks may also be threads of one process.
+//
+// A rank that ends, or that calls fail(), ends the group: whoever waits, now or later, is told so.
+class RankGroup {
+ public:
+  static constexpr int kMaxRanks = 64;
+
+  // The caller keeps the descriptor. Throws MisuseError if the file does not fit, or the rank is
+  // taken.
+  RankGroup(int descriptor, int rank, int size);
+  ~RankGroup();
+  RankGroup(const RankGroup&) = delete;
+  RankGroup& operator=(const RankGroup&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  // Memory that all ranks write to, and its size.
+  char* data() const;
+  std::size_t bytes() const;
+
+  // Waits for all ranks, also for those that have not begun yet. What they wrote before is then
+  // visible. Throws a sticky DriverError if one has ended.
+  void wait();
+  void fail();
+
+  // Slices follow each other in the order of ranks and are all `count` outputs. None is empty if
+  // there are as many outputs as ranks. Borders are those of packed panels if there are enough.
+  static Slice slice(std::int64_t count, int rank, int size);
+  Slice slice(std::int64_t count) const { return slice(count, rank_, size_); }
+
+ private:
+  struct Header;
+
+  [[noreturn]] void report() const;
+  void find_dead();
+
+  int rank_, size_;
+  std::size_t mapped_ = 0;
+  Header* header_ = nullptr;
+};
+
+}  // namespace vmserve
