@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from vmserve import LLM, BeamSearchParams, ConfigurationError, KVPool, SamplingParams
+from vmserve import LLM, AsyncLLM, BeamSearchParams, ConfigurationError, KVPool, SamplingParams
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.pool.shares import Holding, Shares
 
@@ -218,3 +219,100 @@ def test_steady_load_sends_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         # In 200 steps: requests begin, the prefix cache wants more, requests end.
         assert len(reports) - first <= 8
         assert not any(report.is_short for report in reports[first:])
+
+
+@pytest.mark.timeout(300)
+def test_an_engine_that_serves_shares_its_memory() -> None:
+    """While it runs requests, with its pinned prefix; after a restart it has its floor."""
+
+    async def run() -> None:
+        one = ProcessLLM(supervision=Supervision(restarts=3), kv_cache_memory="4MiB", **OPTIONS)
+        other = ProcessLLM(kv_cache_memory="least", **OPTIONS)
+        prefix = [7] * 64
+        try:
+            pin = await one.pin_prefix(prefix)
+            running = [asyncio.ensure_future(answer(one, each)) for each in prompts(300, 4)]
+            pool = await KVPool.around(one, "one")
+            await pool.join(other, "other")
+            expected = await asyncio.gather(*running)
+            floors = {row.name: row.floor_bytes for row in pool.state()}
+            assert pool.size_bytes == 4 * LEAST
+            # The pinned prefix has whole pages of its own.
+            assert floors["one"] >= LEAST + pin.num_tokens * 4096
+            assert await asyncio.gather(*(answer(other, p) for p in prompts(300, 4))) == expected
+            assert sum(row.granted_bytes for row in pool.state()) <= pool.size_bytes
+            with pytest.raises(ConfigurationError, match="set its cap"):
+                await one.set_kv_cache_memory("8MiB")
+            os.kill(one.pid, signal.SIGKILL)
+            while one.stats().get("engine_restarts_total") != 1 or one.errored:
+                await asyncio.sleep(0.02)
+            assert await answer(one, prompts(300, 1)[0]) == expected[0]
+            await one.sleep()
+            pool.leave("one")
+            await one.wake()
+            await pool.join(one, "one")
+            assert {row.name: row.floor_bytes for row in pool.state()} == floors
+            [output] = [each async for each in one.generate([*prefix, 9], params(4))]
+            assert output.metrics is not None
+            assert output.metrics.num_cached_tokens == pin.num_tokens
+        finally:
+            for name, llm in (("one", one), ("other", other)):
+                await llm.shutdown()
+                pool.leave(name)
+        assert pool.free_bytes == pool.size_bytes
+
+    asyncio.run(run())
+
+
+def test_memory_with_a_draft_model_is_not_shared() -> None:
+    async def run() -> None:
+        options = {**OPTIONS, "speculative": "draft-model", "speculative_model": "vmserve-embedded"}
+        async with AsyncLLM(kv_cache_memory="8MiB", **options) as llm:
+            with pytest.raises(ConfigurationError, match=r"speculative_model: .* serve this model"):
+                await KVPool.around(llm, "one")
+            await llm.set_kv_cache_memory("16MiB")  # it has its own as before
+
+    asyncio.run(run())
+
+
+def test_the_terms_of_a_model_that_runs_can_be_changed(
+    alone: dict[int, list[list[int]]],
+) -> None:
+    """Its requests want 12 MiB, and hold 4 at the 50th step."""
+    pool = KVPool("16MiB")
+    with LLM(kv_pool=pool, **OPTIONS) as one, LLM(kv_pool=pool, **OPTIONS):
+        name, other = (row.name for row in pool.state())
+        step, steps, told = one.engine.step, itertools.count(1), []
+
+        def refused(**terms: str) -> None:
+            with pytest.raises(ConfigurationError) as error:
+                pool.set(name, **terms)  # type: ignore[arg-type]
+            told.append(str(error.value))
+
+        changes = {
+            30: lambda: pool.resize("12MiB"),
+            50: lambda: pool.set(name, cap="6MiB", weight=3, floor="2MiB"),
+            55: lambda: refused(cap="3MiB"),
+            56: lambda: refused(floor="12MiB"),
+        }
+
+        def watched() -> Any:
+            changes.pop(next(steps), lambda: None)()
+            return step()
+
+        one.engine.step = watched  # type: ignore[method-assign]
+        assert tokens(one, 300) == alone[300]
+        assert "a cap of 3 MiB is below the" in told[0]
+        assert "at most 6 MiB of the pool is less than the 12 MiB that it needs" in told[1]
+        first, second = pool.state()
+        assert (first.weight, first.floor_bytes, first.cap_bytes) == (3, 2 * LEAST, 6 * LEAST)
+        assert first.floor_bytes <= first.granted_bytes <= first.cap_bytes
+        assert second.cap_bytes == pool.size_bytes == 12 * LEAST  # the whole pool, as before
+        assert one.engine.memory.committed_bytes <= first.cap_bytes
+        assert one.stats()["num_preemptions_total"] > 0
+        pool.set(name, cap="12MiB")
+        del one.engine.step
+        assert tokens(one, 300) == alone[300]
+        assert pool.state()[0].granted_bytes > 6 * LEAST
+        with pytest.raises(ConfigurationError, match=rf"2 MiB \({name}\), 1 MiB \({other}\)"):
+            pool.resize("2.5MiB")

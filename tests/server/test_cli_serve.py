@@ -133,7 +133,6 @@ def test_several_models(parse_several: Callable[..., Sequence[ModelSpec]], tmp_p
         ("[models.a]\nkv_cache_memory = '1GiB'", "model a: kv_cache_memory .* kv_cap"),
         ("[models.a]\nchat_template = 'none.jinja'", "model a: chat_template: cannot read"),
         ("[models.a]\ntool_call_parser = 'none'", "model a: .*none"),
-        ("[models.m]", "two models have the name 'm'"),
     ],
 )
 def test_files_of_models_that_cannot_be_used(

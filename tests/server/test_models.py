@@ -197,7 +197,7 @@ class Loading:
     def __init__(self, engine: ScriptedEngine) -> None:
         self.engine = engine
         self.go = threading.Event()
-        self.fail: ConfigurationError | None = None
+        self.fail: Exception | None = None
         self.num = 0
 
     async def __call__(self) -> ScriptedEngine:
@@ -242,18 +242,21 @@ def test_a_model_that_does_not_start_is_tried_again_after_a_pause(
 ) -> None:
     clock, loading = Clock(), Loading(ScriptedEngine("beta"))
     loading.go.set()
-    loading.fail = ConfigurationError("its file has gone")
+    loading.fail = ConfigurationError("cannot read /models/b/config.json: it has gone (~/b)")
     model = ServedModel(ServerConfig(served_model_names=("b",)), None, loading, clock=clock)
     server = serve(served("a", ScriptedEngine("alpha")), model)
     for now, num in ((100.0, 1), (100.5, 1), (101.5, 2), (102.5, 2)):
         clock.now = now
         response = server.post("/v1/completions", {"prompt": "x", "model": "b"})
         assert response.status_code == 503
-        assert error_of(response)["message"] == "The model b did not start: its file has gone"
+        told = error_of(response)["message"]
+        assert told == "The model b did not start: cannot read config.json: it has gone (b)"
         assert response.headers["retry-after"] in ("1", "2")
         assert loading.num == num
     assert server.http.get("/v1/models/b").json()["state"] == "failed"
     assert said(server.complete()) == "alpha"
+    loading.fail, clock.now = KeyError("of a library"), 150.0
+    assert "of a library" in server.error("/v1/completions", {"model": "b"}, 503)["message"]
     loading.fail, clock.now = None, 200.0
     assert said(server.complete(model="b")) == "beta"
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -76,6 +77,41 @@ def test_serve_drain_and_end(launch: Launch) -> None:
     assert process.wait() == 0
     assert "stopped" in process.said
     assert "Traceback" not in process.said
+
+
+def test_a_server_of_one_model_takes_others(launch: Launch) -> None:
+    process = launch(*BASE, "--port", "0", "--admin-api-key", "admin", "--max-num-seqs", "8")
+    url = process.wait_ready()
+
+    def post(path: str, status: int = 200, **body: Any) -> Any:
+        headers = {"authorization": "Bearer admin"}
+        reply = httpx.post(f"{url}/v1/{path}", json=body, headers=headers, timeout=120)
+        assert reply.status_code == status, reply.text
+        return reply.json()
+
+    def answer(model: str) -> str:
+        asked = {"model": model, "prompt": "Once", "max_tokens": 8, "temperature": 0}
+        text: str = post("completions", **asked)["choices"][0]["text"]
+        return text
+
+    said = answer("vmserve-embedded")
+    assert "kv_pool" not in httpx.get(f"{url}/v1/kv/live").json()
+    embedded = {"model": "vmserve-embedded"}
+    told = post("models/add", 400, **embedded, name="b", kv_floor="61MiB")["error"]["message"]
+    assert "vmserve-embedded needs 4 MiB, b needs 61 MiB, 65 MiB in all" in told
+    row = post("models/add", **embedded, name="b", kv_floor="30MiB")
+    assert row["memory"]["granted_bytes"] == 30 << 20
+    assert answer("b") == said
+    live = httpx.get(f"{url}/v1/kv/live").json()
+    assert live["kv_pool"]["size_bytes"] == 64 << 20
+    assert [each["name"] for each in live["models"]] == ["vmserve-embedded", "b"]
+    assert post("models/change", **embedded, kv_cap="32MiB")["memory"]["cap_bytes"] == 32 << 20
+    post("models/sleep", **embedded)
+    assert answer("vmserve-embedded") == said
+    post("models/remove", **embedded)
+    assert answer("b") == said
+    process.popen.terminate()
+    assert process.wait() == 0
 
 
 def test_a_second_signal_ends_it_at_once(launch: Launch) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``vmserve generate | serve | batch | chat | top | plan | pull | models | ...``.
+"""The command line: ``vmserve generate | serve | engine | batch | chat | top | plan | pull | ...``.
 
 Whatever a user can get wrong ends in one line on standard error with the remedy:
 exit status 2 for bad options, files or requests, 1 for what failed while running.
@@ -23,6 +23,7 @@ __all__ = ["app", "main"]
 _COMMANDS = {
     "generate": Home("vmserve.cli.generate", "generate_command"),
     "serve": Home("vmserve.cli.serve", "serve_command", "ServeCommand"),
+    "engine": Home("vmserve.cli.engine", "engine_command"),
     "batch": Home("vmserve.cli.batch", "batch_command", "ServeCommand"),
     "chat": Home("vmserve.cli.chat", "chat_command"),
     "top": Home("vmserve.cli.top", "top_command"),

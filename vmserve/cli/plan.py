@@ -19,7 +19,6 @@ from vmserve.memory.limits import available_memory, max_map_count
 from vmserve.memory.plan_report import (
     PRESETS,
     ModelShape,
-    PlanReport,
     block_size_report,
     block_size_table,
     plan_report,
@@ -109,9 +108,17 @@ def plan_command(
             chunk_tokens=chunk,
         )
         reports.append(report)
-        needs.append(_need(report, found.weight_bytes, chunk))
+        if report.longest is not None:
+            needs.append(
+                ModelNeed(
+                    name=report.shape.name,
+                    weight_bytes=found.weight_bytes,
+                    kinds=report.pages,
+                    longest=report.longest,
+                )
+            )
     together = None
-    if model is not None and len(model) > 1 and all(report.pages for report in reports):
+    if model is not None and len(model) > 1 and len(needs) == len(reports):
         together = _together(needs, limit_bytes, lengths)
     if output_format is PlanFormat.json:
         described: object = [report.to_dict() for report in reports]
@@ -126,16 +133,6 @@ def plan_command(
         console.print(together)
 
 
-def _need(report: PlanReport, weight_bytes: int | None, chunk_tokens: int) -> ModelNeed:
-    return ModelNeed(
-        name=report.shape.name,
-        weight_bytes=weight_bytes,
-        kinds=report.pages,
-        max_len=report.max_len or 0,
-        chunk_tokens=chunk_tokens,
-    )
-
-
 def _together(
     needs: list[ModelNeed], limit_bytes: int | None, lengths: list[int]
 ) -> TogetherReport:
@@ -146,7 +143,7 @@ def _together(
             f"model: two models are called {twice[0]}: give one another name, as in NAME=PATH"
         )
     free_bytes, whose = available_memory()
-    shortest = min(need.max_len for need in needs)
+    shortest = min(need.longest.max_len for need in needs)
     report = TogetherReport(
         models=tuple(needs),
         lengths=tuple(lengths) or usual_lengths(shortest),
@@ -187,7 +184,7 @@ def _find(given: str, dtype: str | None) -> _Found:
     from vmserve.models.inventory import stored_bytes  # noqa: PLC0415
 
     name, _, source = given.rpartition("=") if not Path(given).exists() else ("", "", given)
-    path = resolve_model(None if source == "embedded" else source)
+    path = resolve_model(source)
     config = ModelConfig.from_directory(path)
     shape = ModelShape(
         name=name or source,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 from typer.core import TyperCommand
@@ -27,7 +27,8 @@ from vmserve.errors import ConfigurationError
 from vmserve.imports import import_quickly
 from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.models.hub import EMBEDDED_NAME, is_embedded
-from vmserve.options import Option, check_options, declared_options, read_text
+from vmserve.options import Bounds, Option, check_options, declared_options, read_text
+from vmserve.router.policy import Policy
 from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import API, LIMITS, NETWORK, PROCESSES, ServerConfig, is_loopback
 from vmserve.server.listen import (
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from vmserve.client.async_llm import AsyncLLM
+    from vmserve.client.fleet.fleet import FleetLLM
+    from vmserve.client.lending import KVPool
+    from vmserve.server.models.registry import Share
+    from vmserve.server.models.served import ServedModel
     from vmserve.server.models.specs import ModelSpec
 
 __all__ = ["SERVE_OPTIONS", "ServeCommand", "serve_command", "server_config"]
@@ -111,6 +116,41 @@ class ServeOptions:
             PROCESSES,
         ),
     ] = Supervision.hang_timeout
+    data_parallel_size: Annotated[
+        int,
+        Option(
+            "Engines of the model, each with its own cores and part of --kv-cache-memory.",
+            PROCESSES,
+            Bounds(1, 1024, integer=True),
+        ),
+    ] = 1
+    router: Annotated[
+        str,
+        Option(
+            "Which engine gets a request: the one that should have most of its prompt cached and "
+            "is not much busier (prefix), each in turn, or the least busy.",
+            PROCESSES,
+            choices=get_args(Policy),
+        ),
+    ] = "prefix"
+    engines: Annotated[
+        tuple[str, ...],
+        Option(
+            "Use the engine that listens there (vmserve engine) instead of starting one; options "
+            "of the engine are given to it. Repeatable: engines of one model.",
+            PROCESSES,
+            flags=("--engine",),
+            metavar="HOST:PORT",
+        ),
+    ] = ()
+    engine_key_file: Annotated[
+        Path | None,
+        Option(
+            "File with the key that --engine was started with.",
+            PROCESSES,
+            metavar="FILE",
+        ),
+    ] = None
     log_format: Annotated[
         str,
         Option(
@@ -202,21 +242,77 @@ def serve_command(
         log_format=own.log_format,
     )
     _check_together(own, server, bool(several))
+    remote = _remote(own, options) if own.engines else None
     _run(
         server_config(name, server),
         options,
         own.pin_prefixes,
         show_tokenizer=own.enable_tokenizer_info_endpoint,
         supervision=None if own.in_process_engine else supervision,
+        remote=remote,
         several=several,
+        replicas=(own.data_parallel_size, cast("Policy", own.router)),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Remote:
+    """Engines that somebody else started: where they listen, and the key of all."""
+
+    addresses: tuple[str, ...]
+    key: bytes
+    tokenizer: Path | None
+
+
+def _remote(own: ServeOptions, options: dict[str, Any]) -> Remote:
+    """Read what ``--engine`` needs. Raises :class:`~vmserve.errors.ConfigurationError`."""
+    from vmserve.client.remote.handshake import read_key  # noqa: PLC0415 - most start their engine
+    from vmserve.client.remote.link import parse_address  # noqa: PLC0415 - as above
+
+    places = [parse_address(address, "engine") for address in own.engines]
+    for address, place in zip(own.engines, places, strict=True):
+        if places.count(place) > 1:
+            raise ConfigurationError(f"engine: {address} is given twice")
+    if own.engine_key_file is None:
+        raise ConfigurationError("engine: --engine-key-file FILE is missing: the engine's key")
+    others = sorted(name for name in options if name not in ("model", "tokenizer"))
+    if options["model"] is not None:
+        others.insert(0, "model")
+    if others:
+        raise ConfigurationError(
+            f"{others[0]}: options of the engine are given to `vmserve engine`, not with --engine"
+        )
+    tokenizer = options.get("tokenizer")
+    key = read_key(own.engine_key_file, "engine_key_file")
+    return Remote(own.engines, key, None if tokenizer is None else Path(tokenizer))
 
 
 def _check_together(own: ServeOptions, server: dict[str, Any], are_several: bool) -> None:
     """Refuse options that do not go together."""
+    if own.engines:
+        for option, is_wrong in (
+            ("in_process_engine", own.in_process_engine),
+            ("models_config", own.models_config is not None),
+            ("engine_restarts", own.engine_restarts != 0),
+            ("data_parallel_size", own.data_parallel_size > 1),
+            ("idle_unload", "idle_unload" in server),
+            ("model", are_several),
+        ):
+            if is_wrong:
+                raise ConfigurationError(
+                    f"{option}: --{option.replace('_', '-')} is for engines that the server "
+                    "starts, not for --engine"
+                )
+    elif own.engine_key_file is not None:
+        raise ConfigurationError("engine_key_file: --engine HOST:PORT is missing")
     if own.in_process_engine and "idle_unload" in server:
         raise ConfigurationError(
             "idle_unload: an engine in the server's own process cannot be ended: leave out "
+            "--in-process-engine"
+        )
+    if own.in_process_engine and own.data_parallel_size > 1:
+        raise ConfigurationError(
+            "data_parallel_size: an engine in the server's own process is the only one: leave out "
             "--in-process-engine"
         )
     if not are_several:
@@ -225,6 +321,7 @@ def _check_together(own: ServeOptions, server: dict[str, Any], are_several: bool
         ("served_model_name", bool(server.get("served_model_names"))),
         ("pin_prefix", bool(own.pin_prefixes)),
         ("in_process_engine", own.in_process_engine),
+        ("data_parallel_size", own.data_parallel_size > 1),
     ):
         if is_given:
             raise ConfigurationError(
@@ -261,6 +358,8 @@ def _run(
     show_tokenizer: bool,
     supervision: Supervision | None,
     several: Sequence[ModelSpec],
+    replicas: tuple[int, Policy],
+    remote: Remote | None,
 ) -> None:
     """Load the model and serve it until stopped. Without ``supervision`` the engine runs here.
 
@@ -290,7 +389,16 @@ def _run(
                 )
             )
         else:
-            _serve_one(config, engine_options, texts, show_tokenizer, supervision, listener)
+            _serve_one(
+                config,
+                engine_options,
+                texts,
+                show_tokenizer,
+                supervision,
+                listener,
+                replicas,
+                remote,
+            )
     logger.info("stopped")
 
 
@@ -301,14 +409,21 @@ def _serve_one(
     show_tokenizer: bool,
     supervision: Supervision | None,
     listener: socket.socket,
+    replicas: tuple[int, Policy],
+    remote: Remote | None,
 ) -> None:
     """Load one model, with prefixes of these ``texts``, and serve it."""
     from vmserve.server.tokenizer_info import with_tokenizer  # noqa: PLC0415 - see _import_server
 
-    model = engine_options["model"]
-    logger.info("loading %s", "the embedded model" if is_embedded(model) else model)
     began = time.monotonic()
-    engine = _start_engine(engine_options, supervision)
+    engine: AsyncLLM | ProcessLLM | FleetLLM
+    if remote is None:
+        model = engine_options["model"]
+        logger.info("loading %s", "the embedded model" if is_embedded(model) else model)
+        engine = _start_engine(engine_options, supervision, *replicas)
+    else:
+        logger.info("connecting to the engine at %s", ", ".join(remote.addresses))
+        engine, config = _join_engines(remote, supervision, config, replicas[1])
     resolved = engine.resolved
     logger.info(
         "loaded in %.1f s; reserved: KV cache of up to %s, context of %d tokens, "
@@ -318,6 +433,7 @@ def _serve_one(
         resolved.max_model_len,
         resolved.max_num_seqs,
     )
+    base = config
     try:
         config = with_tokenizer(config, engine.tokenizer, shows_info=show_tokenizer)
         prefixes = {
@@ -328,7 +444,23 @@ def _serve_one(
         asyncio.run(engine.shutdown())
         raise
     _freeze()
-    asyncio.run(_serve_engine(engine, config, listener, prefixes))
+
+    async def share(served: ServedModel) -> tuple[Callable[..., ServedModel], KVPool]:
+        from vmserve.server.models.loading import (  # noqa: PLC0415 - most servers have one model
+            ModelLoader,
+            share_memory,
+        )
+
+        assert supervision is not None
+        pool = await share_memory(served)
+        loader = ModelLoader(
+            base, engine_options, supervision, show_tokenizer=show_tokenizer, pool=pool
+        )
+        return loader.make, pool
+
+    is_alone = supervision is not None and replicas[0] == 1 and remote is None
+    may_share = share if is_alone else None
+    asyncio.run(_serve_engine(engine, config, listener, prefixes, may_share))
 
 
 def _freeze() -> None:
@@ -358,13 +490,24 @@ async def _serve_several(
 
 
 def _start_engine(
-    options: dict[str, Any], supervision: Supervision | None
-) -> AsyncLLM | ProcessLLM:
+    options: dict[str, Any], supervision: Supervision | None, size: int, policy: Policy
+) -> AsyncLLM | ProcessLLM | FleetLLM:
     if supervision is None:
         # Imported here since the server's own process usually has no engine.
         from vmserve.client.async_llm import AsyncLLM  # noqa: PLC0415
 
         return AsyncLLM(**options, progress=_report_phases())
+    if size > 1:
+        from vmserve.client.fleet.local import load_fleet  # noqa: PLC0415 - most have one engine
+
+        return load_fleet(
+            size,
+            policy,
+            **options,
+            progress=_report_phases(),
+            supervision=supervision,
+            meanwhile=_import_server,
+        )
     return ProcessLLM(
         **options,
         progress=_report_phases(),
@@ -373,22 +516,44 @@ def _start_engine(
     )
 
 
+def _join_engines(
+    remote: Remote, supervision: Supervision | None, config: ServerConfig, policy: Policy
+) -> tuple[ProcessLLM | FleetLLM, ServerConfig]:
+    """Connect to engines, which give the model its name unless options do."""
+    from vmserve.client.fleet.remote import connect_engines  # noqa: PLC0415 - most start their own
+
+    engine, name = connect_engines(
+        remote.addresses,
+        remote.key,
+        policy,
+        supervision=supervision,
+        tokenizer=remote.tokenizer,
+    )
+    if config.served_model_names == (EMBEDDED_NAME,):
+        config = dataclasses.replace(config, served_model_names=(name,))
+    _import_server()
+    return engine, config
+
+
 def _import_server() -> None:
     """Import the server's modules while the engine's process starts."""
     import_quickly("vmserve.server.run")
 
 
 async def _serve_engine(
-    engine: AsyncLLM | ProcessLLM,
+    engine: AsyncLLM | ProcessLLM | FleetLLM,
     config: ServerConfig,
     listener: socket.socket,
     prefixes: dict[Path, list[int]],
+    share: Share | None,
 ) -> None:
     from vmserve.server.app import create_app  # noqa: PLC0415 - see _import_server
+    from vmserve.server.models.registry import Models  # noqa: PLC0415 - as above
+    from vmserve.server.models.served import ServedModel  # noqa: PLC0415 - as above
     from vmserve.server.run import stop_on_signals  # noqa: PLC0415 - as above
 
     stop = asyncio.Event()
-    app = create_app(engine, config)
+    app = create_app(Models([ServedModel(config, engine)], share=share), config)
     with stop_on_signals(stop):
         try:
             await _pin(engine, app.state.context.keys, prefixes)
@@ -415,7 +580,7 @@ async def _serve(
 
 
 async def _pin(
-    engine: AsyncLLM | ProcessLLM, keys: KeyRing, prefixes: dict[Path, list[int]]
+    engine: AsyncLLM | ProcessLLM | FleetLLM, keys: KeyRing, prefixes: dict[Path, list[int]]
 ) -> None:
     """Pin each prefix once for each isolated group of callers."""
     callers = {caller.isolation: caller for caller in keys.callers}
@@ -431,7 +596,7 @@ async def _pin(
 
 
 def _prefix_ids(
-    path: Path, text: str, engine: AsyncLLM | ProcessLLM, chat_template: str | None
+    path: Path, text: str, engine: AsyncLLM | ProcessLLM | FleetLLM, chat_template: str | None
 ) -> list[int]:
     """Tokens of a prefix: of a text, or of messages (JSON) rendered by the chat template."""
     if path.suffix != ".json":

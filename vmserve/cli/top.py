@@ -58,7 +58,10 @@ _MODEL_COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
     ("floor/cap", "right"),
     ("weight", "right"),
 )
-_STATES: Final = {"ready": "green", "waking": "yellow", "failed": "red", "leaving": "yellow"}
+_STATES: Final = {"ready": "green", "waking": "yellow", "failed": "red", "leaving": "yellow"} | {
+    "draining": "yellow",
+    "down": "red",
+}
 _NUMBERS: Final = ("prompt", "generated", "age", "TTFT", "ITL")
 #: Columns that give way in a narrow terminal, in this order, and the least they keep; then those
 #: that are left out.
@@ -160,7 +163,10 @@ class Screen:
         yield Text.assemble((title, "bold"), up)
         figures = _in_lines(self._figures(data), width)
         yield from figures
-        models = data.get("models", ())
+        models, engines = data.get("models", ()), data.get("engines", ())
+        if engines:
+            yield Text()
+            yield _engines(engines)
         if models:
             yield Text()
             yield _models(data)
@@ -169,7 +175,8 @@ class Screen:
         yield pool_map
         yield _legend(data["pool"])
         yield Text()
-        above = len(figures) + str(pool_map).count("\n") + 10 + (len(models) + 2 if models else 0)
+        above = len(figures) + str(pool_map).count("\n") + 10
+        above += sum(len(rows) + 2 for rows in (models, engines) if rows)
         room = None if height is None else max(1, height - above)
         yield _requests(data, width, room)
 
@@ -253,6 +260,24 @@ def _models(data: Data) -> RenderableType:
         return table
     free = f"{format_size(pool['free_bytes'])} of {format_size(pool['size_bytes'])} lent to none"
     return Group(table, Text(free, style="bright_black"))
+
+
+def _engines(rows: list[Data]) -> RenderableType:
+    """A row for each of a model's engines."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
+    for name in ("engine", "state", "run/wait", "KV in use", "prefix hits", "restarts"):
+        table.add_column(name, justify="left" if name in ("engine", "state") else "right")
+    for row in rows:
+        asked, hits = row["prefix_cache_queries_total"], row["prefix_cache_hits_total"]
+        table.add_row(
+            _plain(row["id"]),
+            Text(_plain(row["state"]), _STATES.get(row["state"], "")),
+            f"{row['num_requests_running']}/{row['num_requests_waiting']}",
+            f"{row['kv_cache_usage_perc']:.1%}",
+            f"{hits / asked:.0%}" if asked else "–",
+            f"{row['engine_restarts_total']:,}",
+        )
+    return table
 
 
 def _in_lines(figures: Iterator[Text], width: int) -> list[Text]:

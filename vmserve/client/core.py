@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -23,7 +23,7 @@ from vmserve.client.messages import (
     Unpin,
 )
 from vmserve.client.transport import Transport
-from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.config import LEAST, EngineConfig, ResolvedConfig
 from vmserve.engine.limits import RequestLimits
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.sampling import GenerationParams, SamplingParams
@@ -32,7 +32,7 @@ from vmserve.text.prompts import PromptLike, encode_prompt
 from vmserve.text.tokenizer import Tokenizer
 from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
 
-__all__ = ["ClientCore", "Lender"]
+__all__ = ["ClientCore", "Lender", "Pin"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ _PIN_ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Pin:
+class Pin:
     """A pinned prefix, to be computed again after a reset and in a restarted engine."""
 
     handle: int
@@ -95,7 +95,7 @@ class ClientCore:
         self._handles = itertools.count(1)
         self._serials = itertools.count(1)
         self._pin_handles = itertools.count()
-        self._pins: dict[int, _Pin] = {}
+        self._pins: dict[int, Pin] = {}
         #: Hears of the engine's memory, which it lends; None: the engine has memory of its own.
         self.lender: Lender | None = None
 
@@ -124,6 +124,15 @@ class ClientCore:
     def lend(self, order: Lend) -> None:
         """Send an order of :attr:`lender` to the engine."""
         self._send(order)
+
+    def borrow(self, least_bytes: int) -> None:
+        """Have no memory but what :attr:`lender` lends from now on, also when started again.
+
+        ``least_bytes``: what the engine needs at least. Raises
+        :class:`~vmserve.errors.ConfigurationError` for options that need memory of its own.
+        """
+        self.config = replace(self.config, kv_cache_memory=LEAST)
+        self.resolved = replace(self.resolved, kv_limit_bytes=least_bytes)
 
     def _receive(self, message: FromEngine) -> None:
         self._inbox.take(message)
@@ -196,7 +205,7 @@ class ClientCore:
         *,
         request_id: str | None,
         terms: RequestTerms,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Do the same as :meth:`generate`, with its terms as one value."""
         await self.start()
         request = self.open(prompt, params, request_id=request_id, terms=terms)
@@ -288,7 +297,7 @@ class ClientCore:
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, and compute pinned ones again."""
         await self.ask("reset_prefix_cache")
-        await self._pin_again()
+        await self.pin_again()
 
     # -- pinned prefixes ----------------------------------------------------------------
 
@@ -299,10 +308,18 @@ class ClientCore:
 
         A restarted engine computes and keeps it too.
         """
-        pin = _Pin(next(self._pin_handles), token_ids, cache_salt, isolation)
+        pin = Pin(next(self._pin_handles), token_ids, cache_salt, isolation)
+        return PinnedPrefix(pin.handle, await self.keep(pin))
+
+    def remember(self, pin: Pin) -> None:
+        """Let an engine that is started again keep a prefix."""
         self._pins[pin.handle] = pin
+
+    async def keep(self, pin: Pin) -> int:
+        """Pin a prefix whose handle the caller chose; returns the number of tokens held."""
+        self.remember(pin)
         try:
-            return PinnedPrefix(pin.handle, await self._hold(pin))
+            return await self._hold(pin)
         except BaseException:  # also a cancelled caller's: the engine may hold it by now
             del self._pins[pin.handle]
             self._send_quietly(Unpin(pin.handle))
@@ -315,7 +332,7 @@ class ClientCore:
         del self._pins[handle]
         self._send(Unpin(handle))
 
-    async def _hold(self, pin: _Pin) -> int:
+    async def _hold(self, pin: Pin) -> int:
         """Compute a prefix and have the engine hold it; returns the number of tokens held."""
         once = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         terms = RequestTerms(cache_salt=pin.cache_salt, isolation=pin.isolation)
@@ -337,7 +354,8 @@ class ClientCore:
                 break
         return num_held
 
-    async def _pin_again(self) -> None:
+    async def pin_again(self) -> None:
+        """Compute and pin what an engine that lost them had pinned. One that fails is logged."""
         for pin in list(self._pins.values()):
             try:
                 await self._hold(pin)

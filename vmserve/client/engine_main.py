@@ -7,7 +7,6 @@ Started by :mod:`vmserve.client.process`, never by hand.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import gc
 import logging
 import os
@@ -16,7 +15,6 @@ import socket
 import sys
 import threading
 from functools import partial
-from pathlib import Path
 
 # Until all is loaded: see vmserve.imports.
 gc.disable()
@@ -28,18 +26,16 @@ from vmserve.client.framing import receive_frame, send_frame
 from vmserve.client.messages import (
     FromEngine,
     Launch,
-    ModelFacts,
     Progress,
-    Ready,
     Refused,
     Shutdown,
 )
-from vmserve.client.service import EngineService
+from vmserve.client.service import EngineService, ready_message
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import EngineDeadError, FrameTooLargeError, VmserveError
 from vmserve.logs import configure_logging
-from vmserve.models import resolve_model
+from vmserve.threads import keep_to
 
 logger = logging.getLogger("vmserve.engine")
 
@@ -58,6 +54,8 @@ def main() -> int:
     if not isinstance(launch, Launch):
         return _EXIT_ORPHANED
     _die_with(launch.parent_pid)
+    if launch.cpus:
+        keep_to(launch.cpus)
     configure_logging(launch.log_level, launch.log_format, "engine")
     try:
         engine = _load(launch, sock)
@@ -71,7 +69,7 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     gc.enable()
-    _send(sock, _ready(engine))
+    _send(sock, ready_message(engine))
     try:
         _serve(engine, sock)
     except Exception:  # the process's boundary: the server sees that it ends
@@ -127,19 +125,6 @@ def _read(sock: socket.socket, service: EngineService) -> None:
         logger.error("the connection to the server broke: %s", error)
     # Nobody reads what the engine sends. Its memory goes with the process.
     os._exit(_EXIT_ORPHANED)
-
-
-def _ready(engine: LLMEngine) -> Ready:
-    model = engine.model_config
-    path = resolve_model(engine.config.model)
-    return Ready(
-        resolved=dataclasses.asdict(engine.resolved),
-        limits=engine.limits,
-        model=ModelFacts(*(getattr(model, each.name) for each in dataclasses.fields(ModelFacts))),
-        default_sampling=dict(model.default_sampling),
-        tokenizer=str(Path(resolve_model(engine.config.tokenizer or str(path)))),
-        stats=engine.stats(),
-    )
 
 
 def _send(sock: socket.socket, message: FromEngine) -> None:

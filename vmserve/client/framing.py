@@ -11,6 +11,7 @@ from vmserve.errors import FrameTooLargeError
 __all__ = [
     "MAX_FRAME_BYTES",
     "FrameReader",
+    "check_length",
     "frame",
     "receive_frame",
     "send_frame",
@@ -24,7 +25,7 @@ _LENGTH = struct.Struct("<I")
 
 def frame(payload: bytes) -> bytes:
     """Put the length before a message. Raises :class:`FrameTooLargeError`."""
-    _check(len(payload))
+    check_length(len(payload))
     return _LENGTH.pack(len(payload)) + payload
 
 
@@ -45,7 +46,7 @@ def receive_frame(sock: socket.socket) -> bytes | None:
     if head is None:
         return None
     (length,) = _LENGTH.unpack(head)
-    _check(length)
+    check_length(length)
     return _receive(sock, length)
 
 
@@ -73,7 +74,7 @@ class FrameReader:
         begin = 0
         while len(buffer) - begin >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(buffer, begin)
-            _check(length)
+            check_length(length)
             end = begin + _LENGTH.size + length
             if len(buffer) < end:
                 break
@@ -82,7 +83,8 @@ class FrameReader:
         del buffer[:begin]
 
 
-def _check(length: int) -> None:
+def check_length(length: int) -> None:
+    """Raise :class:`FrameTooLargeError` for a message that is longer than any may be."""
     if length > MAX_FRAME_BYTES:
         raise FrameTooLargeError(
             f"a message of {length} bytes between server and engine is above the limit of "

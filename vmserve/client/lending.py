@@ -147,6 +147,22 @@ class KVPool:
 
     # -- members ------------------------------------------------------------------------
 
+    @classmethod
+    async def around(cls, client: ClientCore, name: str) -> KVPool:
+        """Make a pool of the memory that the engine of ``client`` has for itself.
+
+        The engine goes on meanwhile. Raises :class:`~vmserve.errors.ConfigurationError` for one
+        whose memory cannot be lent, and :class:`~vmserve.errors.EngineDeadError`.
+        """
+        limit_bytes, least_bytes = await client.ask("kv_bounds")
+        client.borrow(least_bytes)
+        pool = cls(limit_bytes)
+        with pool._lock:
+            pool._loans[name] = client.lender = _Loan(pool, name, client)
+            pool._outbox += pool._shares.adopt(name, floor=least_bytes)
+        pool._deliver()
+        return pool
+
     def unused_name(self, name: str) -> str:
         """``name``, with a number if a member has it."""
         names = (f"{name}-{number}" for number in itertools.count(2))
@@ -173,6 +189,7 @@ class KVPool:
         await client.start()
         with self._entered(client, name, weight, floor, cap, timeout) as granted:
             await asyncio.wait_for(asyncio.wrap_future(granted), timeout)
+            await client.pin_again()
 
     def join_now(
         self,

@@ -47,12 +47,16 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Launch(_Message, frozen=True):
-    """Start an engine process: ``options`` of :class:`vmserve.EngineConfig`, and how to log."""
+    """Start an engine process: ``options`` of :class:`vmserve.EngineConfig`, and how to log.
+
+    ``cpus``: those that it may use; empty: all.
+    """
 
     options: dict[str, Any]
     parent_pid: int
     log_level: int
     log_format: str
+    cpus: list[int]
 
 
 class Add(_Message, frozen=True):
@@ -141,7 +145,11 @@ class Progress(_Message, frozen=True):
 
 
 class Ready(_Message, frozen=True):
-    """The engine takes requests. ``resolved``: fields of :class:`vmserve.config.ResolvedConfig`."""
+    """The engine takes requests. ``resolved``: fields of :class:`vmserve.config.ResolvedConfig`.
+
+    ``tokenizer``: where its files are. An engine on another machine has their digest there, the
+    model's name, and a fingerprint of the weights' files.
+    """
 
     resolved: dict[str, Any]
     limits: RequestLimits
@@ -149,6 +157,8 @@ class Ready(_Message, frozen=True):
     default_sampling: dict[str, Any]
     tokenizer: str
     stats: dict[str, float | int]
+    name: str = ""
+    weights: str = ""
 
 
 class Refused(_Message, frozen=True):

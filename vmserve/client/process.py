@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from vmserve.client.codec import decode_from_engine, encode
 from vmserve.client.framing import FrameReader, frame, receive_frame, send_frame
@@ -24,6 +24,7 @@ from vmserve.errors import EngineDeadError
 
 __all__ = [
     "RESTART_WINDOW_SECONDS",
+    "Channel",
     "EngineProcess",
     "ProcessTransport",
     "RestartBudget",
@@ -42,13 +43,30 @@ RESTART_WINDOW_SECONDS = 3600.0
 _RESTART_SECONDS, _LONGEST_RESTART_SECONDS = 0.5, 30.0
 
 
+class Channel(Protocol):
+    """An engine outside this process, and the way to it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def wait_ready(self, progress: Callable[[str, int, int], None]) -> Ready: ...
+
+    def transport(self) -> ProcessTransport: ...
+
+    def kill(self) -> None: ...
+
+    def reap(self, seconds: float) -> int: ...
+
+    def close(self) -> None: ...
+
+
 class EngineProcess:
     """One engine in a new interpreter, and our end of its socket.
 
     The socket is one half of a pair without a name, which the new process inherits. So nobody else
     can connect, nothing is left in a directory, and each side sees when the other ends. The
     process is killed when the *thread* that started it ends. ``program``: what the interpreter
-    runs, with the socket's number as its argument.
+    runs, with the socket's number as its argument. ``cpus``: those it may use; empty: all.
     """
 
     def __init__(
@@ -56,6 +74,7 @@ class EngineProcess:
         options: dict[str, Any],
         log_level: int,
         log_format: str,
+        cpus: Sequence[int] = (),
         program: Sequence[str] = ("-m", "vmserve.client.engine_main"),
     ) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -72,7 +91,7 @@ class EngineProcess:
                 process_group=0,
             )
         self._reaping = threading.Lock()
-        launch = Launch(options, os.getpid(), log_level, log_format)
+        launch = Launch(options, os.getpid(), log_level, log_format, list(cpus))
         with contextlib.suppress(BrokenPipeError):  # it is dead: wait_ready raises
             send_frame(ours, encode(launch))
 
@@ -106,6 +125,9 @@ class EngineProcess:
             return receive_frame(self.sock)
         except ConnectionResetError:
             return None
+
+    def transport(self) -> ProcessTransport:
+        return ProcessTransport(self.sock)
 
     def kill(self) -> None:
         """Send SIGKILL, which also ends a process that is stopped or stuck."""
@@ -158,8 +180,8 @@ class ProcessTransport(asyncio.Protocol):
         return asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._stream = transport
+        # Not asyncio's class in other event loops (uvloop).
+        self._stream = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         for payload in self._frames.feed(data):

@@ -21,11 +21,12 @@ from vmserve.client.core import ClientCore
 from vmserve.client.messages import FromEngine, Ping, Ready, Shutdown, StepUpdate, ToEngine
 from vmserve.client.process import (
     RESTART_WINDOW_SECONDS,
+    Channel,
     EngineProcess,
     ProcessTransport,
     RestartBudget,
 )
-from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.config import LEAST, EngineConfig, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 from vmserve.models.hub import is_embedded, resolve_model
 from vmserve.models.pullable import PULLABLE
@@ -47,6 +48,7 @@ class Supervision:
     An engine that sends nothing for ``hang_timeout`` seconds, although it is pinged every
     ``ping_seconds``, is killed: no step may take longer. An engine that has died is started again,
     up to ``restarts`` times within :data:`~vmserve.client.process.RESTART_WINDOW_SECONDS`.
+    ``cpus``: those that the process may use; empty: all.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -56,6 +58,7 @@ class Supervision:
     restarts: int = 0
     log_level: int = logging.INFO
     log_format: str = "text"
+    cpus: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.hang_timeout <= 86_400:
@@ -96,7 +99,7 @@ class ProcessLLM(ClientCore):
         config = EngineConfig.from_options(given)
         self._options = _values(config, given)
         self._supervision = supervision or Supervision()
-        self._process = process or self._spawn()
+        self._process: Channel = process or self._spawn()
         try:
             meanwhile()
             early = _early_tokenizer(config)
@@ -106,10 +109,14 @@ class ProcessLLM(ClientCore):
         except BaseException:
             self._process.close()
             raise
+        self._adopt(config, ready, tokenizer)
+        self._tokenizer_files = _stamps(Path(ready.tokenizer))
+
+    def _adopt(self, config: EngineConfig, ready: Ready, tokenizer: Tokenizer) -> None:
+        """Begin as the client of an engine that is ready."""
         resolved = ResolvedConfig(**ready.resolved)
         super().__init__(config, resolved, ready.limits, tokenizer, ready.default_sampling)
         self.model_config = ready.model
-        self._tokenizer_files = _stamps(Path(ready.tokenizer))
         self._stats: dict[str, float | int] = ready.stats
         self._connecting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -122,6 +129,8 @@ class ProcessLLM(ClientCore):
         self._gone = asyncio.Event()
         self._restarts = RestartBudget(self._supervision.restarts)
         self._num_restarts = 0
+        #: Called when an engine has ended, for whatever reason.
+        self.on_lost: Callable[[], None] = lambda: None
         #: Pings since the engine's last message.
         self._num_silent = 0
 
@@ -134,10 +143,8 @@ class ProcessLLM(ClientCore):
         **engine_options: Any,
     ) -> ProcessLLM:
         """Load a model while the event loop goes on."""
-        given = {"model": model, **engine_options}
-        config = EngineConfig.from_options(given)
         # Started by this thread, which outlives those that only wait: the engine ends with it.
-        process = _spawn(_values(config, given), supervision or Supervision())
+        process = cls.begin(supervision or Supervision(), model=model, **engine_options)
         loading = asyncio.to_thread(
             cls, model, supervision=supervision, process=process, **engine_options
         )
@@ -146,6 +153,11 @@ class ProcessLLM(ClientCore):
         except asyncio.CancelledError:
             process.kill()  # which ends the waiting
             raise
+
+    @staticmethod
+    def begin(supervision: Supervision, **given: Any) -> EngineProcess:
+        """Start a process for the argument ``process``, with the other arguments of one."""
+        return _spawn(_values(EngineConfig.from_options(given), given), supervision)
 
     # -- what callers see -------------------------------------------------------------
 
@@ -158,6 +170,17 @@ class ProcessLLM(ClientCore):
     def pid(self) -> int:
         """Id of the engine's process."""
         return self._process.pid
+
+    def facts(self) -> dict[str, Any]:
+        """What has to be the same in engines of which any may get a request, by name."""
+        return {
+            "model": dataclasses.asdict(self.model_config),
+            "limits": self._limits,
+            "tokenizer": self.tokenizer.to_json(),
+            "chat template": self.tokenizer.chat_template_text,
+            "default sampling": self.default_sampling,
+            "block size": self.resolved.block_tokens,
+        }
 
     def stats(self) -> dict[str, float | int]:
         """The engine's metrics as last fetched, with requests counted as of its last step."""
@@ -178,7 +201,8 @@ class ProcessLLM(ClientCore):
         Raises :class:`~vmserve.errors.EngineDeadError` if there is no engine.
         """
         taken = msgspec.convert(await self.ask("snapshot"), EngineSnapshot)
-        return dataclasses.replace(taken, stats={**taken.stats, **self._own_stats()})
+        self._stats = {**taken.stats, **self._own_stats()}
+        return dataclasses.replace(taken, stats=dict(self._stats))
 
     def _own_stats(self) -> dict[str, float | int]:
         return {"engine_restarts_total": self._num_restarts}
@@ -198,6 +222,15 @@ class ProcessLLM(ClientCore):
         limit = await super().set_kv_cache_memory(size)
         self._options["kv_cache_memory"] = size
         return limit
+
+    def borrow(self, least_bytes: int) -> None:
+        super().borrow(least_bytes)
+        self._options |= {
+            "kv_cache_memory": LEAST,
+            # Without memory of its own it might choose others.
+            "max_model_len": self.resolved.max_model_len,
+            "max_num_seqs": self.resolved.max_num_seqs,
+        }
 
     async def shutdown(self, timeout: float = 0.0) -> None:
         """Let running requests finish for ``timeout`` seconds, abort the rest, end the process."""
@@ -234,11 +267,11 @@ class ProcessLLM(ClientCore):
 
     # -- the engine's process ---------------------------------------------------------
 
-    def _spawn(self) -> EngineProcess:
+    def _spawn(self) -> Channel:
         return _spawn(self._options, self._supervision)
 
     async def _connect(self) -> None:
-        transport = ProcessTransport(self._process.sock)
+        transport = self._process.transport()
         self.attach(transport)
         await transport.connect()
         self._error = None
@@ -258,16 +291,22 @@ class ProcessLLM(ClientCore):
         while self._transport is transport and self._error is None:
             # Counted in pings, not in seconds: this process may have been stopped itself.
             if self._num_silent * seconds > self._supervision.hang_timeout:
-                logger.error(
-                    "the engine hangs: nothing was heard of it for %g s; killing its process %d",
-                    self._num_silent * seconds,
-                    self.pid,
-                )
-                self._process.kill()
+                self._end_silent(self._num_silent * seconds)
                 return
             self._num_silent += 1
-            self._send_quietly(Ping(0))
+            self._send_ping()
             await asyncio.sleep(seconds)
+
+    def _send_ping(self) -> None:
+        self._send_quietly(Ping(0))
+
+    def _end_silent(self, seconds: float) -> None:
+        logger.error(
+            "the engine hangs: nothing was heard of it for %g s; killing its process %d",
+            seconds,
+            self.pid,
+        )
+        self._process.kill()
 
     def _lost(self) -> None:
         self._error = EngineDeadError("the engine has stopped")
@@ -275,6 +314,7 @@ class ProcessLLM(ClientCore):
         self._inbox.fail(self._error)
         if self.lender is not None:
             self.lender.lost()
+        self.on_lost()
         self._stats = {**self._stats, "num_requests_running": 0, "num_requests_waiting": 0}
         if not self._ending:
             self._died = True
@@ -314,7 +354,8 @@ class ProcessLLM(ClientCore):
         await self._connect()
         if self.lender is not None:
             self.lender.revived()
-        await self._pin_again()
+        if self.lender is not None or self.config.kv_cache_memory != LEAST:
+            await self.pin_again()  # else there is room when a pool lends some
 
     async def _check_same(self, ready: Ready) -> None:
         """Check that requests mean the same to an engine that was started again.
@@ -327,6 +368,9 @@ class ProcessLLM(ClientCore):
                 f"{self.config.model} has been replaced by a model of another shape: restart the "
                 "server, or remove the model and add it again"
             )
+        await self._check_tokenizer(ready)
+
+    async def _check_tokenizer(self, ready: Ready) -> None:
         path = Path(ready.tokenizer)
         stamps = _stamps(path)
         if stamps == self._tokenizer_files:
@@ -364,7 +408,7 @@ def _values(config: EngineConfig, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _spawn(options: dict[str, Any], supervision: Supervision) -> EngineProcess:
-    return EngineProcess(options, supervision.log_level, supervision.log_format)
+    return EngineProcess(options, supervision.log_level, supervision.log_format, supervision.cpus)
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:

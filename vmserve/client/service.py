@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from vmserve.client.messages import (
@@ -15,8 +17,10 @@ from vmserve.client.messages import (
     FromEngine,
     Lend,
     MemoryReport,
+    ModelFacts,
     Ping,
     Pong,
+    Ready,
     Shutdown,
     StepUpdate,
     ToEngine,
@@ -24,9 +28,10 @@ from vmserve.client.messages import (
 )
 from vmserve.engine.engine import LLMEngine, StepResult
 from vmserve.errors import EngineDeadError, FrameTooLargeError, VmserveError
+from vmserve.models import resolve_model
 from vmserve.text.update import RequestUpdate
 
-__all__ = ["QUESTIONS", "EngineService"]
+__all__ = ["QUESTIONS", "EngineService", "ready_message"]
 
 
 #: How long a step that has no memory is put off for messages, one of which may bring some.
@@ -207,6 +212,11 @@ class EngineService:
         if pin in self._pins:
             self.engine.unpin_prefix(self._pins.pop(pin))
 
+    def unpin_all(self) -> None:
+        """Let all pinned prefixes be evicted again: the client has gone."""
+        for pin in list(self._pins):
+            self._unpin(pin)
+
     def reset_prefix_cache(self) -> None:
         self._pins.clear()
         self.engine.reset_prefix_cache()
@@ -268,8 +278,23 @@ class EngineService:
         )
 
 
+def ready_message(engine: LLMEngine) -> Ready:
+    """What a client has to know of an engine."""
+    model = engine.model_config
+    path = resolve_model(engine.config.model)
+    return Ready(
+        resolved=dataclasses.asdict(engine.resolved),
+        limits=engine.limits,
+        model=ModelFacts(*(getattr(model, each.name) for each in dataclasses.fields(ModelFacts))),
+        default_sampling=dict(model.default_sampling),
+        tokenizer=str(Path(resolve_model(engine.config.tokenizer or str(path)))),
+        stats=engine.stats(),
+    )
+
+
 #: What a client can ask, by name. Answers are plain data.
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
+    "kv_bounds": lambda service: service.engine.kv_bounds(),
     "hold_prefix": EngineService.hold_prefix,
     "reset_prefix_cache": EngineService.reset_prefix_cache,
     "set_kv_cache_memory": lambda service, size: service.engine.set_kv_cache_memory(size),

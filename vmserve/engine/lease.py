@@ -15,8 +15,8 @@ from vmserve.errors import DriverError, OutOfMemoryError
 from vmserve.pool.shares import Holding
 
 if TYPE_CHECKING:
-    from vmserve.engine.longest import LongestSequence
     from vmserve.engine.pins import PinnedPrefixes
+    from vmserve.memory.longest import LongestSequence
     from vmserve.memory.manager import MemoryManager
     from vmserve.scheduler.fcfs import FCFSScheduler
 
@@ -30,6 +30,8 @@ _WAIT_SECONDS = 0.05
 _LONGEST_WAIT_SECONDS = 2.0
 #: Statistics are read in one of so many looks.
 _LOOKS = 16
+#: What requests held so long ago is kept: the next ones are likely to need it.
+_LATELY_SECONDS = 1.0
 
 
 class Lease:
@@ -65,6 +67,9 @@ class Lease:
         self._next_look = 0
         #: When statistics are read again.
         self._next_use = 0
+        #: The most bytes that requests held in this stretch of time and in the one before.
+        self._most_used = [0, 0]
+        self._stretch_ends = 0.0
 
     @property
     def least_bytes(self) -> int:
@@ -99,7 +104,7 @@ class Lease:
         if limit_bytes < memory.limit_bytes:
             while reclaim and self._used_bytes() > limit_bytes and self._scheduler.give_way():
                 pass
-            kept = self._used_bytes() + (0 if reclaim else self._margin * self._page_bytes)
+            kept = self._used_bytes() if reclaim else self._kept_bytes(self._used_bytes())
             limit_bytes = min(memory.limit_bytes, max(limit_bytes, kept, self.least_bytes))
         try:
             memory.set_limit(limit_bytes)
@@ -187,9 +192,7 @@ class Lease:
         now = self._holding(0, is_short=False)
         told = self._told
         step = now.limit_bytes // _LOOKS
-        if self._has_refused and now.used_bytes + self._margin * self._page_bytes + step <= (
-            now.limit_bytes
-        ):
+        if self._has_refused and self._kept_bytes(now.used_bytes) + step <= now.limit_bytes:
             self._has_refused = False
             self._tell(now)
         elif now.committed_bytes + step > now.limit_bytes and told.wanted_bytes <= now.limit_bytes:
@@ -211,16 +214,36 @@ class Lease:
         """Pages for the next steps of running sequences, and those that admission leaves free."""
         return 1 + self._scheduler.num_running + self._memory.limit_pages // 64
 
+    def _kept_bytes(self, used_bytes: int) -> int:
+        """What is not given back unless requests are preempted for it.
+
+        While requests run, that is as much as they held lately. Otherwise two busy models would
+        take the same memory from each other with each request that begins.
+        """
+        self._note_use(used_bytes)
+        held = used_bytes if self._told.is_idle else max(self._most_used)
+        return held + self._margin * self._page_bytes
+
+    def _note_use(self, used_bytes: int) -> None:
+        now = self._clock()
+        if now >= self._stretch_ends:
+            is_next = now < self._stretch_ends + _LATELY_SECONDS
+            self._most_used = [0, self._most_used[0] if is_next else 0]
+            self._stretch_ends = now + _LATELY_SECONDS
+        self._most_used[0] = max(self._most_used[0], used_bytes)
+
     def _used_bytes(self) -> int:
         stats = self._memory.stats()
         return (stats.committed_pages - stats.free_pages - stats.idle_pages) * self._page_bytes
 
     def _holding(self, wanted_bytes: int, is_short: bool, is_idle: bool | None = None) -> Holding:
         memory = self._memory
+        used_bytes = self._used_bytes()
+        self._note_use(used_bytes)
         return Holding(
             memory.limit_bytes,
             memory.committed_bytes,
-            self._used_bytes(),
+            used_bytes,
             wanted_bytes,
             is_short,
             self._told.is_idle if is_idle is None else is_idle,

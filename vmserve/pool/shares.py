@@ -150,6 +150,18 @@ class Shares:
         self._reconsider()
         return self._balance()
 
+    def adopt(self, name: str, *, floor: int) -> list[Order]:
+        """Add the first member, which has the whole pool already.
+
+        Raises :class:`ConfigurationError` if that is less than its floor.
+        """
+        assert not self.members
+        has = self.size
+        member = Member(name, 1.0, floor, has, granted=has, limit=has, is_joining=False)
+        self._check(member)
+        self.members[name] = member
+        return [self._order(member, has)]
+
     def leave(self, name: str) -> list[Order]:
         """Take back everything from a member that has ended. Unknown names are ignored."""
         if self.members.pop(name, None) is None:

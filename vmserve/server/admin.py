@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from vmserve.server.body import read_model
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import ApiError
-from vmserve.server.models.rows import model_row
+from vmserve.server.models.rows import engine_rows, model_row
 from vmserve.server.models.served import ServedModel
 from vmserve.server.protocol import (
     AddModelRequest,
@@ -21,7 +23,7 @@ from vmserve.server.protocol import (
 )
 from vmserve.server.wire import JSON_TYPE, dump_json
 
-__all__ = ["ADMIN_PATHS", "MODEL_PATHS", "AdminService"]
+__all__ = ["ADMIN_PATHS", "ENGINE_PATHS", "MODEL_PATHS", "AdminService"]
 
 #: The last two are the names that vLLM and SGLang have for one thing.
 ADMIN_PATHS: Final = frozenset({"/v1/kv/memory", "/reset_prefix_cache", "/flush_cache"})
@@ -29,6 +31,8 @@ ADMIN_PATHS: Final = frozenset({"/v1/kv/memory", "/reset_prefix_cache", "/flush_
 MODEL_PATHS: Final = frozenset(
     f"/v1/models/{change}" for change in ("add", "remove", "change", "sleep", "wake")
 )
+#: What all routes begin with that are about one of several engines.
+ENGINE_PATHS: Final = "/v1/engines/"
 #: Fields of :class:`AddModelRequest` that tables of ``--models-config`` have too.
 _TABLE: Final = ("weight", "kv_floor", "kv_cap", "preload")
 
@@ -112,8 +116,46 @@ class AdminService:
         await served.awake()
         return _row(served)
 
+    async def drain_engine(self, request: Request) -> Response:
+        """Send an engine no more requests; those that it has go on."""
+        fleet, engine = self._engine(request)
+        return self._engines(request, lambda: fleet.drain(engine))
+
+    async def resume_engine(self, request: Request) -> Response:
+        """Send an engine requests again."""
+        fleet, engine = self._engine(request)
+        return self._engines(request, lambda: fleet.resume(engine))
+
+    async def remove_engine(self, request: Request) -> Response:
+        """End an engine when its requests have, or after the time that a shutdown gives them."""
+        fleet, engine = self._engine(request)
+        _refusing(lambda: fleet.drain(engine))
+        await fleet.leave(engine, self._drain_seconds)
+        return self._engines(request, lambda: None)
+
+    def _engine(self, request: Request) -> tuple[FleetLLM, str]:
+        """The engines that the request is about, of the model in its query, and the one's id."""
+        served = self._models.find(request.query_params.get("model"))
+        fleet, engine = served.fleet, request.path_params["engine"]
+        if fleet is None or engine not in {member.name for member in fleet.members}:
+            raise ApiError(404, f"The model {served.name} has no engine {engine[:200]!r}.")
+        return fleet, engine
+
+    def _engines(self, request: Request, change: Callable[[], object]) -> Response:
+        _refusing(change)
+        served = self._models.find(request.query_params.get("model"))
+        return _reply({"engines": engine_rows(served)})
+
     def _timeout(self, body: ModelRequest) -> float:
         return self._drain_seconds if body.timeout is None else body.timeout
+
+
+def _refusing(change: Callable[[], object]) -> None:
+    """Make a change; what it cannot be made for is the caller's error."""
+    try:
+        change()
+    except ConfigurationError as error:
+        raise InvalidRequestError(str(error), "engine") from error
 
 
 def _row(served: ServedModel) -> Response:

@@ -152,6 +152,9 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
         post("/v1/models/change", admin.change_model, ModelTermsRequest)
         post("/v1/models/sleep", admin.sleep_model, ModelRequest)
         post("/v1/models/wake", admin.wake_model, ModelRequest)
+        post("/v1/engines/{engine}/drain", admin.drain_engine)
+        post("/v1/engines/{engine}/resume", admin.resume_engine)
+        post("/v1/engines/{engine}/remove", admin.remove_engine)
     for path, handler in Pages(needs_key=bool(context.config.keys)).handlers():
         get(path, handler, in_schema=False)
 

@@ -13,7 +13,12 @@ from vmserve.server.chat import ChatService
 from vmserve.server.completions import CompletionService
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import ApiError
-from vmserve.server.models.rows import model_card, model_families
+from vmserve.server.models.rows import (
+    engine_figures,
+    engine_rows,
+    model_card,
+    model_families,
+)
 from vmserve.server.models.served import ServedModel
 from vmserve.server.protocol import ChatCompletionRequest, CompletionRequest
 from vmserve.server.scope import gather
@@ -29,10 +34,18 @@ class InfoService:
         self._context = context
 
     async def health(self, request: Request) -> Response:
-        """200 without a body while the engine runs; 503 from its death or a shutdown on."""
+        """200 while an engine runs; 503 from its death or a shutdown on.
+
+        There is a body where models have several engines: the state of each.
+        """
         if self._context.models.errored:
             raise ApiError(503, "The engine has stopped and cannot serve requests.")
-        return Response()
+        engines = {
+            served.name: {row["id"]: row["state"] for row in rows}
+            for served in self._context.models
+            if (rows := engine_rows(served))
+        }
+        return _json({"engines": engines}) if engines else Response()
 
     async def version(self, request: Request) -> Response:
         return _json({"version": __version__})
@@ -82,6 +95,7 @@ class InfoService:
             num_rejected=served.num_rejected,
             num_failed=life.num_failed,
             num_active=life.num_active,
+            engines=engine_figures(served),
         )
 
 

@@ -17,7 +17,7 @@ from vmserve.errors import EngineDeadError
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
-from vmserve.server.models.rows import model_row, pool_row
+from vmserve.server.models.rows import engine_rows, model_row, pool_row
 from vmserve.server.models.served import ServedModel
 from vmserve.server.wire import JSON_TYPE, dump_json
 from vmserve.telemetry.kinds import kinds_in
@@ -109,6 +109,7 @@ class LiveView:
             "stats": snapshot.stats,
             "pool": _pool(snapshot.pool),
             **({"kinds": kinds} if kinds else {}),
+            **({"engines": engines} if (engines := engine_rows(served)) else {}),
             **self._all_models(),
             "requests": [_row(each) for each in shown],
             "num_requests": snapshot.num_requests,

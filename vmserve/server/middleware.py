@@ -16,7 +16,7 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vmserve.logs import request_id as log_request_id
-from vmserve.server.admin import ADMIN_PATHS, MODEL_PATHS
+from vmserve.server.admin import ADMIN_PATHS, ENGINE_PATHS, MODEL_PATHS
 from vmserve.server.admission import BodyBytes, Visit
 from vmserve.server.auth import Caller, KeyRing
 from vmserve.server.errors import ApiError, ClientDisconnectedError, error_response
@@ -159,7 +159,11 @@ class Gate:
             authorization = headers.get(b"authorization")
             if authorization is None and b"x-api-key" in headers:  # as Anthropic's clients send it
                 authorization = b"Bearer " + headers[b"x-api-key"]
-            is_admin = path in ADMIN_PATHS or (path in MODEL_PATHS and scope["method"] == "POST")
+            is_admin = (
+                path in ADMIN_PATHS
+                or path.startswith(ENGINE_PATHS)
+                or (path in MODEL_PATHS and scope["method"] == "POST")
+            )
             caller = (self._admin_keys if is_admin else self._keys).caller(authorization)
             if caller is None:
                 raise ApiError(

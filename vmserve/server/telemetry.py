@@ -10,7 +10,7 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -187,12 +187,19 @@ class ModelFigures:
     num_rejected: int
     num_failed: int
     num_active: int
+    #: Figures of each engine by id, if there may be several; ``stats`` is of all together then.
+    engines: Mapping[str, Mapping[str, float | int]] = field(default_factory=dict)
 
     def families(self) -> Iterator[Metric]:
-        labels = {"model_name": self.model_name, "engine": "0"}
-        names, values = list(labels), list(labels.values())
+        names = ["model_name", "engine"]
+        # What is of no single engine has no such label: an empty one is none to Prometheus.
+        values = [self.model_name, "" if self.engines else "0"]
         yield from self.telemetry.families(names, values)
-        yield from _engine_families(self.stats, names, values)
+        for engine, stats in (self.engines or {"0": self.stats}).items():
+            yield from _engine_families(stats, names, [self.model_name, engine])
+        if self.engines:
+            router = {name: n for name, n in self.stats.items() if name.startswith("router_")}
+            yield from _figure_families(router, names, values)
         yield from _server_families(self, names, values)
 
 
@@ -250,15 +257,16 @@ def _engine_families(
     )
     tokens.add_metric(values, [*below, ("+Inf", steps)], figures.get(_STEP_TOKENS_SUM, 0))
     yield tokens
-    for name, value in figures.items():
-        if name in _OWN_COUNTERS or name.startswith((_STEP_TOKENS, KIND_FIGURE)):
-            continue
-        counted = name.removesuffix("_total")
-        kind = CounterMetricFamily if name != counted else GaugeMetricFamily
-        text = _COUNTERS.get(counted) or _GAUGES.get(name) or f"The engine's {name}."
-        family = kind(counted, text, labels=names)
-        family.add_metric(values, value)
-        yield family
+    others = (_STEP_TOKENS, KIND_FIGURE)
+    yield from _figure_families(
+        {
+            name: value
+            for name, value in figures.items()
+            if name not in _OWN_COUNTERS and not name.startswith(others)
+        },
+        names,
+        values,
+    )
     waiting = GaugeMetricFamily(
         "num_requests_waiting_by_reason",
         "Requests that wait for the engine, and for what.",
@@ -268,6 +276,18 @@ def _engine_families(
     waiting.add_metric([*values, "deferred"], 0)
     yield waiting
     yield from _kind_families(stats, names, values)
+
+
+def _figure_families(
+    figures: Mapping[str, float | int], names: list[str], values: list[str]
+) -> Iterator[Metric]:
+    for name, value in figures.items():
+        counted = name.removesuffix("_total")
+        kind = CounterMetricFamily if name != counted else GaugeMetricFamily
+        text = _COUNTERS.get(counted) or _GAUGES.get(name) or f"The engine's {name}."
+        family = kind(counted, text, labels=names)
+        family.add_metric(values, value)
+        yield family
 
 
 def _kind_families(

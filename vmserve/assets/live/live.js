@@ -106,6 +106,7 @@ function take(data) {
   say("live", data.draining ? "shutting down" : "live");
   show("model", `${data.model} · ${data.version} · up ${seconds(data.uptime_seconds)}`);
   showModels(data);
+  showEngines(data.engines ?? []);
   showTiles(data);
   showCounters(data);
   drawMap();
@@ -153,6 +154,26 @@ function showModels({ models = [], kv_pool: pool, model }) {
     ];
     texts.forEach((text, j) => { cells[j].textContent = text; });
     cells[0].title = each.failure;
+  });
+}
+
+/** A row for each of a model's engines. */
+function showEngines(engines) {
+  at("engines-box").hidden = !engines.length;
+  const body = at("engines").tBodies[0];
+  resize(body, engines.length, () => {
+    const row = document.createElement("tr");
+    for (let i = 0; i < 7; i += 1) row.append(document.createElement("td"));
+    return row;
+  });
+  engines.forEach((each, i) => {
+    const asked = each.prefix_cache_queries_total;
+    const texts = [
+      each.id, each.state, count(each.num_requests_running), count(each.num_requests_waiting),
+      percent(each.kv_cache_usage_perc), asked ? percent(each.prefix_cache_hits_total / asked) : "–",
+      count(each.engine_restarts_total),
+    ];
+    texts.forEach((text, j) => { body.children[i].children[j].textContent = text; });
   });
 }
 

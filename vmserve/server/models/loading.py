@@ -21,7 +21,7 @@ from vmserve.server.models.specs import ModelSpec, spec_of
 from vmserve.server.tokenizer_info import with_tokenizer
 from vmserve.sizes import format_size, parse_size
 
-__all__ = ["ModelLoader"]
+__all__ = ["ModelLoader", "share_memory"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,8 @@ _GPU: Final = Path("/dev/nvidiactl")
 
 class ModelLoader:
     """Makes served models. ``shared``: options of the engine that all models have unless they say
-    otherwise; its ``kv_cache_memory`` is the memory of all of them together.
+    otherwise; its ``kv_cache_memory`` is the memory of all of them together, if there is no
+    ``pool`` yet.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -42,12 +43,13 @@ class ModelLoader:
         supervision: Supervision,
         *,
         show_tokenizer: bool = False,
+        pool: KVPool | None = None,
     ) -> None:
         self._config = config
         self._supervision = supervision
         self._show_tokenizer = show_tokenizer
         self._shared = shared
-        self.pool = KVPool(_pool_bytes(shared))
+        self.pool = KVPool(_pool_bytes(shared)) if pool is None else pool
 
     async def load_all(self, specs: Sequence[ModelSpec]) -> Models:
         """Make all models, and load those that are not left for their first request.
@@ -98,6 +100,22 @@ class ModelLoader:
         memory = PoolShare(self.pool, spec.name, spec.weight, spec.kv_floor, spec.kv_cap)
         served = ServedModel(spec.config(self._config), None, load, memory)
         return served
+
+
+async def share_memory(served: ServedModel) -> KVPool:
+    """Make a pool of the memory of a model that had it alone; it wakes for that.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` if it cannot be shared, and what waking
+    raises.
+    """
+    with served.serving():
+        await served.awake()
+        client: object = served.engine
+        assert isinstance(client, ProcessLLM)
+        pool = await KVPool.around(client, served.name)
+    served.memory = PoolShare(pool, served.name)
+    logger.info("%s are a pool now, which other models share", format_size(pool.size_bytes))
+    return pool
 
 
 def _pool_bytes(shared: Mapping[str, Any]) -> int:

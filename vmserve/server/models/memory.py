@@ -21,9 +21,9 @@ class PoolShare:
         self,
         pool: KVPool,
         name: str,
-        weight: float,
-        floor: int | str | None,
-        cap: int | str | None,
+        weight: float = 1.0,
+        floor: int | str | None = None,
+        cap: int | str | None = None,
     ) -> None:
         self.pool = pool
         self._name = name

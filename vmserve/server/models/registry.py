@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from vmserve.client.lending import KVPool
@@ -13,27 +13,36 @@ from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.server.errors import ApiError
 from vmserve.server.models.served import ServedModel
 
-__all__ = ["Models"]
+__all__ = ["Models", "Share"]
 
 logger = logging.getLogger(__name__)
 
 Make = Callable[[str, Mapping[str, Any]], ServedModel]
+#: Makes the memory of the only model a pool that others can share, and what makes these.
+Share = Callable[[ServedModel], Awaitable[tuple[Make, KVPool]]]
 
 
 class Models:
     """All models of a server, in order; requests that name none go to the first.
 
-    ``make`` makes a model of a name and a table of options, as ``--models-config`` has them; None:
-    none can be added. ``pool``: what their KV caches share.
+    ``make`` makes a model of a name and a table of options, as ``--models-config`` has them, and
+    ``pool`` is what their KV caches share. A server of one model has neither until a second one is
+    added: then ``share`` makes them. Without any of these none can be added.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for two models of one name.
     """
 
     def __init__(
-        self, served: Iterable[ServedModel], make: Make | None = None, pool: KVPool | None = None
+        self,
+        served: Iterable[ServedModel],
+        make: Make | None = None,
+        pool: KVPool | None = None,
+        share: Share | None = None,
     ) -> None:
         self.pool = pool
         self._make = make
+        self._share = share
+        self._sharing = asyncio.Lock()
         self._leaving: list[ServedModel] = []
         self._served: list[ServedModel] = []
         self._by_name: dict[str, ServedModel] = {}
@@ -94,12 +103,7 @@ class Models:
         Raises :class:`~vmserve.errors.ConfigurationError`, and what loading raises; then it is not
         served.
         """
-        if self._make is None:
-            raise ConfigurationError(
-                "this server was started for one model: start it with several, or with "
-                "--models-config, to add others"
-            )
-        model = self._make(name, table)
+        model = (await self._maker())(name, table)
         self._insert(model)
         if table.get("preload", True):
             try:
@@ -108,6 +112,18 @@ class Models:
                 await self._drop(model, 0.0)
                 raise
         return model
+
+    async def _maker(self) -> Make:
+        async with self._sharing:
+            if self._make is None:
+                if self._share is None:
+                    raise ConfigurationError(
+                        "the engine of this server has memory that no other model can share: "
+                        "start it without --in-process-engine and --data-parallel-size, or with "
+                        "--models-config"
+                    )
+                self._make, self.pool = await self._share(self.default)
+        return self._make
 
     async def remove(self, name: str, timeout: float) -> ServedModel:
         """Serve a model no longer; requests that it has already get ``timeout`` seconds.

@@ -14,11 +14,12 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
+from vmserve.client.fleet.fleet import Member
 from vmserve.client.lending import PoolMember
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ModelState, ServedModel
 
-__all__ = ["model_card", "model_families", "model_row", "pool_row"]
+__all__ = ["engine_figures", "engine_rows", "model_card", "model_families", "model_row", "pool_row"]
 
 _LABELS: Final = ["model_name", "engine"]
 #: Figures of a member of the pool, as gauges and as counters.
@@ -75,6 +76,38 @@ def _memory(member: PoolMember) -> dict[str, Any]:
     row = asdict(member)
     del row["name"], row["weight"]  # of the model's row
     return row
+
+
+def engine_rows(served: ServedModel) -> list[dict[str, Any]]:
+    """How each of its engines stands; empty for a model that has one."""
+    return [] if served.fleet is None else [_engine_row(each) for each in served.fleet.members]
+
+
+def _engine_row(member: Member) -> dict[str, Any]:
+    stats = member.client.stats()
+    names = (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+        *("prefix_cache_queries_total", "prefix_cache_hits_total", "engine_restarts_total"),
+    )
+    return {
+        "id": member.name,
+        "state": member.state,
+        "num_requests": len(member.requests),
+        **{name: stats.get(name, 0) for name in names},
+    }
+
+
+def engine_figures(served: ServedModel) -> dict[str, dict[str, float | int]]:
+    """The figures of each of its engines by id; empty for a model that has one."""
+    members = [] if served.fleet is None else served.fleet.members
+    return {
+        each.name: {
+            **each.client.stats(),
+            "engine_up": int(each.state != "down"),
+            "engine_draining": int(each.is_draining),
+        }
+        for each in members
+    }
 
 
 def pool_row(models: Models) -> dict[str, int] | None:

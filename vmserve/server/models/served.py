@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import logging
 import math
+import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Final, Literal, Protocol, runtime_checkable
 
+from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.server.admission import Admission
 from vmserve.server.config import ServerConfig
@@ -30,6 +32,8 @@ Load = Callable[[], Awaitable[EngineClient]]
 #: The first and the longest pause before a model that did not start is tried again.
 _RETRY_SECONDS: Final = 1.0
 _LONGEST_RETRY_SECONDS: Final = 60.0
+#: The directories of a path; "and/or" and URLs have none.
+_DIRECTORIES: Final = re.compile(r"(?<![\w.~/:])(?:~|\.{1,2})?/(?:[^\s/'\",;:()]+/)*(?=[^\s/])")
 _WAKE_BOUNDS: Final = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
 
 
@@ -83,7 +87,7 @@ class ServedModel:
         self._changing = asyncio.Lock()
         #: Why it cannot be used, and when that is tried again.
         self._failure: ApiError | EngineDeadError | None = None
-        self._error: VmserveError | OSError | None = None
+        self._error: Exception | None = None
         self._retry_at = 0.0
         self._pause = _RETRY_SECONDS
         self._dialect: ChatDialect | None = None
@@ -108,6 +112,11 @@ class ServedModel:
         if self._engine is None:
             raise RuntimeError(f"the model {self.name} was never loaded")
         return self._engine
+
+    @property
+    def fleet(self) -> FleetLLM | None:
+        """Its engines, if it may have several."""
+        return self._engine if isinstance(self._engine, FleetLLM) else None
 
     @property
     def is_loaded(self) -> bool:
@@ -313,7 +322,7 @@ class ServedModel:
             except asyncio.CancelledError:
                 self._state = "asleep"
                 raise
-            except (VmserveError, OSError) as error:
+            except Exception as error:  # noqa: BLE001 - libraries read files that were replaced
                 self._fail(error)
                 return
             self._state, self._failure, self._error = "ready", None, None
@@ -333,17 +342,25 @@ class ServedModel:
             await self._end(0.0)
             raise
 
-    def _fail(self, error: VmserveError | OSError) -> None:
-        logger.error("the model %s did not start: %s", self.name, error)
+    def _fail(self, error: Exception) -> None:
+        is_known = isinstance(error, (VmserveError, OSError))
+        logger.error(
+            "the model %s did not start: %s", self.name, error, exc_info=None if is_known else error
+        )
         self._error = error
         self._state = "failed"
         self._failure = ApiError(
             503,
-            f"The model {self.name} did not start: {error}",
+            f"The model {self.name} did not start: {without_directories(str(error))}",
             headers={"retry-after": str(math.ceil(self._pause))},
         )
         self._retry_at = self._clock() + self._pause
         self._pause = min(2 * self._pause, _LONGEST_RETRY_SECONDS)
+
+
+def without_directories(text: str) -> str:
+    """``text`` with the last part of each path alone: what clients are told of files."""
+    return _DIRECTORIES.sub("", text)
 
 
 def _copy(error: ApiError | EngineDeadError) -> Exception:

@@ -88,17 +88,11 @@ def model_specs(
 
     ``shared``: see :func:`spec_of`.
 
-    Raises :class:`~vmserve.errors.ConfigurationError`, also for two models of one name.
+    Raises :class:`~vmserve.errors.ConfigurationError`.
     """
     tables: list[tuple[str, dict[str, Any]]] = [(name, {"model": model}) for name, model in given]
     if file is not None:
         tables += read_models_file(file).items()
-    names = [name for name, _ in tables]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigurationError(
-                f"two models have the name {name!r}: give them names, as --model NAME={name}"
-            )
     return [spec_of(name, table, shared) for name, table in tables]
 
 

@@ -1,0 +1,139 @@
+"""Two engines with one thread each against one with two, and the router's policies.
+
+    python benchmarks/replicas/run.py [--model PATH] [--seconds 5] [--rounds 2]
+
+Servers on loopback, each in turn, closed loop. Under 6 minutes with the defaults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+CLIENTS = 16
+PREFIX_TOKENS, SUFFIX_TOKENS, ANSWER_TOKENS = 640, 16, 8
+#: Together they fill more than the prefix cache of one of two engines, and less than both.
+PREFIXES = 40
+KV_CACHE = "192MiB"
+FLEET = ("--data-parallel-size", "2")
+SUBJECTS = {
+    "one engine": (),
+    "prefix": (*FLEET, "--router", "prefix"),
+    "round-robin": (*FLEET, "--router", "round-robin"),
+    "least-loaded": (*FLEET, "--router", "least-loaded"),
+}
+
+
+def _tokens(seed: str, count: int) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(10, 250) for _ in range(count)]
+
+
+def _many(number: int) -> list[int]:
+    which = random.Random(number).randrange(PREFIXES)
+    return _tokens(f"prefix {which}", PREFIX_TOKENS) + _tokens(f"{number}", SUFFIX_TOKENS)
+
+
+def _hot(number: int) -> list[int]:
+    return _tokens("prefix", PREFIX_TOKENS) + _tokens(f"{number}", SUFFIX_TOKENS)
+
+
+def _none(number: int) -> list[int]:
+    return _tokens(f"{number}", 200)
+
+
+WORKLOADS: dict[str, Callable[[int], list[int]]] = {
+    "many prefixes": _many,
+    "one hot prefix": _hot,
+    "no prefixes": _none,
+}
+
+
+def _serve(
+    model: str | None, options: tuple[str, ...], log: Path
+) -> tuple[subprocess.Popen[str], str]:
+    command = [sys.executable, "-m", "vmserve", "serve", "--port", "0"]
+    command += ["--kv-cache-memory", KV_CACHE, "--max-model-len", "1024", "--max-num-seqs", "16"]
+    command += ["--admin-api-key", "admin"]
+    command += ["--model", model] if model else []
+    with log.open("w") as file:
+        popen = subprocess.Popen([*command, *options], stderr=file, text=True)
+    while (found := re.search(r"ready: serving .* at (http://[\d.:]+)", log.read_text())) is None:
+        if popen.poll() is not None:
+            raise SystemExit(log.read_text())
+        time.sleep(0.05)
+    return popen, found[1]
+
+
+async def _load(
+    url: str, prompt_of: Callable[[int], list[int]], seconds: float, first: int
+) -> float:
+    """Requests a second of ``CLIENTS`` in a closed loop; as long before is not counted."""
+    numbers = iter(range(first, sys.maxsize))
+    begin = time.perf_counter() + seconds
+    end = begin + seconds
+    done = 0
+
+    async def client(http: httpx.AsyncClient) -> None:
+        nonlocal done
+        while time.perf_counter() < end:
+            body = {"prompt": prompt_of(next(numbers)), "max_tokens": ANSWER_TOKENS}
+            reply = await http.post("/v1/completions", json={**body, "ignore_eos": True})
+            reply.raise_for_status()
+            done += begin <= time.perf_counter() < end
+
+    async with httpx.AsyncClient(base_url=url, timeout=120) as http:
+        await asyncio.gather(*(client(http) for _ in range(CLIENTS)))
+    return done / seconds
+
+
+def _measure(model: str | None, seconds: float, rounds: int) -> None:
+    rates: dict[tuple[str, str], list[float]] = {}
+    choices: list[float] = []
+    for number in range(rounds):
+        for subject, options in SUBJECTS.items():
+            with tempfile.TemporaryDirectory() as directory:
+                popen, url = _serve(model, options, Path(directory) / "log")
+                try:
+                    for workload, prompt_of in WORKLOADS.items():
+                        rate = asyncio.run(_load(url, prompt_of, seconds, number * 1_000_000))
+                        rates.setdefault((workload, subject), []).append(rate)
+                        admin = {"authorization": "Bearer admin"}
+                        reset = httpx.post(f"{url}/reset_prefix_cache", headers=admin)
+                        reset.raise_for_status()
+                    figures = httpx.get(f"{url}/v1/kv").json()
+                    if subject == "prefix":
+                        total = figures["router_choices_total"]
+                        choices.append(figures["router_choice_seconds_total"] / total)
+                finally:
+                    popen.terminate()
+                    popen.wait(60)
+    print("| requests/s | " + " | ".join(SUBJECTS) + " | prefix / round-robin |")
+    print("|---|" + "---:|" * (len(SUBJECTS) + 1))
+    for workload in WORKLOADS:
+        means = {each: statistics.median(rates[workload, each]) for each in SUBJECTS}
+        cells = [f"{means[each]:.1f}" for each in SUBJECTS]
+        print(
+            f"| {workload} | {' | '.join(cells)} | {means['prefix'] / means['round-robin']:.2f} |"
+        )
+    print(f"\na choice by prefix: {1000 * statistics.mean(choices):.3f} ms in the mean")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model")
+    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
+    given = parser.parse_args()
+    _measure(given.model, given.seconds, given.rounds)

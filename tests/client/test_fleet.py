@@ -1,0 +1,342 @@
+"""Several engines behind one client: choices, deaths, draining, pins, what differs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vmserve import ConfigurationError, EngineDeadError, SamplingParams
+from vmserve.client.core import Pin
+from vmserve.client.fleet.figures import merged_snapshot
+from vmserve.client.fleet.fleet import FleetLLM
+from vmserve.errors import InvalidRequestError
+from vmserve.telemetry.snapshot import EngineSnapshot, PoolMap
+from vmserve.testing import ScriptedEngine
+from vmserve.text.prompts import Prompt
+from vmserve.types import RequestOutput, RequestTerms
+
+HELLO = SamplingParams(max_tokens=20)
+
+
+class Engine(ScriptedEngine):
+    """A scripted engine that can be killed and started again, and pins."""
+
+    def __init__(self, text: str = "hello", **facts: Any) -> None:
+        super().__init__(text)
+        self.resolved: Any = SimpleNamespace(
+            block_tokens=4, prefix_caching=True, max_model_len=256, max_logprobs=20
+        )
+        self._facts = {"model": "m", "limits": 256, **facts}
+        self.on_lost: Callable[[], None] = lambda: None
+        self.pins: dict[int, Pin] = {}
+        self.refuses_pins = False
+
+    def facts(self) -> dict[str, Any]:
+        return self._facts
+
+    async def start(self) -> None:
+        pass
+
+    def stats(self) -> dict[str, float | int]:
+        return {**super().stats(), "limit_pages": 64, "blocks_per_page": 4, "page_bytes": 512}
+
+    def kill(self) -> None:
+        """Fail all requests, as the loss of the connection does."""
+        self.errored = True
+        self.on_lost()
+        self.fail = EngineDeadError("the engine has stopped")
+        if self.pause is not None:
+            self.pause.set()
+
+    def revive(self) -> None:
+        self.errored, self.fail, self.pause = False, None, None
+
+    async def _pace(self, run: Any, abort: asyncio.Event) -> None:
+        await super()._pace(run, abort)
+        if self.fail is not None:
+            raise self.fail
+
+    def remember(self, pin: Pin) -> None:
+        self.pins[pin.handle] = pin
+
+    async def keep(self, pin: Pin) -> int:
+        if self.refuses_pins:
+            raise InvalidRequestError("too many prefixes are pinned")
+        if self.errored:
+            raise EngineDeadError("the engine has stopped")
+        self.remember(pin)
+        return len(pin.token_ids)
+
+    async def unpin_prefix(self, handle: int) -> None:
+        if self.pins.pop(handle, None) is None:
+            raise ValueError(f"no prefix is pinned with the handle {handle}")
+
+
+def fleet_of(*engines: Engine, **options: Any) -> FleetLLM:
+    members: Any = engines
+    return FleetLLM(members, **options)
+
+
+def ask(
+    fleet: FleetLLM, prompt: list[int] | None = None, *, stream: bool = False, name: str = "r"
+) -> AsyncIterator[RequestOutput]:
+    terms = RequestTerms(stream=stream)
+    return fleet.serve(Prompt(None, prompt or [5] * 9), HELLO, request_id=name, terms=terms)
+
+
+async def text_of(outputs: AsyncIterator[RequestOutput]) -> str:
+    return "".join([choice.text async for output in outputs for choice in output.outputs])
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
+
+
+def test_a_conversation_stays_with_its_engine_and_others_spread() -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        fleet = fleet_of(one, other)
+        first, second = [5] * 40, [6] * 40
+        for turn in range(4):
+            assert await text_of(ask(fleet, first + [7] * turn)) == "hello"
+            assert await text_of(ask(fleet, second + [7] * turn)) == "hello"
+        assert [len(one.requests), len(other.requests)] == [4, 4]
+        assert {prompt[0] for prompt, _, _ in one.requests} == {5}
+        assert fleet.stats()["router_expected_hit_tokens_total"] == 3 * 2 * 40
+        assert fleet.stats()["page_bytes"] == 512
+        assert fleet.stats()["prompt_tokens_total"] == 14
+
+    run(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_without_a_token_outlives_its_engine(stream: bool) -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        one.pause, one.pause_after = asyncio.Event(), 0
+        fleet = fleet_of(one, other)
+        outputs: list[RequestOutput] = []
+
+        async def read() -> None:
+            outputs.extend([output async for output in ask(fleet, stream=stream)])
+
+        reading = asyncio.create_task(read())
+        await until(lambda: bool(one.running))
+        one.kill()
+        await reading
+        assert "".join(choice.text for each in outputs for choice in each.outputs) == "hello"
+        assert sum(not each.outputs for each in outputs) == int(stream)  # accepted once
+        assert fleet.stats()["router_failovers_total"] == 1
+        assert [len(member.requests) for member in fleet.members] == [0, 0]
+
+    run(test)
+
+
+def test_a_stream_with_tokens_ends_with_an_error() -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        one.pause, one.pause_after = asyncio.Event(), 2
+        fleet = fleet_of(one, other)
+        stream = ask(fleet, stream=True)
+        while not (await anext(stream)).outputs:
+            pass
+        one.kill()
+        with pytest.raises(EngineDeadError):
+            await text_of(stream)
+        assert other.requests == []
+
+    run(test)
+
+
+def test_a_request_that_kills_engines_does_not_kill_all() -> None:
+    async def test() -> None:
+        engines = [Engine() for _ in range(5)]
+        fleet = fleet_of(*engines)
+        for engine in engines:
+            # It dies of its first request.
+            engine.reply = lambda prompt, index, engine=engine: engine.kill() or [1]  # type: ignore
+        with pytest.raises(EngineDeadError):
+            await text_of(ask(fleet))
+        assert sum(engine.errored for engine in engines) == 3
+
+    run(test)
+
+
+def test_without_a_live_engine_a_request_fails_and_with_one_it_is_served() -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        fleet = fleet_of(one, other)
+        one.kill()
+        assert not fleet.errored
+        assert await text_of(ask(fleet)) == "hello"
+        other.kill()
+        assert fleet.errored
+        with pytest.raises(EngineDeadError, match="no engine"):
+            await text_of(ask(fleet))
+        one.revive()
+        assert await text_of(ask(fleet)) == "hello"
+
+    run(test)
+
+
+def test_a_restarted_engine_is_not_expected_to_have_anything() -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        fleet = fleet_of(one, other)
+        await text_of(ask(fleet, [5] * 40))
+        one.kill()
+        one.revive()
+        before = fleet.stats()["router_expected_hit_tokens_total"]
+        await text_of(ask(fleet, [5] * 40))
+        assert fleet.stats()["router_expected_hit_tokens_total"] == before
+
+    run(test)
+
+
+def test_an_engine_that_drains_finishes_what_it_has_and_gets_no_more() -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        one.pause = asyncio.Event()
+        fleet = fleet_of(one, other)
+        running = asyncio.create_task(text_of(ask(fleet)))
+        await until(lambda: bool(one.running))
+        leaving = asyncio.create_task(fleet.leave("0", 30))
+        await asyncio.sleep(0)
+        assert [member.state for member in fleet.members] == ["draining", "ready"]
+        for _ in range(3):
+            await text_of(ask(fleet))
+        with pytest.raises(ConfigurationError, match="no other engine"):
+            fleet.drain("1")
+        one.pause.set()
+        assert await running == "hello"
+        await leaving
+        assert one.stopped
+        assert len(one.requests) == 1
+        assert [member.name for member in fleet.members] == ["1"]
+
+    run(test)
+
+
+def test_pins_are_kept_by_all_also_by_those_that_were_down_or_join() -> None:
+    async def test() -> None:
+        one, other, late = Engine(), Engine(), Engine()
+        fleet = fleet_of(one, other)
+        one.kill()
+        pin = await fleet.pin_prefix([5] * 12, cache_salt="s")
+        assert pin.num_tokens == 12
+        await fleet.join(late)  # type: ignore[arg-type]
+        assert [list(each.pins) for each in (one, other, late)] == [[0]] * 3
+        await fleet.unpin_prefix(pin.handle)
+        assert [list(each.pins) for each in (one, other, late)] == [[]] * 3
+        late.refuses_pins = True
+        with pytest.raises(InvalidRequestError):
+            await fleet.pin_prefix([6] * 12)
+        assert [list(each.pins) for each in (other, late)] == [[]] * 2
+
+    run(test)
+
+
+def test_what_differs_is_refused_by_name() -> None:
+    async def test() -> None:
+        with pytest.raises(ConfigurationError, match="another limits than the others: 128"):
+            fleet_of(Engine(), Engine(limits=128))
+        fleet = fleet_of(Engine())
+        with pytest.raises(ConfigurationError, match="another model"):
+            await fleet.join(Engine(model="n"))  # type: ignore[arg-type]
+        assert len(fleet.members) == 1
+
+    run(test)
+
+
+def test_it_is_dead_when_all_that_are_there_are() -> None:
+    async def test() -> None:
+        one, other, late = Engine(), Engine(), Engine()
+        fleet = fleet_of(one, other)
+        dying = asyncio.create_task(fleet.until_dead())
+        await asyncio.sleep(0)
+        one.died.set_result(None)
+        await fleet.join(late)  # type: ignore[arg-type]
+        other.died.set_result(None)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not dying.done()
+        late.died.set_result(None)
+        await dying
+
+    run(test)
+
+
+def test_slots_of_the_second_engine_count_those_of_the_first() -> None:
+    async def test() -> None:
+        engine = Engine()
+        engine.pause = asyncio.Event()
+        running = asyncio.create_task(text_of(ask(fleet_of(engine))))
+        await until(lambda: bool(engine.running))
+        full = await engine.snapshot()
+        empty = EngineSnapshot(engine.stats(), replace(full.pool, slots=[(0, 0)] * 3), [], 0)
+        merged = merged_snapshot([empty, full])
+        assert merged.requests[0].slots == [3]
+        assert isinstance(merged.pool, PoolMap)
+        assert merged.pool.num_pages == len(merged.pool.cells) == 8
+        assert len(merged.pool.slots) == 4
+        engine.pause.set()
+        await running
+
+    run(test)
+
+
+def test_no_request_is_lost_under_ten_thousand_deaths() -> None:
+    """Each request is answered in full, or fails for a reason that is allowed."""
+
+    async def test() -> None:
+        chance = random.Random(7)
+        engines = [Engine() for _ in range(4)]
+        fleet = fleet_of(*engines)
+        deaths, ends = 0, {"answered": 0, "failed": 0}
+
+        async def client(number: int) -> None:
+            while deaths < 10_000:
+                is_stream, text = number % 2 == 0, ""
+                try:
+                    async for output in ask(
+                        fleet, [5 + number] * 9, stream=is_stream, name=str(number)
+                    ):
+                        text += "".join(choice.text for choice in output.outputs)
+                except EngineDeadError:
+                    ends["failed"] += 1
+                    assert "hello".startswith(text)
+                else:
+                    ends["answered"] += 1
+                    assert text == "hello"
+
+        clients = [asyncio.create_task(client(number)) for number in range(8)]
+        while deaths < 10_000:
+            live = [engine for engine in engines if not engine.errored]
+            if len(live) > 1:
+                chance.choice(live).kill()
+                deaths += 1
+            for _ in range(chance.randrange(4)):
+                await asyncio.sleep(0)
+            for engine in engines:
+                if engine.errored and chance.random() < 0.7:
+                    engine.revive()
+        for engine in engines:
+            engine.revive()
+        await asyncio.gather(*clients)
+        assert min(ends.values()) > 100
+        assert all(not member.requests for member in fleet.members)
+        assert all(not engine.running for engine in engines)
+
+    run(test)

@@ -1,0 +1,388 @@
+"""An engine behind TCP: who is let in, what is found out on the way, what ends a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vmserve import ConfigurationError, EngineDeadError, SamplingParams
+from vmserve.client.async_llm import AsyncLLM
+from vmserve.client.fleet.fleet import FleetLLM
+from vmserve.client.fleet.remote import connect_engines
+from vmserve.client.remote import handshake
+from vmserve.client.remote.handshake import HandshakeError, TakenError, greet_engine, greet_server
+from vmserve.client.remote.host import EngineHost
+from vmserve.client.remote.identity import (
+    SentFile,
+    digest_of,
+    fingerprint,
+    tokenizer_files,
+    write_files,
+)
+from vmserve.client.remote.link import Link, parse_address
+from vmserve.client.remote.remote_llm import RemoteLLM
+from vmserve.client.remote.sealed import BrokenSealError, Opener, Sealer
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine
+from vmserve.models.hub import resolve_model
+from vmserve.text.tokenizer import load_tokenizer
+
+KEY = b"a key of more than sixteen bytes"
+OPTIONS = {"dtype": "float32", "kv_cache_memory": "64MiB", "max_num_seqs": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
+
+
+@contextlib.contextmanager
+def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
+    """An address at which ``answer`` is called with one connection."""
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            sock, _ = listener.accept()
+            with sock:
+                answer(sock)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+# -- the handshake ----------------------------------------------------------------------------
+
+
+def shaken(
+    server_key: bytes, engine_key: bytes, is_free: bool = True
+) -> tuple[Exception | None, Exception | None]:
+    """What a handshake raises on the server's side, and on the engine's."""
+    ours, theirs = socket.socketpair()
+    found: list[Exception | None] = [None]
+
+    def engine() -> None:
+        with theirs:
+            try:
+                greet_server(theirs, engine_key, lambda: is_free, lambda: None)
+            except HandshakeError as error:
+                found[0] = error
+
+    thread = threading.Thread(target=engine)
+    thread.start()
+    refusal = None
+    with ours:
+        try:
+            greet_engine(ours, server_key)
+        except HandshakeError as error:
+            refusal = error
+    thread.join()
+    return refusal, found[0]
+
+
+def test_both_sides_get_in_with_one_key_and_neither_with_two() -> None:
+    assert shaken(KEY, KEY) == (None, None)
+    server, engine = shaken(KEY, KEY[::-1])
+    assert "the engine has another key" in str(server)
+    assert "the server has another key" in str(engine)
+
+
+def test_an_engine_that_is_taken_says_so_to_those_who_know_the_key() -> None:
+    server, engine = shaken(KEY, KEY, is_free=False)
+    assert [type(server), type(engine)] == [TakenError, TakenError]
+
+
+def test_an_impostor_that_repeats_what_the_server_says_is_found() -> None:
+    def echo(sock: socket.socket) -> None:
+        sock.sendall(sock.recv(4096))
+        proof = sock.recv(4096)
+        sock.sendall(b"\0" + proof)
+
+    with listening(echo) as address, pytest.raises(HandshakeError, match="does not know the key"):
+        Link(address, KEY).wait_ready(lambda *_: None)
+
+
+def test_versions_that_differ_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def older(sock: socket.socket) -> None:
+        sock.recv(4096)
+        sock.sendall(struct.pack(">8sH32s32s", b"vmserve\0", 77, b"0.0.7", b"n" * 32))
+        sock.recv(4096)
+
+    with listening(older) as address, pytest.raises(HandshakeError) as caught:
+        Link(address, KEY).wait_ready(lambda *_: None)
+    assert "0.0.7 (protocol 77)" in str(caught.value)
+    assert f"{handshake.__version__} (protocol {handshake.PROTOCOL})" in str(caught.value)
+
+
+def test_foreign_listeners_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.3)
+
+    def web(sock: socket.socket) -> None:
+        sock.recv(4096)
+        sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    def silent(sock: socket.socket) -> None:
+        while sock.recv(4096):
+            pass
+
+    for answer, words in (
+        (web, "does not speak"),
+        (silent, "did not answer within"),
+        (lambda sock: None, "closed the connection"),
+    ):
+        with listening(answer) as address, pytest.raises(HandshakeError, match=words):
+            Link(address, KEY).wait_ready(lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(EngineDeadError, match="refused"):
+        Link(address, KEY).wait_ready(lambda *_: None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=300) | st.binary(max_size=90).map(b"vmserve\0".__add__))
+def test_a_stranger_gets_nothing_and_is_not_kept(data: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    claimed: list[bool] = []
+    with ours, theirs:
+        ours.sendall(data)
+        ours.shutdown(socket.SHUT_WR)
+        with pytest.raises(HandshakeError):
+            greet_server(theirs, KEY, lambda: bool(claimed.append(True)), lambda: None)
+    assert not claimed
+
+
+def test_addresses_and_keys_are_checked(tmp_path: Path) -> None:
+    assert parse_address("[::1]:80", "engine") == ("::1", 80)
+    for wrong in ("host", "host:", ":80", "host:65536", "::1:80", "host:x"):
+        with pytest.raises(ConfigurationError, match="HOST:PORT"):
+            parse_address(wrong, "engine")
+    (tmp_path / "short").write_text("secret\n")
+    with pytest.raises(ConfigurationError, match="16 to 4096") as caught:
+        handshake.read_key(tmp_path / "short", "key_file")
+    assert "secret" not in str(caught.value)
+
+
+# -- frames -----------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_flipped_bit_anywhere_ends_the_stream(data: st.DataObject) -> None:
+    sealer, opener = Sealer(KEY), Opener(KEY)
+    payloads = data.draw(st.lists(st.binary(max_size=40), min_size=1, max_size=4))
+    stream = bytearray(b"".join(map(sealer.seal, payloads)))
+    bit = data.draw(st.integers(0, len(stream) * 8 - 1))
+    stream[bit // 8] ^= 1 << bit % 8
+    received: list[bytes] = []
+    with pytest.raises(BrokenSealError):
+        received.extend(opener.feed(bytes(stream)))
+    assert received == payloads[: len(received)]
+    assert len(received) < len(payloads)
+
+
+def test_frames_cannot_be_repeated_left_out_or_sent_back() -> None:
+    sealer = Sealer(KEY)
+    first, second = sealer.seal(b"1"), sealer.seal(b"2")
+    opener = Opener(KEY)
+    pieces = [bytes([each]) for each in first]
+    assert [p for piece in pieces for p in opener.feed(piece)] == [b"1"]
+    for wrong in (first + first, second):
+        with pytest.raises(BrokenSealError):
+            list(Opener(KEY).feed(wrong))
+    with pytest.raises(BrokenSealError):
+        list(Opener(KEY[::-1]).feed(first))
+
+
+# -- the model's identity ---------------------------------------------------------------------
+
+
+def test_a_tokenizer_travels_and_names_stay_in_their_directory(tmp_path: Path) -> None:
+    source = Path(resolve_model(None))
+    files = tokenizer_files(source)
+    there = load_tokenizer(write_files(files, tmp_path))
+    here = load_tokenizer(source)
+    assert (there.to_json(), there.chat_template_text, there.eos_ids) == (
+        here.to_json(),
+        here.chat_template_text,
+        here.eos_ids,
+    )
+    assert digest_of(files) != digest_of([files[0]._replace(content=b"{}"), *files[1:]])
+    for name in ("../a.json", "/tmp/a.json", "a.so", ".json", "model.safetensors"):
+        with pytest.raises(ConfigurationError):
+            write_files([SentFile(name, 2, b"{}")], tmp_path)
+
+
+def test_weights_that_differ_have_other_fingerprints(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    seen = set()
+    for content in (b"a" * 5000, b"a" * 5001, b"a" * 4999 + b"b", b"b" + b"a" * 4999):
+        file.write_bytes(content)
+        seen.add(fingerprint(tmp_path))
+    assert len(seen) == 4
+
+
+# -- an engine --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def hosted(port: int = 0) -> Iterator[tuple[str, EngineHost]]:
+    engine = LLMEngine(EngineConfig.from_options({"model": None, **OPTIONS}))
+    listener = socket.create_server(("127.0.0.1", port))
+    host = EngineHost(engine, listener, KEY)
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    thread = threading.Thread(target=host.run)
+    thread.start()
+    try:
+        yield address, host
+    finally:
+        host.stop()
+        thread.join()
+        engine.close()
+
+
+async def text_of(client: RemoteLLM | AsyncLLM | FleetLLM) -> tuple[list[int], str]:
+    [final] = [output async for output in client.generate("Once upon a time", GREEDY)]
+    return list(final.outputs[0].token_ids), final.outputs[0].text
+
+
+async def exhaust(stream: AsyncIterator[object]) -> None:
+    async for _ in stream:
+        pass
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.timeout(300)
+def test_same_tokens_one_server_at_a_time_and_the_next_finds_the_engine_free() -> None:
+    async def local() -> tuple[list[int], str]:
+        async with AsyncLLM(**OPTIONS) as llm:
+            return await text_of(llm)
+
+    expected = asyncio.run(local())
+    with hosted() as (address, _):
+        first = RemoteLLM(address, KEY)
+        with pytest.raises(HandshakeError, match="another server"):
+            RemoteLLM(address, KEY)
+
+        async def serve(client: RemoteLLM) -> tuple[list[int], str]:
+            stream = client.generate([5] * 40, ENDLESS, stream=True)
+            async for output in stream:
+                if output.outputs:
+                    break  # what still runs when the server leaves is aborted
+            reply = await text_of(client)
+            await client.pin_prefix([7] * 64)
+            await client.shutdown()
+            return reply
+
+        assert asyncio.run(serve(first)) == expected
+        second = take(address)
+        assert (second.name, second.weights) == (first.name, first.weights)
+
+        async def look(client: RemoteLLM) -> None:
+            stats = await client.fetch_stats()
+            assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
+            await client.shutdown()
+
+        asyncio.run(look(second))
+
+
+def take(address: str) -> RemoteLLM:
+    """Connect, once the engine has finished with the server before."""
+    while True:
+        with contextlib.suppress(TakenError):
+            return RemoteLLM(address, KEY)
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_connection_fails_requests_and_is_made_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def run(client: RemoteLLM) -> None:
+        expected = await text_of(client)
+        stream = client.generate([5] * 40, ENDLESS, stream=True)
+        while not (await anext(stream)).outputs:
+            pass
+        client._process.kill()
+        with pytest.raises(EngineDeadError):
+            await exhaust(stream)
+        assert client.errored
+        await until(lambda: not client.errored)
+        assert await text_of(client) == expected
+        assert (await client.fetch_stats())["engine_restarts_total"] == 1
+        await client.shutdown()
+
+    with hosted() as (address, _):
+        asyncio.run(run(RemoteLLM(address, KEY)))
+    assert "connected to the engine" in caplog.text
+
+
+PINNED = [7] * 64
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+@pytest.mark.timeout(300)
+def test_engines_serve_one_model_together_and_one_that_comes_later_joins() -> None:
+    async def run(fleet: FleetLLM, port: int) -> None:
+        expected = await text_of(fleet)
+        await fleet.pin_prefix(PINNED)
+        with hosted(port):
+            await until(lambda: len(fleet.members) == 2)
+            first, second = fleet.members
+            fleet.drain(first.name)
+            assert await text_of(fleet) == expected
+            [hit] = [each async for each in fleet.generate([*PINNED, 5], GREEDY)]
+            assert hit.metrics.num_cached_tokens == len(PINNED)
+
+            # Its connection ends under a request without a token, which the other gets.
+            reply = asyncio.create_task(text_of(fleet))
+            while not second.requests:  # looked for in each turn: the answer is soon there
+                await asyncio.sleep(0)
+            fleet.resume(first.name)
+            assert isinstance(second.client, RemoteLLM)
+            second.client._process.kill()
+            assert await reply == expected
+            assert fleet.stats()["router_failovers_total"] == 1
+            await until(lambda: second.state == "ready")
+            await fleet.shutdown()
+
+    with hosted() as (address, _):
+        port = free_port()
+        fleet, _ = connect_engines([address, f"127.0.0.1:{port}"], KEY)
+        assert isinstance(fleet, FleetLLM)
+        asyncio.run(run(fleet, port))
+
+
+def test_engines_with_other_weights_are_refused_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hosted() as (first, _):
+        monkeypatch.setattr("vmserve.client.remote.host.fingerprint", lambda path: "others")
+        with hosted() as (second, _):
+            with pytest.raises(ConfigurationError, match="content of the weights"):
+                connect_engines([first, second], KEY)
+            for address in (first, second):
+                asyncio.run(take(address).shutdown())
+
+
+def test_without_any_engine_there_is_one_line() -> None:
+    with pytest.raises(EngineDeadError, match="no engine at 127"):
+        connect_engines([f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"], KEY)

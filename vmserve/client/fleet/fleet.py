@@ -1,0 +1,422 @@
+"""The interface of :class:`~vmserve.client.process_llm.ProcessLLM` over several engines.
+
+Each request goes to one member, which the router chooses. If its engine dies before the request has
+a token, another member gets it: nobody can tell, since a request's tokens depend on its seed alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol, TypeVar
+
+from vmserve.client.core import Pin
+from vmserve.client.fleet.figures import merged_snapshot, merged_stats
+from vmserve.config import ResolvedConfig
+from vmserve.errors import ConfigurationError, EngineDeadError
+from vmserve.router.policy import Policy, Reason, Router
+from vmserve.sampling import GenerationParams
+from vmserve.sizes import parse_size
+from vmserve.telemetry.snapshot import EngineSnapshot
+from vmserve.text.prompts import Prompt, PromptLike, encode_prompt
+from vmserve.text.tokenizer import Tokenizer
+from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
+
+__all__ = ["FleetLLM", "Member", "MemberState", "Replica"]
+
+T = TypeVar("T")
+MemberState = Literal["ready", "draining", "down"]
+
+#: So many engines may die under a request before it fails: it may be what kills them.
+_MOST_DEATHS = 3
+
+
+class Replica(Protocol):
+    """What a fleet asks of a member's client. Each is used on one event loop.
+
+    ``on_lost`` is called when its engine ends, before its requests and questions fail.
+    """
+
+    resolved: ResolvedConfig
+    model_config: Any
+    tokenizer: Tokenizer
+    on_lost: Callable[[], None]
+
+    @property
+    def default_sampling(self) -> dict[str, Any]: ...
+    @property
+    def errored(self) -> bool: ...
+    def facts(self) -> Mapping[str, Any]: ...
+    async def start(self) -> None: ...
+    def serve(
+        self,
+        prompt: PromptLike,
+        params: GenerationParams | None,
+        *,
+        request_id: str | None,
+        terms: RequestTerms,
+    ) -> AsyncGenerator[RequestOutput, None]: ...
+    async def abort(self, request_id: str) -> None: ...
+    def stats(self) -> dict[str, float | int]: ...
+    async def fetch_stats(self) -> dict[str, float | int]: ...
+    async def snapshot(self) -> EngineSnapshot: ...
+    async def until_dead(self) -> None: ...
+    async def set_kv_cache_memory(self, size: int | str) -> int: ...
+    async def reset_prefix_cache(self) -> None: ...
+    def remember(self, pin: Pin) -> None: ...
+    async def keep(self, pin: Pin) -> int: ...
+    async def unpin_prefix(self, handle: int) -> None: ...
+    async def sleep(self, timeout: float = 0.0) -> None: ...
+    async def wake(self) -> None: ...
+    async def shutdown(self, timeout: float = 0.0) -> None: ...
+
+
+@dataclass(eq=False)
+class Member:
+    """One engine. ``requests``: one object for each that it has, which is its load."""
+
+    name: str
+    client: Replica
+    is_draining: bool = False
+    requests: set[object] = field(default_factory=set)
+
+    @property
+    def state(self) -> MemberState:
+        if self.client.errored:
+            return "down"
+        return "draining" if self.is_draining else "ready"
+
+
+class FleetLLM:
+    """A client of ``members`` by name, which have loaded the same model. For one event loop.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` if they differ.
+    """
+
+    def __init__(self, clients: Sequence[Replica], policy: Policy = "prefix") -> None:
+        first = clients[0]
+        self.tokenizer = first.tokenizer
+        self.model_config = first.model_config
+        #: As one member has it: a request runs in one.
+        self.resolved = first.resolved
+        self._facts = first.facts()
+        self.default_sampling = first.default_sampling
+        self._router = Router(policy, block_tokens=first.resolved.block_tokens)
+        self._members: dict[str, Member] = {}
+        self._names = map(str, itertools.count())
+        self._changed = asyncio.Event()
+        self._pins: dict[int, Pin] = {}
+        self._pin_handles = itertools.count()
+        self._choices: Counter[Reason] = Counter()
+        self._num_failovers = 0
+        self._expected_tokens = 0
+        self._choice_seconds = 0.0
+        #: What is done beside requests: not begun, and going on.
+        self._works: list[Callable[[], Awaitable[None]]] = []
+        self._tasks: set[asyncio.Future[None]] = set()
+        for client in clients:
+            self._add(client)
+
+    # -- members ------------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[Member]:
+        return list(self._members.values())
+
+    def _add(self, client: Replica) -> Member:
+        _check_same(self._facts, client.facts())
+        client.tokenizer = self.tokenizer  # several would only take memory
+        member = Member(next(self._names), client)
+        self._members[member.name] = member
+        self._enter(member)
+        client.on_lost = lambda: self._router.forget(member.name)
+        self._changed.set()
+        return member
+
+    def _enter(self, member: Member) -> None:
+        """Let the router know how much a member can have cached; it has nothing yet."""
+        stats, resolved = member.client.stats(), member.client.resolved
+        blocks = int(stats.get("limit_pages", 0) * stats.get("blocks_per_page", 0))
+        self._router.join(member.name, blocks if resolved.prefix_caching else 0)
+
+    async def join(self, client: Replica) -> Member:
+        """Serve with another engine too, once it holds what is pinned.
+
+        Raises :class:`~vmserve.errors.ConfigurationError` for another model, and what pinning
+        raises; then it is no member.
+        """
+        _check_same(self._facts, client.facts())
+        for pin in list(self._pins.values()):
+            await client.keep(pin)
+        return self._add(client)
+
+    def meanwhile(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Do ``work`` once, e.g. find a member that joins, from :meth:`start` to the end."""
+        self._works.append(work)
+
+    def find(self, name: str) -> Member:
+        """Raises ``KeyError``."""
+        return self._members[name]
+
+    def drain(self, name: str) -> Member:
+        """Send a member no more requests; those that it has go on.
+
+        Raises :class:`~vmserve.errors.ConfigurationError` if no other takes requests.
+        """
+        member = self.find(name)
+        if not any(each.state == "ready" for each in self.members if each is not member):
+            raise ConfigurationError(f"no other engine takes requests: {name} cannot be drained")
+        member.is_draining = True
+        return member
+
+    def resume(self, name: str) -> Member:
+        """Send a member requests again."""
+        member = self.find(name)
+        member.is_draining = False
+        return member
+
+    async def leave(self, name: str, timeout: float) -> Member:
+        """End a member, after ``timeout`` seconds for its requests. Raises as :meth:`drain`."""
+        member = self.drain(name)
+        end = time.monotonic() + timeout
+        while member.requests and not member.client.errored and time.monotonic() < end:
+            await asyncio.sleep(0.02)
+        self._members.pop(name, None)
+        self._router.leave(name)
+        member.client.on_lost = lambda: None
+        self._changed.set()
+        await member.client.shutdown(0.0)
+        return member
+
+    # -- requests -----------------------------------------------------------------------
+
+    @property
+    def errored(self) -> bool:
+        """Whether no engine serves requests now."""
+        return all(member.client.errored for member in self.members)
+
+    async def start(self) -> None:
+        """Begin to listen to all engines. Every call begins with it."""
+        while self._works:
+            task = asyncio.ensure_future(self._works.pop()())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        await asyncio.gather(*(member.client.start() for member in self.members))
+
+    def generate(
+        self,
+        prompt: PromptLike,
+        params: GenerationParams | None = None,
+        *,
+        request_id: str | None = None,
+        **terms: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Generate as :meth:`vmserve.AsyncLLM.generate` does."""
+        return self.serve(prompt, params, request_id=request_id, terms=RequestTerms(**terms))
+
+    async def serve(
+        self,
+        prompt: PromptLike,
+        params: GenerationParams | None,
+        *,
+        request_id: str | None,
+        terms: RequestTerms,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Do the same as :meth:`generate`, with its terms as one value."""
+        await self.start()
+        encoded = encode_prompt(prompt, self.tokenizer)
+        end = None if terms.timeout is None else time.monotonic() + terms.timeout
+        is_accepted = has_tokens = False
+        for num_deaths in itertools.count(1):
+            member = self._choose(encoded, terms)
+            place = object()
+            member.requests.add(place)
+            try:
+                outputs = member.client.serve(encoded, params, request_id=request_id, terms=terms)
+                async with contextlib.aclosing(outputs):
+                    async for output in outputs:
+                        has_tokens = has_tokens or bool(output.outputs) or output.finished
+                        if has_tokens or not is_accepted:
+                            is_accepted = True
+                            yield output
+                return
+            except EngineDeadError:
+                has_other = any(each.state == "ready" for each in self.members)
+                if has_tokens or num_deaths == _MOST_DEATHS or not has_other:
+                    raise
+                self._num_failovers += 1
+                if end is not None:
+                    terms = replace(terms, timeout=max(0.001, end - time.monotonic()))
+            finally:
+                member.requests.discard(place)
+
+    async def abort(self, request_id: str) -> None:
+        """End a request. Its stream gets a last output with finish_reason "abort"."""
+        for member in self.members:
+            await member.client.abort(request_id)
+
+    def _choose(self, prompt: Prompt, terms: RequestTerms) -> Member:
+        """Raises :class:`~vmserve.errors.EngineDeadError` if no member takes requests."""
+        began = time.perf_counter()
+        loads = {each.name: len(each.requests) for each in self.members if each.state == "ready"}
+        if not loads:
+            raise EngineDeadError("no engine takes requests now")
+        choice = self._router.choose(prompt.token_ids, (terms.isolation, terms.cache_salt), loads)
+        self._choices[choice.reason] += 1
+        self._expected_tokens += choice.cached_tokens
+        self._choice_seconds += time.perf_counter() - began
+        return self._members[choice.member]
+
+    # -- what concerns all --------------------------------------------------------------
+
+    async def _live(self, ask: Callable[[Replica], Awaitable[T]]) -> list[T]:
+        """Ask all that are up; one that dies meanwhile has no answer.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` if there are none.
+        """
+        await self.start()
+        asked = [ask(member.client) for member in self.members if not member.client.errored]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
+                raise answer
+        given = [answer for answer in answers if not isinstance(answer, BaseException)]
+        if not given:
+            raise EngineDeadError("the engines have stopped")
+        return given
+
+    def stats(self) -> dict[str, float | int]:
+        """The figures of all engines together, and the router's."""
+        return {**merged_stats([each.client.stats() for each in self.members]), **self._own()}
+
+    async def fetch_stats(self) -> dict[str, float | int]:
+        await asyncio.gather(*(member.client.fetch_stats() for member in self.members))
+        return self.stats()
+
+    def _own(self) -> dict[str, float | int]:
+        return {
+            "router_choices_total": self._choices.total(),
+            "router_spills_total": self._choices["spill"],
+            "router_failovers_total": self._num_failovers,
+            "router_expected_hit_tokens_total": self._expected_tokens,
+            "router_choice_seconds_total": self._choice_seconds,
+        }
+
+    async def snapshot(self) -> EngineSnapshot:
+        """Take a picture of all engines as one.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` if there is none.
+        """
+        merged = merged_snapshot(await self._live(lambda client: client.snapshot()))
+        return replace(merged, stats={**merged.stats, **self._own()})
+
+    async def until_dead(self) -> None:
+        """Return when all engines have died and are not started again."""
+        await self.start()
+        while True:
+            self._changed.clear()
+            dying = asyncio.gather(*(member.client.until_dead() for member in self.members))
+            changed = asyncio.ensure_future(self._changed.wait())
+            try:
+                waits: list[asyncio.Future[Any]] = [dying, changed]
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                if not self._changed.is_set():
+                    return
+            finally:
+                dying.cancel()
+                changed.cancel()
+                await asyncio.gather(dying, changed, return_exceptions=True)
+
+    async def set_kv_cache_memory(self, size: int | str) -> int:
+        """Change how far the KV caches may grow, in equal parts; returns the sum.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` while an engine is down.
+        """
+        part = parse_size(size, "kv_cache_memory") // len(self._members)
+        limits = [await member.client.set_kv_cache_memory(part) for member in self.members]
+        for member in self.members:
+            self._enter(member)
+        return sum(limits)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix, and compute pinned ones again."""
+        for member in self.members:
+            self._router.forget(member.name)
+        await self._live(lambda client: client.reset_prefix_cache())
+
+    # -- pinned prefixes ----------------------------------------------------------------
+
+    async def pin_prefix(
+        self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
+    ) -> PinnedPrefix:
+        """Pin a prefix in all engines, and in those that join or are started again later."""
+        pin = Pin(next(self._pin_handles), token_ids, cache_salt, isolation)
+
+        async def keep(client: Replica) -> int:
+            try:
+                return await client.keep(pin)
+            except EngineDeadError:
+                client.remember(pin)
+                raise
+
+        self._pins[pin.handle] = pin
+        try:
+            held = await self._live(keep)
+        except BaseException:
+            await self.unpin_prefix(pin.handle)
+            raise
+        for member in self.members:
+            if member.client.errored:
+                member.client.remember(pin)
+        return PinnedPrefix(pin.handle, min(held))
+
+    async def unpin_prefix(self, handle: int) -> None:
+        """Let the prefix be evicted again. Raises ``ValueError`` for an unknown handle."""
+        if self._pins.pop(handle, None) is None:
+            raise ValueError(f"no prefix is pinned with the handle {handle}")
+        for member in self.members:
+            with contextlib.suppress(EngineDeadError, ValueError):  # a dead one holds nothing
+                await member.client.unpin_prefix(handle)
+
+    # -- processes ----------------------------------------------------------------------
+
+    async def sleep(self, timeout: float = 0.0) -> None:
+        """End all engines' processes until :meth:`wake`."""
+        await asyncio.gather(*(member.client.sleep(timeout) for member in self.members))
+
+    async def wake(self) -> None:
+        """Start all engines again. Raises what loading raises; all then sleep on."""
+        began = await asyncio.gather(
+            *(member.client.wake() for member in self.members), return_exceptions=True
+        )
+        errors = [error for error in began if error is not None]
+        if errors:
+            await self.sleep()
+            raise errors[0]
+
+    async def shutdown(self, timeout: float = 0.0) -> None:
+        """Let running requests finish for ``timeout`` seconds, and end all engines."""
+        self._works.clear()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(member.client.shutdown(timeout) for member in self.members))
+
+
+def _check_same(facts: Mapping[str, Any], others: Mapping[str, Any]) -> None:
+    """Check that a request means the same to two engines.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`, which names the first thing that differs.
+    """
+    for name, value in facts.items():
+        other = others.get(name)
+        if other != value:
+            shown = "" if len(f"{value}{other}") > 200 else f": {other}, not {value}"
+            raise ConfigurationError(
+                f"an engine has another {name} than the others{shown}: all must serve one model"
+            )

@@ -1,0 +1,84 @@
+"""Engines of one model on this machine, each with its own cores and part of the memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from vmserve.client.fleet.fleet import FleetLLM
+from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.config import CPU_KV_SHARE
+from vmserve.errors import ConfigurationError
+from vmserve.memory.limits import available_memory
+from vmserve.router.policy import Policy
+from vmserve.sizes import format_size, parse_size
+from vmserve.threads import split_cpus
+
+__all__ = ["load_fleet"]
+
+logger = logging.getLogger(__name__)
+
+_GPU: Final = Path("/dev/nvidiactl")
+
+
+def load_fleet(
+    size: int,
+    policy: Policy = "prefix",
+    *,
+    progress: Callable[[str, int, int], None] | None = None,
+    supervision: Supervision | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> FleetLLM:
+    """Load ``size`` engines at once. ``options``: of one engine, but for ``kv_cache_memory``.
+
+    ``kv_cache_memory`` is that of all together. Other arguments are those of
+    :class:`~vmserve.client.process_llm.ProcessLLM`, and so is what is raised.
+    """
+    _check_device(options)
+    watched = supervision or Supervision()
+    shared = {**options, "kv_cache_memory": _total(options) // size}
+    parts = split_cpus(size)
+    clients: list[ProcessLLM] = []
+    # All start before the first is waited for. Weights are pages of one file, which they share.
+    starting = [ProcessLLM.begin(replace(watched, cpus=cpus), **shared) for cpus in parts]
+    try:
+        for process, cpus in zip(starting, parts, strict=True):
+            clients.append(
+                ProcessLLM(
+                    **shared,
+                    progress=progress if not clients else None,
+                    supervision=replace(watched, cpus=cpus),
+                    meanwhile=meanwhile if not clients else lambda: None,
+                    process=process,
+                )
+            )
+            logger.info("engine %d: process %d, CPUs %s", len(clients) - 1, process.pid, cpus)
+        return FleetLLM(clients, policy)
+    except BaseException:
+        for process in starting:
+            process.close()
+        raise
+
+
+def _check_device(options: dict[str, Any]) -> None:
+    device = options.get("device")
+    if device == "cuda" or (device in (None, "auto") and _GPU.exists()):
+        raise ConfigurationError(
+            "data_parallel_size: engines of one server would share a GPU: start a server for each "
+            "GPU, with CUDA_VISIBLE_DEVICES, or give --device cpu"
+        )
+
+
+def _total(options: dict[str, Any]) -> int:
+    """Bytes of the KV caches of all engines."""
+    given = options.get("kv_cache_memory")
+    if given is not None:
+        return parse_size(given, "kv_cache_memory")
+    free, whose = available_memory()
+    total = int(CPU_KV_SHARE * free)
+    logger.info("KV caches of up to %s for all engines (free: %s)", format_size(total), whose)
+    return total

@@ -1,0 +1,1 @@
+"""Engines on other machines: the messages of :mod:`vmserve.client.messages` over TCP."""

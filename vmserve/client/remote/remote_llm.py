@@ -1,0 +1,134 @@
+"""A client of an engine that listens on another machine (``vmserve engine --listen``)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+import weakref
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from vmserve.client.messages import FromEngine, Ping, Pong, Ready
+from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.client.remote.identity import write_files
+from vmserve.client.remote.link import Link
+from vmserve.config import EngineConfig
+from vmserve.errors import ConfigurationError, VmserveError
+from vmserve.text.tokenizer import load_tokenizer
+
+__all__ = ["LINK_SERIAL", "RemoteLLM", "until_connected"]
+
+logger = logging.getLogger(__name__)
+
+#: A Pong with this serial is of the engine's machine, also during a step: the network works.
+LINK_SERIAL = -1
+#: Pings without such an answer after which the network counts as cut.
+_MOST_SILENT_PINGS = 8
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 5.0
+
+
+class RemoteLLM(ProcessLLM):
+    """Does as :class:`ProcessLLM`, over TCP to the engine at ``address`` (``HOST:PORT``).
+
+    The engine was started, and is ended, by others. A connection that is lost is made again, with
+    pauses, until :meth:`shutdown`; requests fail meanwhile with
+    :class:`~vmserve.errors.EngineDeadError`. ``tokenizer``: a directory; None: the engine sends it.
+    Connecting blocks for some seconds at most.
+
+    Raises :class:`~vmserve.errors.EngineDeadError` if nothing is there, and
+    :class:`~vmserve.client.remote.handshake.HandshakeError` for what is no engine, has another key
+    or version, or serves another server.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        key: bytes,
+        *,
+        supervision: Supervision | None = None,
+        tokenizer: Path | None = None,
+    ) -> None:
+        self._address = address
+        self._key = key
+        self._supervision = supervision or Supervision()
+        self._options = {}
+        directory = Path(tempfile.mkdtemp(prefix="vmserve-tokenizer-"))
+        weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+        link = Link(address, key)
+        self._process = link
+        try:
+            ready = link.wait_ready(lambda phase, done, total: None)
+            source = tokenizer or write_files(link.fetch_tokenizer(ready.tokenizer), directory)
+            read = load_tokenizer(source)
+            read.prepare_chat()
+        except BaseException:
+            link.close()
+            raise
+        self._adopt(EngineConfig(), ready, read)
+        self._digest = ready.tokenizer
+        self.name = ready.name
+        #: Tells whether two engines have the same weights.
+        self.weights = ready.weights
+        self._num_cut = 0
+
+    def _spawn(self) -> Link:
+        return Link(self._address, self._key)
+
+    async def _connect(self) -> None:
+        self._num_cut = 0
+        await super()._connect()
+
+    def _send_ping(self) -> None:
+        self._num_cut += 1
+        if self._num_cut > _MOST_SILENT_PINGS:
+            self._end_silent(self._num_cut * self._supervision.ping_seconds)
+        else:
+            self._send_quietly(Ping(0))
+
+    def _end_silent(self, seconds: float) -> None:
+        logger.error(
+            "nothing was heard of the engine at %s for %g s; ending the connection",
+            self._address,
+            seconds,
+        )
+        self._process.kill()
+
+    def _receive(self, message: FromEngine) -> None:
+        self._num_cut = 0
+        if not (isinstance(message, Pong) and message.serial == LINK_SERIAL):
+            super()._receive(message)
+
+    async def _after_death(self) -> None:
+        logger.error("lost the engine at %s; connecting again", self._address)
+        await until_connected(self._restart)
+        self._num_restarts += 1
+        logger.info("connected to the engine at %s again", self._address)
+
+    def facts(self) -> dict[str, Any]:
+        return {**super().facts(), "content of the weights": self.weights}
+
+    async def _check_same(self, ready: Ready) -> None:
+        same = (ready.model, ready.limits, ready.tokenizer, ready.weights)
+        if same != (self.model_config, self._limits, self._digest, self.weights):
+            raise ConfigurationError(
+                f"the engine at {self._address} has another model than before: restart the server"
+            )
+
+
+async def until_connected(connect: Callable[[], Awaitable[None]]) -> None:
+    """Call ``connect``, after pauses that grow, until it raises no error of ours."""
+    pause, told = _FIRST_PAUSE_SECONDS, ""
+    while True:
+        await asyncio.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+        try:
+            await connect()
+        except VmserveError as error:
+            if str(error) != told:
+                told = str(error)
+                logger.warning("not connected yet: %s", error)
+        else:
+            return
