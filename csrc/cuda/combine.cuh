@@ -27,7 +27,7 @@ VMS_DEVICE void combine_row(const CombineArgs& args, const int* split, int q_hea
       sums[p].y = Parts::folded(sums[p].y, of_old, pair.y, of_new);
     }
   }
-  const float inverse = row.inverse();
+  const float inverse = row.inverse(args.sinks, q_head);
   const i64 at = static_cast<i64>(token) * args.q_heads + q_head;
 #pragma unroll
   for (int p = 0; p < kPairs; ++p) {

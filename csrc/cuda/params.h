@@ -43,13 +43,14 @@ struct AttendArgs {
   const int* lists;                   // token indices
   const int* positions;               // [tokens]
   const int* part_starts;             // [tokens]: the first of a token's parts; -1: in one item
+  const float* sinks;                 // [q_heads] or null: scores of one more key, whose value is 0
   i64 q_token_stride, q_head_stride;  // bytes, multiples of 16
   float scale;    // to base-2 logarithms; with a softcap: of the argument of tanh, times 2
   float softcap;  // in base-2 logarithms; 0: none
   int window;     // positions a query attends to, its own included; 0: all
   int kv_heads, group, reserved;
 };
-static_assert(sizeof(AttendArgs) == 64 + 88 + 16 + 24, "as in params.py");
+static_assert(sizeof(AttendArgs) == 64 + 96 + 16 + 24, "as in params.py");
 
 struct CombineArgs {
   const float* parts;
@@ -58,9 +59,10 @@ struct CombineArgs {
   float* lse;            // or null
   const int* split;      // [num_split, 4]: token, first part, parts, unused
   const int* num_split;  // [1]
+  const float* sinks;    // as in AttendArgs
   int q_heads, reserved;
 };
-static_assert(sizeof(CombineArgs) == 56, "as in params.py");
+static_assert(sizeof(CombineArgs) == 64, "as in params.py");
 
 struct WriteArgs {
   KvLayer kv;

@@ -294,6 +294,7 @@ VMS_DEVICE void weights_of(const AttendArgs& args, int kv_end, int first, int lo
 }
 
 constexpr float kLn2 = 0.6931471805599453F;
+constexpr float kLog2e = 1.4426950408889634F;
 
 // Maximum and total of the parts of a row so far: a row is the sum of its parts, from the first to
 // the last, whoever adds them. A part without a visible key changes nothing.
@@ -316,8 +317,17 @@ struct Parts {
   VMS_DEVICE static float folded(float old, float of_old, float part, float of_new) {
     return ptx::multiply_add(old, of_old, ptx::product(part, of_new));
   }
-  VMS_DEVICE float inverse() const { return total > 0.0F ? 1.0F / total : 0.0F; }
-  // The natural logarithm of the sum of exponentials.
+  // What the sums over values are multiplied by. A sink counts in the last total alone, so that it
+  // has one place in the order; one that is beyond floats makes that infinite, and the row 0.
+  VMS_DEVICE float inverse(const float* sinks, int q_head) const {
+    float all = total;
+    if (sinks != nullptr) {
+      const float sink = ptx::product(ptx::load(sinks + q_head), kLog2e);
+      all = ptx::sum(all, ptx::exp2(ptx::sum(sink, -maximum)));
+    }
+    return all > 0.0F ? 1.0F / all : 0.0F;
+  }
+  // The natural logarithm of the sum of exponentials, without a sink's.
   VMS_DEVICE float lse() const {
     return ptx::product((total > 0.0F ? maximum : 0.0F) + ptx::log2(total), kLn2);
   }
@@ -378,7 +388,7 @@ VMS_DEVICE void store_rows(const ItemRows& rows, const RowSums<kColumns>& sums,
   for (int half = 0; half < 2; ++half) {
     const int row = first + (lane >> 2) + 8 * half;
     if (row >= rows.num_rows) continue;
-    const float inverse = parts[half].inverse();
+    const float inverse = parts[half].inverse(args.sinks, rows.q_head(row));
     const i64 at = static_cast<i64>(rows.token(row / args.group)) * args.kv_heads * args.group +
                    rows.q_head(row);
 #pragma unroll

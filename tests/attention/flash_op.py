@@ -31,8 +31,10 @@ class EmulatedFlash(TorchFlash):
 
 
 def flash_op(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    """As the operator; only the output is meant."""
-    REAL(*(_meta(arg) for arg in args), **{name: _meta(arg) for name, arg in kwargs.items()})
+    """As the operator; only the output and the logarithms of the sums are meant."""
+    shapes = REAL(
+        *(_meta(arg) for arg in args), **{name: _meta(arg) for name, arg in kwargs.items()}
+    )
     names = [argument.name for argument in REAL._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     assert given["dropout_p"] == 0.0
@@ -42,7 +44,7 @@ def flash_op(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         assert given[name].dtype == torch.int32, name
     for name in ("query", "key", "value"):
         assert given[name].stride(-1) == 1, name
-    output = _attend(
+    output, lse = _attend(
         given["query"],
         given["key"],
         given["value"],
@@ -56,7 +58,8 @@ def flash_op(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         0 if given["is_causal"] else given["window_size_right"],
         given["seqused_k"],
     )
-    return (output, *(torch.empty(0) for _ in range(4)))
+    assert [each.shape for each in (output, lse)] == [each.shape for each in shapes[:2]]
+    return (output, lse, *(torch.empty(0) for _ in range(3)))
 
 
 def _meta(value: Any) -> Any:
@@ -81,9 +84,10 @@ def _attend(
     left: int,
     right: int,
     seqused_k: Tensor,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """One operation, as on a device: a tape replays it without looking inside."""
     output = torch.zeros_like(query)
+    lse = torch.full(query.shape[1::-1], math.inf)
     starts_q, starts_k = cum_seq_q.tolist(), cum_seq_k.tolist()
     group = query.shape[1] // key.shape[1]
     for i, length in enumerate(seqused_k.tolist()):
@@ -104,6 +108,8 @@ def _attend(
             hidden |= position > last + right
         if left >= 0:
             hidden |= position < last - left
-        weights = scores.masked_fill(hidden, -math.inf).softmax(dim=-1)
+        scores = scores.masked_fill(hidden, -math.inf)
+        lse[:, rows] = scores.logsumexp(dim=-1).float()
+        weights = scores.softmax(dim=-1)
         output[rows] = torch.einsum("hqk,khd->qhd", weights, values).to(query.dtype)
-    return output
+    return output, lse

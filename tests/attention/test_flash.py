@@ -36,6 +36,8 @@ def slot_view(fill: float = float("nan"), layers: int = 2) -> ContiguousView:
     return ContiguousView(keys, values)
 
 
+#: Far below a row's scores, among them, and far above.
+SINKS = torch.tensor([-30.0, -2.0, 0.0, 1.0, 3.0, 40.0])
 inputs = functools.partial(attention_inputs, kv_heads=KV_HEADS, head_dim=DIM)
 
 
@@ -48,13 +50,15 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("window", [None, 4, 64])
-@pytest.mark.parametrize("q_heads", [2, 6])
+@pytest.mark.parametrize(("q_heads", "sinks"), [(2, None), (6, None), (6, SINKS)])
 @pytest.mark.parametrize("name", BATCHES)
-def test_the_same_as_the_reference(name: str, q_heads: int, window: int | None) -> None:
+def test_the_same_as_the_reference(
+    name: str, q_heads: int, sinks: torch.Tensor | None, window: int | None
+) -> None:
     """What lies past a sequence's length is NaN throughout, and does not tell."""
     batch = RaggedBatch.build(*BATCHES[name])
     q, k, v, rotary = inputs(batch.num_tokens, q_heads)
-    spec = LayerAttention(1, 0.3, window=window)
+    spec = LayerAttention(1, 0.3, window=window, sinks=sinks)
     results = []
     for backend in (FlashBackend(EmulatedFlash()), ReferenceBackend()):
         view = slot_view()
@@ -111,8 +115,9 @@ class RecordingKvcache:
         causal: bool,
         window_size: tuple[int, int],
         softcap: float,
+        return_softmax_lse: bool = False,
         **ragged: Any,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         self.cache_tokens.append(k_cache.shape[1])
         assert softcap == 0.0
         q_starts, rows = self.queries(q, len(cache_seqlens), **ragged)
@@ -133,7 +138,14 @@ class RecordingKvcache:
             window_size_right=window_size[1],
             seqused_k=cache_seqlens,
         )
-        return out[0].view(q.shape)
+        if not return_softmax_lse:
+            return out[0].view(q.shape)
+        lse = out[
+            1
+        ]  # [heads, queries]; of equally many of each sequence [sequences, heads, queries]
+        if q.ndim == 4:
+            lse = lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+        return out[0].view(q.shape), lse
 
     def queries(self, q: torch.Tensor, num_sequences: int) -> tuple[torch.Tensor, int]:
         """Equally many of each sequence: where each one's begin, and how many."""
@@ -164,14 +176,15 @@ class RecordingKvcache3(RecordingKvcache):
     [(FlashAttn2, RecordingKvcache()), (FlashAttn3, RecordingKvcache3())],
     ids=["flash-attn", "flash-attn-3"],
 )
+@pytest.mark.parametrize("sinks", [None, SINKS[1:5]], ids=["plain", "sinks"])
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_kvcache_functions(
-    name: str, kind: type[FlashAttn2], function: RecordingKvcache
+    name: str, sinks: torch.Tensor | None, kind: type[FlashAttn2], function: RecordingKvcache
 ) -> None:
     function.cache_tokens.clear()
     batch = RaggedBatch.build(*BATCHES[name])
     q, k, v, rotary = inputs(batch.num_tokens, 4)
-    spec = LayerAttention(0, 0.3)
+    spec = LayerAttention(0, 0.3, sinks=sinks)
     views = [slot_view(), slot_view()]
     for view in views:
         fill_past(view, batch)

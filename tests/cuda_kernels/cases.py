@@ -136,6 +136,8 @@ def attend(
     plan = call._plans.of(spec.window, q.shape[1])
     rotated = call._plans.rotated(q)
     ranges = [*case.ranges(), tensor_range(plan.buffer._tensor, False)]
+    if spec.sinks is not None:
+        ranges.append(tensor_range(spec.sinks, False))
     own = (out, lse, plan.parts, plan.part_sums, plan.scratch, rotated)
     ranges += [tensor_range(tensor, True) for tensor in own if tensor.numel()]
     if plan.table and not call._plans.tables.copied:
@@ -167,6 +169,7 @@ def expected(case: Case, spec: LayerAttention) -> Expected:
     * a score is a sum of D exact products in float32, times constants, less the maximum: (D + 8) uA
       off; 8 u softcap more where it is capped. A weight is exp2 of it, 4 u more, relative; the sums
       over n keys, in warps, chunks and parts, (n + 16) u. Numerator and denominator each have that.
+    * a sink is two roundings of it off, and adds to the denominator alone.
     * weights are rounded to the element type before they are multiplied with the values (the sum
       of the weights is not): U times the weighted mean of |v|, and in fp16, where a weight below
       2^-14 is a subnormal, 2^-25 for each key.
@@ -200,10 +203,15 @@ def expected(case: Case, spec: LayerAttention) -> Expected:
         if spec.window is not None:
             hidden |= key <= position - spec.window
         scores = scores.masked_fill(hidden, float("-inf"))
-        weights, lse = scores.softmax(-1), scores.logsumexp(-1)
+        lse = scores.logsumexp(-1)
+        total, sink_size = lse, torch.zeros(scores.shape[0], 1)
+        if spec.sinks is not None:
+            total = torch.logaddexp(lse, spec.sinks.double()[:, None])
+            sink_size = spec.sinks.abs()[:, None]
+        weights = (scores - total.unsqueeze(-1)).exp()
         size = size.masked_fill(hidden, 0.0).amax(-1)
         seen = (~hidden).sum(-1)
-        off = u * ((q.shape[2] + 8) * size + 8 * (spec.softcap or 0.0) + seen + 16)  # [heads, new]
+        off = u * ((q.shape[2] + 8) * size + 8 * (spec.softcap or 0.0) + seen + 16 + 2 * sink_size)
         out = torch.einsum("hqt,thd->qhd", weights, values)
         mean = torch.einsum("hqt,thd->qhd", weights, values.abs())
         largest = values.abs().amax((0, 2))[:, None]

@@ -24,6 +24,11 @@ pytestmark = pytest.mark.timeout(600)
 BF16_PAGED, BF16_SLOTS = VARIANTS[0], VARIANTS[1]
 
 
+def sinks_of(q_heads: int) -> torch.Tensor:
+    """From far below a row's scores to where nothing else counts."""
+    return torch.linspace(-20.0, 120.0, q_heads)
+
+
 @st.composite
 def sequences(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     count = draw(st.integers(1, 4))
@@ -45,6 +50,7 @@ def sequences(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     group=st.integers(1, 16),
     window=st.none() | st.integers(1, 20) | st.integers(20, 300),
     softcap=st.none() | st.sampled_from([0.5, 3.0, 50.0]),
+    sunk=st.booleans(),
     block_tokens=st.sampled_from([16, 32, 64]),
     blocks_per_page=st.sampled_from([1, 2, 3, 5]),
     num_layers=st.integers(1, 2),
@@ -63,6 +69,7 @@ def test_ragged_batches_in_both_views(
     group: int,
     window: int | None,
     softcap: float | None,
+    sunk: bool,
     block_tokens: int,
     blocks_per_page: int,
     num_layers: int,
@@ -87,7 +94,8 @@ def test_ragged_batches_in_both_views(
         seed=seed,
         places=places,
     )
-    spec = LayerAttention(num_layers - 1, variant.head_dim**-0.5, window, softcap)
+    sinks = sinks_of(kv_heads * group) if sunk else None
+    spec = LayerAttention(num_layers - 1, variant.head_dim**-0.5, window, softcap, sinks=sinks)
     launcher = EmulatedLauncher(
         emulators, resident=resident, order=order, seed=seed, eager_copies=eager_copies
     )
@@ -98,14 +106,16 @@ def test_ragged_batches_in_both_views(
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("order", "sunk"), [*((order, False) for order in ORDERS), (ORDERS[0], True)]
+)
 def test_a_long_sequence_is_split_and_combined(
-    emulators: Emulators, variant: Variant, order: str
+    emulators: Emulators, variant: Variant, order: str, sunk: bool
 ) -> None:
     launcher = EmulatedLauncher(emulators, resident=Resident(24, 24), order=order, seed=3)
     case = make_case(variant, [1500, 700], [1, 20])
     call = CudaPagedBackend(launcher).bind(case.view, case.batch)
-    spec = LayerAttention(0, variant.head_dim**-0.5)
+    spec = LayerAttention(0, variant.head_dim**-0.5, sinks=sinks_of(8) if sunk else None)
     assert_right(attend(case, call, launcher, spec), expected(case, spec))
     assert [launch.kernel for launch in launcher.launches] == [
         "vms_write",

@@ -68,12 +68,14 @@ class RaggedBatch:
         starts: NDArray[np.int64] = np.cumsum(self.num_new) - self.num_new
         return starts
 
-    @cached_property
+    # These are read once or twice a step: to keep them costs a lock, which is more than a copy.
+
+    @property
     def token_places(self) -> NDArray[np.int64]:
         """``[num_tokens]``: the place of each row of the ragged batch."""
         return self.places.copy() if self.is_single else np.repeat(self.places, self.num_new)
 
-    @cached_property
+    @property
     def positions(self) -> NDArray[np.int64]:
         """``[num_tokens]``: the position of each row."""
         if self.is_single:

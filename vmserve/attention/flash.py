@@ -117,6 +117,7 @@ class SlotKernel(Protocol):
     read_slack_tokens: int
     head_slack_tokens: int
     softcap: bool
+    sinks: bool
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
         """Why it cannot serve such heads here; None if it can."""
@@ -137,6 +138,14 @@ def _window(spec: LayerAttention) -> tuple[int, int]:
     return (-1, -1) if spec.window is None else (spec.window - 1, 0)
 
 
+def _with_sinks(output: torch.Tensor, lse: torch.Tensor, spec: LayerAttention) -> torch.Tensor:
+    """One more term in each row's sum of exponentials, whose logarithm the kernel gives: ``[heads,
+    rows]``, or of each sequence. Exact, but for rounding the output twice."""
+    if spec.sinks is None:
+        return output
+    return output.mul_(torch.sigmoid(lse.transpose(-1, -2) - spec.sinks).unsqueeze(-1))
+
+
 class TorchFlash:
     """FlashAttention 2 as built into torch.
 
@@ -153,6 +162,7 @@ class TorchFlash:
     #: The first tile of a window is loaded whole; tiles are counted from position 0.
     head_slack_tokens = LARGEST_TILE
     softcap = False
+    sinks = True
 
     def __init__(self, op: Callable[..., Any] | None = None) -> None:
         self._op: Callable[..., Any] = op or torch.ops.aten._flash_attention_forward.default
@@ -167,7 +177,7 @@ class TorchFlash:
         self, q: torch.Tensor, slots: SlotTensors, part: SlotPart, spec: LayerAttention
     ) -> torch.Tensor:
         left, right = _window(spec)
-        output: torch.Tensor = self._op(
+        output, lse = self._op(
             q,
             slots.flat_keys[spec.layer],
             slots.flat_values[spec.layer],
@@ -182,8 +192,8 @@ class TorchFlash:
             window_size_left=left,
             window_size_right=right,
             seqused_k=part.lengths,
-        )[0]
-        return output
+        )[:2]
+        return _with_sinks(output, lse, spec)
 
 
 class FlashAttn2:
@@ -193,6 +203,7 @@ class FlashAttn2:
     read_slack_tokens = 0
     head_slack_tokens = LARGEST_TILE
     softcap = True
+    sinks = True
     module = "flash_attn"
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
@@ -248,7 +259,9 @@ class FlashAttn2:
             tensors[spec.layer][:, : part.max_len]
             for tensors in (slots.view.keys, slots.view.values)
         )
-        output: torch.Tensor = self._function(
+        if spec.sinks is not None:
+            options["return_softmax_lse"] = True
+        found = self._function(
             q,
             keys,
             values,
@@ -259,6 +272,9 @@ class FlashAttn2:
             window_size=_window(spec),
             softcap=0.0 if spec.softcap is None else spec.softcap,
             **options,
+        )
+        output: torch.Tensor = (
+            found if spec.sinks is None else _with_sinks(found[0], found[1], spec)
         )
         return output
 
@@ -310,7 +326,7 @@ class FlashBackend:
         self.read_slack_tokens = kernel.read_slack_tokens
         self.head_slack_tokens = kernel.head_slack_tokens
         self.softcap = kernel.softcap
-        self.sinks = False
+        self.sinks = kernel.sinks
         self.latents = False
         self._slots: SlotTensors | None = None
 

@@ -55,7 +55,7 @@ class CudaPagedBackend:
     read_slack_tokens = 0
     head_slack_tokens = 0
     softcap = True
-    sinks = False
+    sinks = True
     latents = False
     plans_by_length = False
     views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
@@ -475,7 +475,7 @@ class CudaCall:
 
         ``out``: contiguous, as q in shape and dtype. ``lse``: float32
         ``[tokens, q_heads]``, contiguous, to be filled with the natural logarithm of the sum of the
-        exponentials of each row's scores.
+        exponentials of each row's scores, without its sink.
 
         Raises ``ValueError`` for shapes or strides that do not agree, before anything is launched.
         """
@@ -543,6 +543,7 @@ class CudaCall:
         args.scale, args.softcap = spec.scale * _LOG2E, 0.0
         if spec.softcap is not None:
             args.scale, args.softcap = 2 * args.scale / spec.softcap, spec.softcap * _LOG2E
+        args.sinks = 0 if spec.sinks is None else spec.sinks.data_ptr()
         args.window = spec.window or 0
         args.kv_heads, args.group = kv_heads, q.shape[1] // kv_heads
         for kernel, items in (("vms_decode", "decode"), ("vms_append", "append")):
@@ -552,7 +553,7 @@ class CudaCall:
         if plan.blocks["vms_combine"]:
             combine = self._combine
             combine.parts, combine.part_sums = args.parts, args.part_sums
-            combine.out, combine.lse = args.out, args.lse
+            combine.out, combine.lse, combine.sinks = args.out, args.lse, args.sinks
             combine.split, combine.num_split = buffer.address("split"), buffer.address("num_split")
             combine.q_heads = q.shape[1]
             self._launch(plan, "vms_combine", combine)
@@ -580,6 +581,8 @@ def _check_tensors(
         raise ValueError(f"scale {spec.scale} and softcap {spec.softcap} must be positive")
     if spec.window is not None and spec.window < 1:
         raise ValueError(f"a window of {spec.window} positions")
+    if spec.sinks is not None:
+        _check_contiguous(spec.sinks, "sinks", torch.float32, q.shape[1:2])
     shape = (tokens, view.kv_heads, view.head_dim)
     for name, tensor, expected in (("q", q, q.shape), ("k", k, shape), ("v", v, shape)):
         _check_rows(tensor, name, view.variant.dtype, tuple(expected), view.device)

@@ -34,7 +34,7 @@ class AttendArgs(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         ("kv", KvLayer),
         *_fields(
-            "q out lse parts part_sums scratch items num_items lists positions part_starts",
+            "q out lse parts part_sums scratch items num_items lists positions part_starts sinks",
             "q_token_stride q_head_stride",
             "scale softcap",
             "window kv_heads group reserved",
@@ -44,7 +44,7 @@ class AttendArgs(ctypes.Structure):
 
 class CombineArgs(ctypes.Structure):
     _fields_: ClassVar[_Fields] = _fields(
-        "parts part_sums out lse split num_split", ints="q_heads reserved"
+        "parts part_sums out lse split num_split sinks", ints="q_heads reserved"
     )
 
 
