@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.memory.groups import everywhere, with_another
 from tests.memory.model import Model
 from tests.memory.model_types import (
     NO_BLOCK,
@@ -113,6 +114,8 @@ class Options:
     shadow: bool = False
     #: Of the process, as the system limits them; 0: as it really does.
     max_map_count: int = 0
+    #: Over a group of two drivers, of which this one refuses and copies late.
+    faulty_member: int | None = None
 
 
 @dataclass
@@ -128,6 +131,7 @@ class Rig:
     options: Options
     core: Any = field(init=False)
     faults: _core.FaultInjectingDriver = field(init=False)
+    driver: _core.PageDriver = field(init=False)
     model: Model = field(init=False)
     values: dict[int, NDArray[np.uint8]] = field(default_factory=dict)  # [groups, max_len]
     #: The driver's marks behind what each plan swapped out, while the model has them as copied.
@@ -137,8 +141,11 @@ class Rig:
         options, shape = self.options, self.options.shape
         host = _core.HostDriver(PAGE, GROUPS * shape.max_pages, max_map_count=options.max_map_count)
         self.faults = _core.FaultInjectingDriver(host, late_copies=shape.copies_late)
+        self.driver = with_another(
+            self.faults, options.faulty_member, max_map_count=options.max_map_count
+        )
         self.core = _core.KVMemory(
-            self.faults,
+            self.driver,
             num_groups=GROUPS,
             block_tokens=shape.block_tokens,
             blocks_per_page=shape.blocks_per_page,
@@ -184,7 +191,7 @@ class Rig:
         return row.reshape(-1, PAGE // self.options.shape.page_tokens)
 
     def is_mapped(self, address: int) -> bool:
-        return self.faults.query(address)[0] >= 0
+        return self.driver.query(address)[0] >= 0
 
     # -- doing
 
@@ -253,7 +260,7 @@ class Rig:
             return 0
         used = {seen.slot for seen in self.model.seen.seqs.values()}
         kept = used | self.model.left_slots.keys()
-        return self.faults.stats().max_mappings - self.count_mappings(kept)
+        return self.driver.stats().max_mappings - self.count_mappings(kept)
 
     def count_mappings(self, slots: Container[int | None] | None = None) -> int:
         """Maximal runs of what is mapped alike, and of what is not, page by page as the driver
@@ -271,7 +278,7 @@ class Rig:
             for base, num_bytes, has_slots in ranges:
                 last: tuple[int, object] | None = None
                 for offset in range(0, num_bytes, PAGE):
-                    frame, access = self.faults.query(base + offset)
+                    frame, access = self.driver.query(base + offset)
                     slot = offset // rows.strides[0]
                     if has_slots and slots is not None and slot not in slots:
                         frame = -1
@@ -426,10 +433,12 @@ class Rig:
             if write.drafted:  # what another answer would have had there
                 values = values[::-1] % VALUES_PER_TENANT + self.first_value(write.seq)
             if seen.slot is not None:
-                self.slot(seen.slot, group)[positions] = values
+                for slot in everywhere(self.driver, self.slot(seen.slot, group)):
+                    slot[positions] = values
             else:
                 blocks = np.array(seen.blocks)[positions // shape.block_tokens]
-                self.arena(group)[blocks, positions % shape.block_tokens] = values
+                for arena in everywhere(self.driver, self.arena(group)):
+                    arena[blocks, positions % shape.block_tokens] = values
 
     def first_value(self, seq: int) -> int:
         return self.model.seqs[seq].tenant * VALUES_PER_TENANT + 1
@@ -447,10 +456,13 @@ class Rig:
             table = table[table != NO_BLOCK]
             for group in range(GROUPS):
                 values = self.expected(seq)[group, positions, None]
-                found = self.arena(group)[table, positions % block_tokens]
-                assert (found == values).all(), self._difference(seq, "arena", found, values)
-                if seen.slot is not None:
-                    found = self.slot(seen.slot, group)[positions]
+                for arena in everywhere(self.driver, self.arena(group)):
+                    found = arena[table, positions % block_tokens]
+                    assert (found == values).all(), self._difference(seq, "arena", found, values)
+                if seen.slot is None:
+                    continue
+                for slot in everywhere(self.driver, self.slot(seen.slot, group)):
+                    found = slot[positions]
                     assert (found == values).all(), self._difference(seq, "slot", found, values)
         if self.options.shadow and self.core.stats().pending_repairs == 0:
             self._check_shadow()

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.memory.groups import everywhere, with_another
 from tests.memory.support import BLOCK_TOKENS, PAGE, Memory
 from vmserve import _core
 from vmserve._core import MapperMode, View, ZeroPolicy
@@ -59,22 +60,27 @@ class KindsRig:
             (1 + 8 * kind + group) * 0x9E3779B97F4A7C15 % 2**64
         )
 
-    def rows(self, number: int, kind: int, group: int) -> tuple[NDArray[np.uint64], Any]:
-        """Memory as the sequence's kernels see it, and how positions are found in it."""
+    def rows(self, number: int, kind: int, group: int) -> tuple[list[NDArray[np.uint64]], Any]:
+        """Memory as the sequence's kernels see it, of each member of a group of drivers, and how
+        positions are found in it."""
         part = self.parts[kind]
         words = part.token_bytes // 8
         if part.core.view(number) is View.VIRTUAL:
             slots = part.core.slots_buffer(group)
             slot = part.core.slot(number)
-            return slots[slot].view(np.uint64).reshape(-1, words), lambda positions: positions
+            line = slots[slot].view(np.uint64).reshape(-1, words)
+            return everywhere(part.driver, line), lambda positions: positions
         arena = part.core.arena_buffer(group).view(np.uint64).reshape(-1, BLOCK_TOKENS, words)
         blocks = np.asarray(part.core.blocks(number))
-        return arena, lambda at: (blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS)
+        arenas = everywhere(part.driver, arena)
+        return arenas, lambda at: (blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS)
 
-    def state_page(self, number: int) -> NDArray[np.uint64]:
-        [block] = self.parts[STATE].blocks(number)
-        page: NDArray[np.uint64] = self.parts[STATE].core.arena_buffer(0)[block].view(np.uint64)
-        return page
+    def state_pages(self, number: int) -> list[NDArray[np.uint64]]:
+        """The sequence's page of states, in each member of a group of drivers."""
+        part = self.parts[STATE]
+        [block] = part.blocks(number)
+        page = part.core.arena_buffer(0)[block].view(np.uint64)
+        return everywhere(part.driver, page)
 
     def first_seen(self, seq: Expected, kind: int) -> int:
         """The first position that the next token sees."""
@@ -86,11 +92,13 @@ class KindsRig:
         for kind, (_, groups) in enumerate(KINDS):
             for group in range(groups):
                 if start < seq.length:
-                    rows, at = self.rows(number, kind, group)
+                    members, at = self.rows(number, kind, group)
                     positions = np.arange(start, seq.length)
-                    rows[at(positions)] = self.words(seq, kind, group)[positions, None]
+                    for rows in members:
+                        rows[at(positions)] = self.words(seq, kind, group)[positions, None]
         if len(self.parts) > STATE and seq.length > start:
-            self.state_page(number)[:] = self.words(seq, STATE)[seq.length - 1]
+            for page in self.state_pages(number):
+                page[:] = self.words(seq, STATE)[seq.length - 1]
 
     def check(self) -> None:
         """The core's own laws, and what the next tokens see."""
@@ -98,7 +106,7 @@ class KindsRig:
         for number, seq in self.seqs.items():
             if len(self.parts) > STATE and seq.length > 0 and not seq.swapped:
                 wanted = self.words(seq, STATE)[seq.length - 1]
-                assert (self.state_page(number) == wanted).all(), number
+                assert all((page == wanted).all() for page in self.state_pages(number)), number
             for kind, (_, groups) in enumerate(KINDS):
                 part = self.parts[kind]
                 assert part.core.length(number) == seq.length
@@ -108,9 +116,10 @@ class KindsRig:
                 if seq.swapped or not len(seen):
                     continue
                 for group in range(groups):
-                    rows, at = self.rows(number, kind, group)
-                    right = rows[at(seen)] == self.words(seq, kind, group)[seen, None]
-                    assert right.all(), (number, kind, group, seen[~right.all(axis=1)])
+                    members, at = self.rows(number, kind, group)
+                    for rows in members:
+                        right = rows[at(seen)] == self.words(seq, kind, group)[seen, None]
+                        assert right.all(), (number, kind, group, seen[~right.all(axis=1)])
 
     def num_refused(self) -> Counter[str]:
         """Calls that the drivers have refused, by name."""
@@ -145,10 +154,12 @@ def make_kinds(
     has_state: bool = False,
     late_copies: bool = False,
     refused_call: int = 0,
+    faulty_member: int | None = None,
     **options: int,
 ) -> KindsRig:
-    """``refused_call``: the call that the driver of the second kind refuses, from the first on."""
-    faults, described = [], []
+    """``refused_call``: the call that the driver of the second kind refuses, from the first on.
+    ``faulty_member``: each kind over a group of two drivers, of which this one injects faults."""
+    faults, drivers, described = [], [], []
     for window, groups in (*KINDS, (0, 1))[: STATE + has_state]:
         most = max_pages * WHOLE_GROUPS // groups
         host = _core.HostDriver(PAGE, most * groups)
@@ -173,11 +184,12 @@ def make_kinds(
             own |= {"state_bytes": PAGE, "checkpoint_tokens": CHECKPOINT_TOKENS}
             own |= {"blocks_per_page": 1, "null_page": False}
         faults.append(driver)
-        described.append((driver, window, own))
+        drivers.append(with_another(driver, faulty_member))
+        described.append((drivers[-1], window, own))
     core = _core.KindsMemory(described, limit_pages)
     parts = [
-        Memory(part, driver, blocks_per_page)
-        for part, driver in zip(core.kinds, faults, strict=True)
+        Memory(part, faulty, driver, blocks_per_page)
+        for part, faulty, driver in zip(core.kinds, faults, drivers, strict=True)
     ]
     return KindsRig(core, parts, max_len)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.memory.groups import everywhere, with_another
 from vmserve import _core
 from vmserve._core import MapperMode, OpKind, View, ZeroPolicy
 
@@ -66,10 +67,14 @@ def swap_in(seq: int) -> Op:
 
 @dataclass
 class Memory:
-    """The core, the fault-injecting driver behind it, and the sequences that are open."""
+    """The core, the fault-injecting driver behind it, and the sequences that are open.
+
+    ``driver``: the core's, which has the other as its only or one of its members.
+    """
 
     core: _core.KVMemory
     faults: _core.FaultInjectingDriver
+    driver: _core.PageDriver
     blocks_per_page: int
     seqs: set[int] = field(default_factory=set)
 
@@ -136,6 +141,10 @@ class Memory:
             return line[position * size : (position + 1) * size]
         return self.in_arena(self.blocks(seq)[position // BLOCK_TOKENS], group, position)
 
+    def rows(self, seq: int, group: int, position: int) -> list[NDArray[np.uint8]]:
+        """The row in every member of a group of drivers."""
+        return everywhere(self.driver, self.row(seq, group, position))
+
     def in_arena(self, block: int, group: int, position: int) -> NDArray[np.uint8]:
         size = self.token_bytes
         page, place = divmod(block, self.blocks_per_page)
@@ -146,7 +155,8 @@ class Memory:
     def write(self, seq: int, start: int, values: Sequence[int]) -> None:
         for offset, value in enumerate(values):
             for group in range(GROUPS):
-                self.row(seq, group, start + offset)[:] = value ^ 128 * group
+                for row in self.rows(seq, group, start + offset):
+                    row[:] = value ^ 128 * group
 
     def read(self, seq: int, start: int = 0, stop: int | None = None) -> list[int]:
         """The values, after checking that all bytes of both groups agree."""
@@ -154,7 +164,8 @@ class Memory:
         for position in range(start, self.core.length(seq) if stop is None else stop):
             value = int(self.row(seq, 0, position)[0])
             for group in range(GROUPS):
-                assert (self.row(seq, group, position) == value ^ 128 * group).all(), position
+                for row in self.rows(seq, group, position):
+                    assert (row == value ^ 128 * group).all(), position
             values.append(value)
         return values
 
@@ -193,12 +204,17 @@ def make_memory(
     zero_policy: ZeroPolicy = ZeroPolicy.ALWAYS,
     mapper: MapperMode = MapperMode.OFF,
     max_map_count: int = 0,
+    faulty_member: int | None = None,
+    is_remote: bool = False,
     **options: Any,
 ) -> Memory:
+    """``faulty_member``: over a group of two drivers, of which this one injects faults;
+    ``is_remote``: behind a rank's loop."""
     host = _core.HostDriver(PAGE, GROUPS * max_pages, max_map_count=max_map_count)
     faults = _core.FaultInjectingDriver(host)
+    driver = with_another(faults, faulty_member, max_map_count=max_map_count, is_remote=is_remote)
     core = _core.KVMemory(
-        faults,
+        driver,
         num_groups=GROUPS,
         block_tokens=BLOCK_TOKENS,
         blocks_per_page=blocks_per_page,
@@ -212,7 +228,7 @@ def make_memory(
         mapper=mapper,
         **options,
     )
-    return Memory(core, faults, blocks_per_page)
+    return Memory(core, faults, driver, blocks_per_page)
 
 
 def pool_pss_bytes() -> int:

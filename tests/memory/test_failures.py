@@ -53,7 +53,14 @@ FAULTS = {
 V, P, TWIN, AWAY, EMPTY_V, EMPTY_P = range(6)
 
 
-def prepared(blocks_per_page: int, mapper: MapperMode, *, shadow: bool = False) -> Memory:
+def prepared(
+    blocks_per_page: int,
+    mapper: MapperMode,
+    *,
+    shadow: bool = False,
+    faulty_member: int | None = None,
+    is_remote: bool = False,
+) -> Memory:
     """Sequences in both views, a fork, one that is swapped out, parked slots, dirty pages."""
     memory = make_memory(
         blocks_per_page=blocks_per_page,
@@ -66,6 +73,8 @@ def prepared(blocks_per_page: int, mapper: MapperMode, *, shadow: bool = False) 
         grow_pages=2,
         lookahead_tokens=0 if mapper is MapperMode.OFF else 4,
         reclaim_share=0.5,
+        faulty_member=faulty_member,
+        is_remote=is_remote,
     )
     if shadow:
         memory.core.shadow_buffer(0)
@@ -221,6 +230,19 @@ def one_case(
     end(memory)
 
 
+def every_case(
+    operation: Callable[[Memory], None], turn: int, prepare: Callable[[], Memory]
+) -> None:
+    num_calls = num_driver_calls(operation, prepare())
+    assert num_calls > 0
+    kinds = [(fault, forever) for fault in FAULTS.values() for forever in (False, True)]
+    for call in range(1, num_calls + 1):
+        # Successive calls, and the same call in other turns, get different errors.
+        chosen = kinds if is_thorough() else [kinds[(call + turn) % len(kinds)]]
+        for fault, forever in chosen:
+            one_case(operation, prepare(), call, fault, forever)
+
+
 @pytest.mark.parametrize("shadow", [False, True])
 @pytest.mark.parametrize("mapper", [MapperMode.OFF, MapperMode.MANUAL], ids=["off", "mapper"])
 @pytest.mark.parametrize("blocks_per_page", [1, 4])
@@ -228,17 +250,19 @@ def one_case(
 def test_a_failed_call_leaves_the_sequences_as_they_were(
     name: str, blocks_per_page: int, mapper: MapperMode, shadow: bool
 ) -> None:
-    operation = OPERATIONS[name]
-    num_calls = num_driver_calls(operation, prepared(blocks_per_page, mapper, shadow=shadow))
-    assert num_calls > 0
-    kinds = [(fault, forever) for fault in FAULTS.values() for forever in (False, True)]
-    for call in range(1, num_calls + 1):
-        # Successive calls, and the same call of the four variants, get different errors.
-        turn = call + 2 * (mapper is MapperMode.OFF) + 4 * shadow + blocks_per_page
-        chosen = kinds if is_thorough() else [kinds[turn % len(kinds)]]
-        for fault, forever in chosen:
-            memory = prepared(blocks_per_page, mapper, shadow=shadow)
-            one_case(operation, memory, call, fault, forever)
+    turn = 2 * (mapper is MapperMode.OFF) + 4 * shadow + blocks_per_page
+    every_case(OPERATIONS[name], turn, lambda: prepared(blocks_per_page, mapper, shadow=shadow))
+
+
+@pytest.mark.parametrize(("member", "is_remote"), [(0, False), (1, False), (1, True)])
+@pytest.mark.parametrize("name", list(OPERATIONS))
+def test_so_does_one_that_one_rank_of_two_refuses(name: str, member: int, is_remote: bool) -> None:
+    mapper = MapperMode.MANUAL if len(name) % 2 else MapperMode.OFF
+    every_case(
+        OPERATIONS[name],
+        member + 2 * is_remote,
+        lambda: prepared(4 - 3 * member, mapper, faulty_member=member, is_remote=is_remote),
+    )
 
 
 def test_a_chunk_that_is_not_there_falls_back_to_what_is_needed() -> None:

@@ -30,7 +30,7 @@ DEEPSEEK = PRESETS["deepseek-v3"].kinds()
 
 
 @pytest.mark.parametrize("granularity", [HOST_GRANULARITY, CUDA_GRANULARITY])
-@pytest.mark.parametrize("shapes", [GEMMA, GPT_OSS, DEEPSEEK])
+@pytest.mark.parametrize("shapes", [GEMMA, GPT_OSS, QWEN, DEEPSEEK])
 def test_the_core_counts_what_the_arithmetic_says(
     shapes: list[KindShape], granularity: int
 ) -> None:
@@ -158,9 +158,10 @@ def test_plan_shows_kinds_and_what_requests_waste() -> None:
 
 def test_kinds_that_cannot_fit_are_refused_with_what_each_needs() -> None:
     needs = (
-        r"a request of 131,072 tokens needs 10 GiB in 2,048 pages of 5 MiB \(all: 10 layers\), "
-        r"650 MiB in 25 pages of 26 MiB \(window 1024: 52 layers\); the KV cache has 8 GiB: "
-        r"raise --kv-cache-memory to 10.64 GiB or lower --max-model-len"
+        r"gemma-3-27b: a sequence of 131072 tokens needs 352 pages of 31 MiB "
+        r"\(10 GiB in 2,048 pages of 5 MiB \(all: 10 layers\); "
+        r"650 MiB in 25 pages of 26 MiB \(window 1024: 52 layers\)\), 264 fit in the KV cache of "
+        r"8 GiB: raise --kv-cache-memory to 10.66 GiB or lower --max-model-len to 96384"
     )
     with pytest.raises(ConfigurationError, match=needs):
         plan_report(PRESETS["gemma-3-27b"], limit_bytes=8 << 30, max_len=131072)

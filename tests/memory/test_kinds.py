@@ -348,6 +348,7 @@ class Walk:
             seal_read_only=rng.random() < 0.5,
             has_state=rng.random() < 0.5,
             late_copies=rng.random() < 0.3,
+            faulty_member=rng.choice([None, 0, 1]),
         )
         self.whole = self.rig.core.stats().page_bytes
         self.limit = self.rig.core.stats().limit_pages * self.whole

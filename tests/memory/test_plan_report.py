@@ -60,9 +60,10 @@ def test_what_fits_in_a_cap() -> None:
     )
     values = json.loads(json.dumps(report.to_dict()))
     assert (values["model"], values["granularity"]) == ("llama-3-8b", 2 << 20)
-    first = values["candidates"][0]
+    first, default = values["candidates"][:2]
+    # The engine puts two layers in a group: pages of 2 MiB have 256 tokens then.
+    assert (default["is_default"], default["page_tokens"]) == (True, 256)
     # 32 groups of 2 MiB pages with 512 tokens: 256 pages, 16 of them for 8,192 tokens.
-    assert first["is_default"]
     assert (first["page_tokens"], first["num_groups"]) == (512, 32)
     assert (first["num_pages"], first["num_tokens"], first["max_len_requests"]) == (256, 131072, 16)
     assert [c["layers_per_group"] for c in values["candidates"]] == [1, 2, 4, 8, 16, 32] * 2
@@ -125,8 +126,9 @@ def test_keys_without_values_are_alone() -> None:
 
 def need(name: str, max_len: int, weight_bytes: int | None = 1 << 30) -> ModelNeed:
     report = plan_report(PRESETS[name], granularity=CUDA_GRANULARITY, max_len=max_len)
+    assert report.longest is not None
     return ModelNeed(
-        name=name, weight_bytes=weight_bytes, kinds=report.pages, max_len=max_len, chunk_tokens=512
+        name=name, weight_bytes=weight_bytes, kinds=report.pages, longest=report.longest
     )
 
 

@@ -70,6 +70,7 @@ def options(draw: st.DrawFn) -> Options:
         eager_pages=draw(st.integers(0, 2)),
         shadow=draw(st.booleans()),
         max_map_count=draw(st.sampled_from([0, 0, 60, 90])),
+        faulty_member=draw(st.sampled_from([None, None, 0, 1])),
     )
 
 

@@ -18,7 +18,6 @@ from vmserve.engine.parts import (
     linear_backend,
     widest_window,
 )
-from vmserve.errors import ConfigurationError
 from vmserve.host_arrays import trim_memory
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
@@ -118,11 +117,6 @@ def build(
     choice = choose_draft(config, model_config, dtype, tokenizer, runtime.device_type)
     draft_model = None
     if choice is not None:
-        if resolved.kv_limit_bytes == LEAST_BYTES:
-            raise ConfigurationError(
-                "speculative_model: a draft model has a fixed part of the KV cache, which no pool "
-                "lends: leave it out, or give kv_cache_memory a size"
-            )
         part = int(choice.share * resolved.kv_limit_bytes)
         draft_model = load_draft(choice, config, resolved, part, model.parameter_bytes, progress)
         resolved = replace(resolved, kv_limit_bytes=resolved.kv_limit_bytes - part)

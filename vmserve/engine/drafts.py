@@ -8,6 +8,7 @@ the row before it drew (``docs/decisions/0048-drafts-in-steps.md``).
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,6 +50,9 @@ class Drafts:
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._max_rows = max_rows
+        #: Whom the drafter was asked about last, their numbers of tokens, and what it proposed.
+        self._asked: tuple[list[Sequence], list[int]] = [], []
+        self._proposed: Many[list[int]] | None = None
 
     def wanted(self, sequences: Iterable[Sequence]) -> bool:
         """Whether these sequences may get drafts when their next tokens are known."""
@@ -69,7 +73,7 @@ class Drafts:
         room = min(self._max_tokens - num_tokens, self._max_rows - len(step))
         if not decoding or room <= 0:
             return None
-        proposed = self._drafter.propose(decoding, num_tokens - len(decoding))
+        proposed = self._propose(decoding, num_tokens - len(decoding))
         if proposed is None:
             return None
         drafts: list[list[int]] = [[] for _ in step.sequences]
@@ -79,6 +83,14 @@ class Drafts:
         if not any(drafts):
             return None
         return Drafted(drafts, columns.with_drafts(np.array([len(draft) for draft in drafts])))
+
+    def _propose(self, decoding: list[Sequence], num_prompt_rows: int) -> Many[list[int]] | None:
+        """Ask the drafter, and only once where a step is planned again with newcomers."""
+        asked = list(decoding), [len(sequence.tokens) for sequence in decoding]
+        if asked != self._asked:
+            self._proposed = self._drafter.propose(decoding, num_prompt_rows)
+            self._asked = asked
+        return self._proposed
 
     def _usable(self, sequence: Sequence, draft: list[int]) -> list[int]:
         """The draft up to what would end the answer, or what its grammar forbids."""
@@ -119,6 +131,7 @@ class Drafts:
         self._drafter.learn(seconds, attention)
 
     def forget(self, request: Request) -> None:
+        self._asked, self._proposed = ([], []), None
         for sequence in request.sequences:
             self._drafter.forget(sequence)
 

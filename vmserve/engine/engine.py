@@ -16,7 +16,6 @@ from vmserve.engine.deadlines import Deadlines, too_late
 from vmserve.engine.drafts import Drafts
 from vmserve.engine.grammars import StructuredRequests
 from vmserve.engine.lease import Lease
-from vmserve.engine.longest import LongestSequence
 from vmserve.engine.pins import PinnedPrefixes
 from vmserve.engine.requests import RequestIntake, memory_tenant, request_limits
 from vmserve.engine.step import EngineStep, InFlightStep
@@ -28,6 +27,7 @@ from vmserve.errors import (
     VmserveError,
 )
 from vmserve.memory.base import Regime
+from vmserve.memory.longest import LongestSequence
 from vmserve.memory.manager import MemoryManager
 from vmserve.pool.shares import Holding
 from vmserve.runner.model_runner import AttentionTime
@@ -293,6 +293,10 @@ class LLMEngine:
         limit, former = (pages * page_bytes for pages in (memory.limit_pages, before))
         logger.info("the KV cache may take %s, not %s", format_size(limit), format_size(former))
         return limit if drafting is None else limit + drafting.limit_bytes
+
+    def kv_bounds(self) -> tuple[int, int]:
+        """How far the KV cache may grow, and what the longest sequence and pinned prefixes need."""
+        return self.memory.limit_bytes, self._longest.least_bytes(self._pins.num_pages)
 
     def lend(self, limit_bytes: int, *, reclaim: bool) -> None:
         """Have ``limit_bytes`` of a pool that other engines share; :meth:`memory_news` answers.

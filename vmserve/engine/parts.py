@@ -10,7 +10,6 @@ from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
 from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig
 from vmserve.dtypes import DType
-from vmserve.engine.longest import LongestSequence
 from vmserve.engine.pins import MAX_PINNED_PREFIXES
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
@@ -18,11 +17,11 @@ from vmserve.memory.device import MemoryDevice
 from vmserve.memory.layout import (
     HOST_GRANULARITY,
     KVLayout,
-    layer_kinds,
     layers_for_granularity,
     plan_layout,
 )
 from vmserve.memory.limits import max_map_count
+from vmserve.memory.longest import LongestSequence, own_kinds
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
@@ -85,10 +84,7 @@ def create_memory(
         max_map_count=(max_map_count() if device.granularity == HOST_GRANULARITY else None),
     )
     max_len = resolved.max_model_len
-    kinds = layer_kinds(model.windows)
-    if not separates_kinds or kinds[0].window is not None or layout.layers_per_group > 1:
-        kinds = ()
-    kinds = kinds if len(kinds) > 1 else ()
+    kinds = own_kinds(layout, model.windows) if separates_kinds else ()
     longest = LongestSequence(
         layout, kinds, max_len, read_slack_tokens, resolved.max_num_batched_tokens
     )

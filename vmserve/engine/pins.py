@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from vmserve.errors import InvalidRequestError, VmserveError
 from vmserve.memory.base import Attach, MemoryPlan, Regime
+from vmserve.sizes import size_to_set
 from vmserve.types import PinnedPrefix
 
 if TYPE_CHECKING:
     from vmserve.config import ResolvedConfig
-    from vmserve.engine.longest import LongestSequence
+    from vmserve.memory.longest import LongestSequence
     from vmserve.memory.manager import MemoryManager
 
 __all__ = ["MAX_PINNED_PREFIXES", "PinnedPrefixes"]
@@ -97,9 +98,11 @@ class PinnedPrefixes:
         needed = self._longest.num_pages
         left = memory.limit_pages - self._count_pages(memory_id, *self._held.values())
         if left < needed:
+            room = (memory.limit_pages - left + needed) * memory.layout.total_page_bytes
             raise InvalidRequestError(
                 f"with {hit} tokens pinned {left} pages are left, and a sequence of "
-                f"{resolved.max_model_len} tokens needs {needed}: raise --kv-cache-memory",
+                f"{resolved.max_model_len} tokens needs {needed}: raise --kv-cache-memory, or this "
+                f"model's kv_floor in a pool, to {size_to_set(room)}",
                 "prompt",
             )
         return hit

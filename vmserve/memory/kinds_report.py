@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.table import Table
 
-from vmserve.errors import ConfigurationError
 from vmserve.memory.kind_pages import KindPages, held_bytes, most_bytes, needed_bytes
-from vmserve.sizes import format_size, size_to_set
+from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,23 +34,6 @@ class KindsReport:
     chunk_tokens: int
     limit_bytes: int | None = None
     max_len: int | None = None
-
-    def require_room(self) -> None:
-        """Raises :class:`~vmserve.errors.ConfigurationError`, with what each kind needs, if a
-        request of ``max_len`` tokens does not fit in the limit."""
-        if self.limit_bytes is None or self.max_len is None:
-            return
-        needed = most_bytes(self.kinds, self.max_len, self.chunk_tokens)
-        if needed <= self.limit_bytes:
-            return
-        each = ", ".join(
-            kind.needs(kind.most_pages(self.max_len, self.chunk_tokens)) for kind in self.kinds
-        )
-        raise ConfigurationError(
-            f"{self.name}: a request of {self.max_len:,} tokens needs {each}; the KV cache has "
-            f"{format_size(self.limit_bytes)}: raise --kv-cache-memory to {size_to_set(needed)} "
-            "or lower --max-model-len"
-        )
 
     def to_dict(self) -> dict[str, Any]:
         return {

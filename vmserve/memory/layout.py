@@ -292,6 +292,7 @@ def candidates(
     block_tokens: int = 16,
     tensor_parallel: int = 1,
     keys_only: bool = False,
+    state_bytes: int = 0,
     max_len: int | None = None,
     max_map_count: int | None = None,
 ) -> list[KVLayout]:
@@ -319,6 +320,7 @@ def candidates(
                     block_tokens=block_tokens,
                     tensor_parallel=tensor_parallel,
                     keys_only=keys_only,
+                    state_bytes=state_bytes,
                     max_len=max_len,
                     max_map_count=max_map_count,
                 )

@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from vmserve.dtypes import DType
+from vmserve.errors import ConfigurationError
 from vmserve.memory.kind_pages import KindPages, KindShape, equal_pages, kind_pages
 from vmserve.memory.kinds_report import KindsReport
 from vmserve.memory.layout import (
@@ -19,8 +20,10 @@ from vmserve.memory.layout import (
     LayerKind,
     candidates,
     layer_kinds,
+    layers_for_granularity,
     plan_layout,
 )
+from vmserve.memory.longest import LongestSequence, own_kinds
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
@@ -65,10 +68,14 @@ class ModelShape:
     num_states: int = 0
     state_bytes: int = 0
 
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """Of each layer with K and V."""
+        return tuple(itertools.islice(itertools.cycle(self.windows), self.num_layers))
+
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The layers with K and V, by window."""
-        windows = itertools.islice(itertools.cycle(self.windows), self.num_layers)
-        return layer_kinds(tuple(windows))
+        return layer_kinds(self.layer_windows)
 
     def kinds(self, tensor_parallel: int = 1) -> list[KindShape]:
         """The kinds of layers, those of one rank."""
@@ -189,6 +196,8 @@ class PlanReport:
     max_map_count: int | None = None
     #: Pages of the default layout, by kind of layers; empty if it is no candidate.
     pages: tuple[KindPages, ...] = ()
+    #: What the engine asks for at start; None without a default layout or a length.
+    longest: LongestSequence | None = None
     #: None if all layers are of one kind and nobody asked.
     kinds: KindsReport | None = None
 
@@ -280,7 +289,7 @@ def plan_report(
     Raises :class:`ConfigurationError` if no grouping fits, for wrong numbers, and if kinds of
     layers cannot hold one request of ``max_len``, with what each needs.
     """
-    longest = max_len if max_len is not None else shape.max_len
+    max_len = max_len if max_len is not None else shape.max_len
     layouts = candidates(
         shape.num_layers,
         shape.kv_heads,
@@ -291,34 +300,62 @@ def plan_report(
         tensor_parallel=tensor_parallel,
         block_tokens=block_tokens,
         keys_only=shape.keys_only,
-        max_len=longest,
+        state_bytes=shape.num_states * shape.state_bytes // tensor_parallel,
+        max_len=max_len,
         max_map_count=max_map_count,
     )
-    default = next((each for each in layouts if _is_default(each)), None)
+    grouped = layers_for_granularity(
+        shape.num_layers,
+        shape.kv_heads // tensor_parallel,
+        shape.head_dim,
+        shape.dtype,
+        granularity,
+        keys_only=shape.keys_only,
+    )
+    default = next((each for each in layouts if _is_default(each, grouped)), None)
     pages = () if default is None else _pages(shape, default)
+    longest = _longest(shape, default, max_len, chunk_tokens)
+    has_kinds = len(pages) > 1 or bool(lengths)
+    if longest is not None and limit_bytes is not None and has_kinds:
+        try:
+            longest.require(limit_bytes)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{shape.name}: {error}") from None
     return PlanReport(
         shape=shape,
         granularity=granularity,
         tensor_parallel=tensor_parallel,
         limit_bytes=limit_bytes,
-        max_len=longest,
+        max_len=max_len,
         max_map_count=max_map_count,
         candidates=tuple(
             Candidate(
                 layout=layout,
                 is_default=layout is default,
                 limit_bytes=limit_bytes,
-                max_len=longest,
+                max_len=max_len,
             )
             for layout in layouts
         ),
         pages=pages,
-        kinds=_kinds_report(shape, default, pages, limit_bytes, longest, lengths, chunk_tokens),
+        longest=longest,
+        kinds=_kinds_report(shape, default, pages, limit_bytes, max_len, lengths, chunk_tokens),
     )
 
 
-def _is_default(layout: KVLayout) -> bool:
-    return layout.layers_per_group == 1 and not layout.split_kv
+def _is_default(layout: KVLayout, layers_per_group: int) -> bool:
+    return layout.layers_per_group == layers_per_group and not layout.split_kv
+
+
+def _longest(
+    shape: ModelShape, default: KVLayout | None, max_len: int | None, chunk_tokens: int
+) -> LongestSequence | None:
+    if default is None or max_len is None:
+        return None
+    # Kernels of a GPU know one block table for all layers.
+    is_host = default.granularity < CUDA_GRANULARITY
+    kinds = own_kinds(default, shape.layer_windows) if is_host else ()
+    return LongestSequence(default, kinds, max_len, 0, chunk_tokens)
 
 
 def usual_lengths(max_len: int | None) -> tuple[int, ...]:
@@ -349,7 +386,7 @@ def _kinds_report(
     """Of a model with several kinds of layers, or if there are ``lengths``."""
     if default is None or (len(pages) == 1 and not lengths):
         return None
-    report = KindsReport(
+    return KindsReport(
         name=shape.name,
         kinds=pages,
         equal=equal_pages(shape.kinds(default.tensor_parallel)),
@@ -359,8 +396,6 @@ def _kinds_report(
         limit_bytes=limit_bytes,
         max_len=max_len,
     )
-    report.require_room()
-    return report
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vmserve.memory.cuda import CudaMemory
-from vmserve.memory.views import ContiguousView, PagedView
+from vmserve.memory.views import ContiguousView, PagedView, StatePages
 from vmserve.torch_dtypes import as_torch
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ _Layers = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 def contiguous_view(memory: MemoryManager) -> ContiguousView:
     """K and V per layer, ``[slots, max_len, kv_heads, head_dim]``, over the slots."""
     keys, values = _layer_tensors(memory, memory.slot_buffers(), memory.max_len)
-    return ContiguousView(keys=keys, values=values)
+    return ContiguousView(keys=keys, values=values, states=_states(memory))
 
 
 def safe_view(memory: MemoryManager) -> ContiguousView:
@@ -47,7 +47,15 @@ def paged_view(memory: MemoryManager) -> PagedView:
         values=values,
         block_tables=_host_tensor(memory.block_tables()),  # always in the processor's memory
         block_tokens=memory.layout.block_tokens,
+        states=_states(memory),
     )
+
+
+def _states(memory: MemoryManager) -> StatePages | None:
+    if not memory.layout.state_bytes:
+        return None
+    pages = _tensor(memory.device, memory.state_buffer()).view(torch.float32)
+    return StatePages(pages, memory.block_tables(memory.num_token_kinds))
 
 
 def arena_tensors(memory: MemoryManager) -> _Layers:

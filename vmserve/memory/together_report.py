@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from vmserve.errors import ConfigurationError
-from vmserve.memory.kind_pages import KindPages, held_bytes, most_bytes
+from vmserve.memory.kind_pages import KindPages, held_bytes
+from vmserve.memory.longest import LongestSequence
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
@@ -22,14 +23,13 @@ __all__ = ["ModelNeed", "TogetherReport"]
 class ModelNeed:
     """What one model takes. ``weight_bytes``: of its files; None for a shape without files.
 
-    ``kinds``: its pages of KV; ``chunk_tokens``: rows of a prompt that a step reads.
+    ``kinds``: its pages of KV; ``longest``: its longest request, as the engine counts it.
     """
 
     name: str
     weight_bytes: int | None
     kinds: tuple[KindPages, ...]
-    max_len: int
-    chunk_tokens: int
+    longest: LongestSequence
 
     @property
     def token_bytes(self) -> int:
@@ -39,7 +39,7 @@ class ModelNeed:
     @property
     def floor_bytes(self) -> int:
         """With less it cannot answer its longest request."""
-        return most_bytes(self.kinds, self.max_len, self.chunk_tokens)
+        return self.longest.least_bytes()
 
     def to_dict(self, lengths: Sequence[int]) -> dict[str, Any]:
         return {
@@ -47,13 +47,10 @@ class ModelNeed:
             "weight_bytes": self.weight_bytes,
             "token_bytes": self.token_bytes,
             "kinds": [
-                {
-                    "kind": kind.shape.name,
-                    "floor_bytes": most_bytes([kind], self.max_len, self.chunk_tokens),
-                }
-                for kind in self.kinds
+                {"kind": kind.shape.name, "floor_bytes": num_pages * kind.page_bytes}
+                for kind, num_pages in self.longest.by_kind()
             ],
-            "max_len": self.max_len,
+            "max_len": self.longest.max_len,
             "floor_bytes": self.floor_bytes,
             "requests": [
                 {"num_tokens": length, "bytes": held_bytes(self.kinds, length)}
@@ -104,7 +101,7 @@ class TogetherReport:
         if self.left_bytes is None or self.left_bytes >= 0 or self.limit_bytes is None:
             return
         each = ", ".join(
-            f"{format_size(model.floor_bytes)} for {model.max_len:,} tokens of {model.name}"
+            f"{format_size(model.floor_bytes)} for {model.longest.max_len:,} tokens of {model.name}"
             for model in self.models
         )
         raise ConfigurationError(
@@ -136,7 +133,7 @@ class TogetherReport:
                 model.name,
                 "" if model.weight_bytes is None else format_size(model.weight_bytes),
                 format_size(model.token_bytes),
-                f"{model.max_len:,}",
+                f"{model.longest.max_len:,}",
                 format_size(model.floor_bytes),
                 *(format_size(held_bytes(model.kinds, length)) for length in self.lengths),
             )

@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from vmserve import _core
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
-__all__ = ["ContiguousView", "HostView", "KVView", "PagedView", "TensorView", "tensor_view"]
+__all__ = [
+    "ContiguousView",
+    "HostView",
+    "KVView",
+    "PagedView",
+    "StatePages",
+    "TensorView",
+    "tensor_view",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class StatePages:
+    """States of layers that keep no keys and values; those of a sequence are one page."""
+
+    #: float32 ``[pages, numbers]``
+    pages: torch.Tensor
+    #: In the processor's memory, int32 ``[max_seqs, 1]``: the page of each sequence. It is kept
+    #: current: read it for each step.
+    table: NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -23,6 +44,7 @@ class ContiguousView:
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
+    states: StatePages | None = None
 
 
 @dataclass(frozen=True)
@@ -41,6 +63,7 @@ class PagedView:
     values: tuple[torch.Tensor, ...]
     block_tables: torch.Tensor
     block_tokens: int
+    states: StatePages | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +73,8 @@ class HostView:
     core: _core.CpuKvView
     #: Keeps the memory behind the addresses alive.
     memory: object
+    #: They are in ``core``.
+    states: ClassVar[None] = None
 
 
 TensorView = ContiguousView | PagedView

@@ -9,10 +9,21 @@ from functools import cached_property
 
 from vmserve.errors import ConfigurationError
 from vmserve.memory.kind_pages import KindPages, most_bytes, pages_of_layout
-from vmserve.memory.layout import KVLayout, LayerKind
+from vmserve.memory.layout import KVLayout, LayerKind, layer_kinds
 from vmserve.sizes import format_size, size_to_set
 
-__all__ = ["LongestSequence"]
+__all__ = ["LongestSequence", "own_kinds"]
+
+
+def own_kinds(layout: KVLayout, windows: Sequence[int | None]) -> tuple[LayerKind, ...]:
+    """The kinds of layers that get pages of their own in this layout; none if all have the same.
+
+    ``windows``: of each layer. Separate pages need a kind that sees all, and groups of one layer.
+    """
+    kinds = layer_kinds(windows)
+    if len(kinds) == 1 or kinds[0].window is not None or layout.layers_per_group > 1:
+        return ()
+    return kinds
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,11 @@ class LongestSequence:
             + (f" or lower --max-model-len to {fitting}" if fitting > 0 else "")
         )
 
+    def by_kind(self) -> list[tuple[KindPages, int]]:
+        """The kinds, and the pages of each at its own worst step."""
+        longest = self.max_len + self.read_slack_tokens
+        return [(kind, kind.most_pages(longest, self.chunk_tokens)) for kind in self._kind_pages]
+
     def _num_pages(self, num_tokens: int) -> int:
         slack = self.read_slack_tokens
         needed = most_bytes(self._kind_pages, num_tokens + slack, self.chunk_tokens)
@@ -63,11 +79,7 @@ class LongestSequence:
     def _by_kind(self) -> str:
         if len(self._kind_pages) == 1:
             return ""
-        longest = self.max_len + self.read_slack_tokens
-        each = (
-            kind.needs(kind.most_pages(longest, self.chunk_tokens)) for kind in self._kind_pages
-        )
-        return f" ({'; '.join(each)})"
+        return f" ({'; '.join(kind.needs(pages) for kind, pages in self.by_kind())})"
 
     @cached_property
     def _kind_pages(self) -> tuple[KindPages, ...]:
