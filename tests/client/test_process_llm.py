@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,10 +46,22 @@ OPTIONS = {
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 
 
+def children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+@pytest.fixture(autouse=True)
+def before() -> Iterator[set[psutil.Process]]:
+    """The processes of tests before this one, whose own may not be left afterwards."""
+    found = children()
+    yield found
+    assert children() <= found
+
+
 def on_engine(
     test: Callable[[ProcessLLM], Awaitable[T]], supervision: Supervision | None = None
 ) -> T:
-    """Run ``test`` on a fresh engine; nothing of it may be left afterwards."""
+    """Run ``test`` on a fresh engine."""
     engine = ProcessLLM(**OPTIONS, supervision=supervision)
 
     async def run() -> T:
@@ -58,10 +70,7 @@ def on_engine(
         finally:
             await engine.shutdown()
 
-    try:
-        return asyncio.run(run())
-    finally:
-        assert psutil.Process().children(recursive=True) == []
+    return asyncio.run(run())
 
 
 async def everything(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
@@ -299,7 +308,6 @@ def test_sleep_and_wake(tmp_path: Path) -> None:
             await engine.shutdown()
 
     asyncio.run(run())
-    assert psutil.Process().children(recursive=True) == []
 
 
 def test_a_process_that_is_killed_before_it_reads_is_a_dead_engine() -> None:
@@ -310,19 +318,18 @@ def test_a_process_that_is_killed_before_it_reads_is_a_dead_engine() -> None:
     process.close()
 
 
-def test_loading_that_is_given_up() -> None:
+def test_loading_that_is_given_up(before: set[psutil.Process]) -> None:
     """The event loop goes on meanwhile, and no process is left."""
 
     async def run() -> None:
         loading = asyncio.create_task(ProcessLLM.load(**OPTIONS))
-        while not psutil.Process().children():
+        while children() <= before:
             await asyncio.sleep(0.01)
         loading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await loading
 
     asyncio.run(run())
-    assert psutil.Process().children(recursive=True) == []
 
 
 def test_options_that_cannot_be_used() -> None:
@@ -332,7 +339,6 @@ def test_options_that_cannot_be_used() -> None:
         ProcessLLM(no_such=1)
     with pytest.raises(ConfigurationError, match="engine_hang_timeout"):
         Supervision(hang_timeout=0)
-    assert psutil.Process().children(recursive=True) == []
 
 
 def test_it_ends_with_its_server(tmp_path: Path) -> None:

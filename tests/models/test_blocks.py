@@ -54,15 +54,17 @@ def test_queries_are_scaled_after_the_projection_has_rounded() -> None:
     x = normal(64, 48, dtype=torch.bfloat16)
     q, k, v = (Linear(normal(48 + i, 48, dtype=torch.bfloat16)[:48]) for i in range(3))
     scale = 12**-0.5
-    queries, keys, _ = Projections(Apart((q, k, v)), 4, 4, 12, query_scale=scale)(x)
+    queries, keys, _, gate = Projections(Apart((q, k, v)), 4, 4, 12, query_scale=scale)(x)
     assert torch.equal(queries, (q(x) * scale).view(64, 4, 12))
     assert torch.equal(keys, k(x).view(64, 4, 12))
+    assert gate is None
 
 
 def test_one_product_for_q_k_and_v() -> None:
     x, weight, bias = normal(5, 48), normal(48, 144), normal(144)
     joined = Joined(Linear(weight.t(), bias), (48, 48, 48))
-    q, k, v = Projections(joined, 4, 4, 12)(x)
+    q, k, v, gate = Projections(joined, 4, 4, 12)(x)
+    assert gate is None
     for part, expected in zip((q, k, v), (x @ weight + bias).split(48, dim=1), strict=True):
         torch.testing.assert_close(part, expected.view(5, 4, 12))
         assert part.stride(-1) == 1  # attention backends rely on it

@@ -361,6 +361,7 @@ def test_architectures_of_the_decoder() -> None:
         "GptOssForCausalLM",
         "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM",
         "DeepseekV2ForCausalLM",
         "DeepseekV3ForCausalLM",
         "Gemma2ForCausalLM",

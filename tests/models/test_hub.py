@@ -178,14 +178,15 @@ def test_the_embedded_model_has_the_name_that_a_server_gives_it(
     hub_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert EMBEDDED_NAME == "vmserve-embedded"
-    assert resolve_model(EMBEDDED_NAME) == resolve_model(None)
-    assert is_embedded(EMBEDDED_NAME)
-    for other in ("vmserve-embedded-2", "embedded"):
-        assert not is_embedded(other)
-        with pytest.raises(ConfigurationError, match=f"model {other} is neither a directory here"):
-            resolve_model(other)
-    # A directory of that name is what the user means.
+    other = "vmserve-embedded-2"
+    assert not is_embedded(other)
+    with pytest.raises(ConfigurationError, match=f"model {other} is neither a directory here"):
+        resolve_model(other)
     monkeypatch.chdir(hub_home)
-    (hub_home / EMBEDDED_NAME).mkdir()
-    assert not is_embedded(EMBEDDED_NAME)
-    assert resolve_model(EMBEDDED_NAME) == Path(EMBEDDED_NAME)
+    for name in (EMBEDDED_NAME, "embedded"):
+        assert is_embedded(name)
+        assert resolve_model(name) == resolve_model(None)
+        # A directory of that name is what the user means.
+        (hub_home / name).mkdir()
+        assert not is_embedded(name)
+        assert resolve_model(name) == Path(name)

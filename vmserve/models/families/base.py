@@ -52,9 +52,11 @@ def describe_llama(
     activation: str | None = None,
     partial: bool = False,
     rope: Mapping[str, Any] | None = None,
+    mlp_size: int | None = None,
 ) -> DecoderConfig:
     """``biases``: of the (query/key/value, output, MLP) projections; ``partial``: a part of each
-    head may be rotated; ``rope``: parameters, if not ``hf.rope_parameters``."""
+    head may be rotated; ``rope``, ``mlp_size``: if not ``hf.rope_parameters``,
+    ``hf.intermediate_size``."""
     explicit: int | None = getattr(hf, "head_dim", None)
     head_dim = explicit or int(hf.hidden_size // hf.num_attention_heads)
     if windows is None:
@@ -64,7 +66,7 @@ def describe_llama(
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
         embedding_size=hf.hidden_size,
-        mlp_size=hf.intermediate_size,
+        mlp_size=hf.intermediate_size if mlp_size is None else mlp_size,
         q_heads=hf.num_attention_heads,
         kv_heads=hf.num_key_value_heads,
         head_dim=head_dim,
