@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def until(holds: Callable[[], bool], seconds: float = 60) -> None:
         time.sleep(0.01)
 
 
-def start_python(code: str) -> subprocess.Popen[str]:
+def start_python(code: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[str]:
     """The code in a process of its own, which it may crash; it imports what this one imports."""
     path = [*sys.path, str(Path(__file__).parents[1])]
     return subprocess.Popen(
@@ -45,6 +45,7 @@ def start_python(code: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        pass_fds=pass_fds,
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.limits import available_memory
-from vmserve.models.footprint import activation_bytes, weight_bytes
+from vmserve.models.footprint import activation_bytes, state_copy_bytes, weight_bytes
 from vmserve.options import Bounds, Option, check_options
 from vmserve.sampling.tokens import sampling_bytes
 from vmserve.sizes import format_size, parse_size
@@ -443,8 +443,8 @@ class EngineConfig:
         if self.speculative_model is not None and self.kv_cache_memory == LEAST:
             raise ConfigurationError(
                 "speculative_model: a draft model takes a part of a fixed --kv-cache-memory, which "
-                "a pool of several models does not lend: serve this model alone, or without drafts "
-                "of a model"
+                "a pool of several models does not lend: serve this model by a server of its own, "
+                "or give --speculative auto or prompt-lookup without a draft model"
             )
         if self.num_speculative_tokens is not None and not drafts:
             raise ConfigurationError(
@@ -551,6 +551,7 @@ def resolve(
     activations = activation_bytes(model, batched, max_num_seqs)
     if on_gpu:
         activations += sampling_bytes(vocabulary, max_num_seqs)
+        activations += state_copy_bytes(model, max_num_seqs)
     if gpu_bytes is None:
         kv_limit_bytes = _kv_limit_bytes(config, model, max_num_seqs, max_model_len, activations)
     else:
@@ -578,7 +579,12 @@ def resolve(
         priority_max_wait=_priority_max_wait(config),
         scheduler_delay_factor=config.scheduler_delay_factor,
         async_scheduling=config.async_scheduling == "on"
-        or (config.async_scheduling == "auto" and on_gpu and config.scheduling_policy != "v0"),
+        or (
+            config.async_scheduling == "auto"
+            and on_gpu
+            and config.scheduling_policy != "v0"
+            and not model.state_bytes
+        ),
         speculative=config.speculative,
         fair_sharing=config.fair_sharing,
         request_timeout=config.request_timeout,
@@ -598,8 +604,8 @@ def _check_states(config: EngineConfig) -> None:
         )
     if config.async_scheduling == "on":
         raise ConfigurationError(
-            "async_scheduling: a model with linear attention runs in the native CPU decoder, where "
-            "steps follow each other: use off"
+            "async_scheduling: the states of a model with linear attention take a step's tokens "
+            "once these are known: use off"
         )
 
 

@@ -16,7 +16,7 @@ _LIMIT_PAGES = 1 << 12
 def kinds_memory(kinds: Sequence[KindPages], max_len: int, block_tokens: int) -> _core.KindsMemory:
     """A memory of one sequence that touches nothing: the driver keeps books alone.
 
-    ``kinds``: the first sees all tokens.
+    ``kinds``: the first sees all tokens; one with a state is the last.
     """
     described: list[tuple[_core.PageDriver, int, dict[str, Any]]] = []
     whole = sum(kind.page_bytes for kind in kinds)
@@ -25,14 +25,17 @@ def kinds_memory(kinds: Sequence[KindPages], max_len: int, block_tokens: int) ->
         own = {
             "num_groups": 1,
             "block_tokens": block_tokens,
-            "blocks_per_page": kind.page_tokens // block_tokens,
-            "token_bytes": kind.page_bytes // kind.page_tokens,
             "max_seqs": 1,
             "num_slots": 1,
             "max_len": max_len,
             "limit_pages": most,
             "max_pages": most,
         }
+        if kind.page_tokens:
+            own["blocks_per_page"] = kind.page_tokens // block_tokens
+            own["token_bytes"] = kind.page_bytes // kind.page_tokens
+        else:
+            own |= {"blocks_per_page": 1, "token_bytes": 1, "state_bytes": kind.page_bytes}
         driver = _core.NullDriver(kind.page_bytes, most)
         described.append((driver, kind.shape.window or 0, own))
     return _core.KindsMemory(described, _LIMIT_PAGES)
@@ -60,7 +63,7 @@ def counted_bytes(
     held = 0
     for kind, part in zip(kinds, memory.kinds, strict=True):
         stats = part.stats()
-        if view is _core.View.VIRTUAL:
+        if view is _core.View.VIRTUAL or not kind.page_tokens:
             held += stats.used_pages * kind.page_bytes
         else:
             held += stats.used_blocks * block_tokens * kind.page_bytes // kind.page_tokens

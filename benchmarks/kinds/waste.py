@@ -45,8 +45,8 @@ def _rows(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
             for length in lengths:
                 needed = needed_bytes(kinds, length)
                 held = {
-                    "slots": _counted(kinds, length, _core.View.VIRTUAL),
-                    "blocks": _counted(kinds, length, _core.View.PAGED),
+                    "slots": counted_bytes(kinds, length, _core.View.VIRTUAL),
+                    "blocks": counted_bytes(kinds, length, _core.View.PAGED),
                     "whole": _whole(kinds, length),
                     "equal": held_bytes(equal_pages(shapes), length),
                 }
@@ -59,14 +59,6 @@ def _rows(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
                     **{f"{way}_bytes": size for way, size in held.items()},
                     **{f"{way}_waste": 1 - needed / size for way, size in held.items()},
                 }
-
-
-def _counted(kinds: Sequence[KindPages], length: int, view: _core.View) -> int:
-    """Bytes held as the core counts them; those of states, of which the core has none, by
-    arithmetic."""
-    states = [kind for kind in kinds if kind.shape.state_bytes]
-    others = [kind for kind in kinds if kind.page_tokens]
-    return held_bytes(states, length) + counted_bytes(others, length, view)
 
 
 def _whole(kinds: Sequence[KindPages], length: int) -> int:

@@ -14,6 +14,7 @@ import pytest
 from tests.e2e.test_speculation import any_params, converting, seen
 from tests.models import checkpoints
 from vmserve import LLM, BeamSearchParams, SamplingParams
+from vmserve.engine.draft_model import DraftModel
 from vmserve.engine.drafts import Drafts
 from vmserve.errors import ConfigurationError
 from vmserve.models import ModelConfig, resolve_model
@@ -293,3 +294,31 @@ def test_another_tokenizer_is_refused(stranger: Path, tmp_path: Path) -> None:
 def test_options_that_do_not_agree_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
         LLM(**options)
+
+
+def test_it_is_asked_once_a_step(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by steps that are planned again because newcomers are admitted."""
+    asked: list[int] = [0]
+    propose = DraftModel.propose
+
+    def counted(*args: Any) -> Any:
+        asked[-1] += 1
+        return propose(*args)
+
+    monkeypatch.setattr(DraftModel, "propose", counted)
+    options = {"speculative": "draft-model", "speculative_model": "vmserve-embedded"}
+    with LLM(max_model_len=256, max_num_seqs=4, **options) as llm:
+        step, admitted = llm.engine.step, []
+
+        def watched() -> Any:
+            waiting, running = llm.engine.scheduler.num_waiting, llm.engine.scheduler.num_running
+            result = step()
+            admitted.append(waiting > llm.engine.scheduler.num_waiting and running > 0)
+            asked.append(0)
+            return result
+
+        llm.engine.step = watched  # type: ignore[method-assign]
+        lengths = [SamplingParams(max_tokens=5 + 7 * i, ignore_eos=True) for i in range(8)]
+        llm.generate(prompts(8, 60, 5), lengths)
+    assert any(admitted)
+    assert max(asked) == 1

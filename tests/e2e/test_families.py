@@ -12,7 +12,10 @@ import torch  # isort: skip
 from transformers import PreTrainedConfig  # isort: skip
 
 from tests.models.checkpoints import CONTEXT, FOREIGN, NATIVE, VARIANTS, reference_model, save
+from vmserve.config import EngineConfig, resolve
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models import ModelConfig
+from vmserve.models.blocks import SharedExpert
 from vmserve.models.native import NativeDecoder
 
 MODELS = {**VARIANTS, **NATIVE, **FOREIGN}
@@ -21,8 +24,6 @@ NAMES = ["llama-gqa-llama3", "opt", "opt-350m", "gpt2", "gpt2-scales"]
 NAMES += ["phi3", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "gpt-oss", "gemma2", "gemma3"]
 NAMES += ["qwen3-next", "qwen3.5"]
 NAMES += ["gpt-neox", "olmo2", "olmoe"]
-#: By the type of their configuration.
-NATIVE_ONLY = {"qwen3_next", "qwen3_5_text"}
 NUM_TOKENS = 24
 
 
@@ -67,7 +68,7 @@ def assert_same_tokens(config: PreTrainedConfig, directory: Path, tokenizer: Pat
     is_native = any(config is each for each in NATIVE.values())
     through_torch = {"kv_regime": "virtual", "attention_backend": backend}
     for options in (
-        *([] if config.model_type in NATIVE_ONLY else [through_torch]),
+        through_torch,
         {"kv_regime": "virtual"},
         {"kv_regime": "paged"},
     ):
@@ -94,7 +95,15 @@ def test_a_softcap_is_served_or_refused_at_start(tmp_path: Path, model_dir: Path
 
 
 @pytest.mark.parametrize("regime", ["virtual", "paged"])
-@pytest.mark.parametrize(("name", "memory"), [("deepseek-v3", "144KiB"), ("gpt-oss", "288KiB")])
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [
+        ("deepseek-v3", "144KiB"),
+        ("gpt-oss", "288KiB"),
+        ("qwen3-next", "192KiB"),
+        ("qwen3.5", "128KiB"),
+    ],
+)
 def test_torch_shares_prefixes_preempts_and_forks(
     name: str, memory: str, regime: str, tmp_path: Path, model_dir: Path
 ) -> None:
@@ -104,30 +113,64 @@ def test_torch_shares_prefixes_preempts_and_forks(
     params = SamplingParams(
         n=2, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False
     )
-    options = {"linear_backend": "torch", "kv_regime": regime, "kv_cache_memory": memory}
+    options = {"linear_backend": "torch", "kv_regime": regime, "max_model_len": 96}
+    options["kv_mapper"] = "off"  # then nothing depends on times
     if regime == "virtual":
         options["attention_backend"] = "sdpa"
-    with engine(tmp_path, model_dir, **options) as llm:
+    with engine(tmp_path, model_dir, **options, kv_cache_memory=memory) as llm:
         assert not isinstance(llm.engine.runner.model.network, NativeDecoder)
         first = llm.generate(prompts, params)
-        again = llm.generate(prompts[:2], params)
+        llm.engine.memory.check()
         preemptions = llm.stats()["num_preemptions_total"]
+    with engine(tmp_path, model_dir, **options) as llm:
+        again = [*llm.generate(prompts[:1], params), *llm.generate(prompts[:1], params)]
         llm.engine.memory.check()
     assert preemptions > 0
-    assert again[0].metrics.num_cached_tokens > 0
-    for prompt, result in zip([*prompts, *prompts[:2]], [*first, *again], strict=True):
+    assert again[1].metrics.num_cached_tokens > 0
+    for prompt, result in zip([*prompts, *prompts[:1] * 2], [*first, *again], strict=True):
         answers = [output.token_ids for output in result.outputs]
         assert answers == [generated(tmp_path, prompt)] * 2
 
 
-def test_states_are_refused_where_nothing_keeps_them(tmp_path: Path, model_dir: Path) -> None:
+@pytest.mark.parametrize("regime", ["virtual", "paged"])
+def test_a_step_that_is_tried_again_applies_a_state_once(
+    regime: str, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory ends in every layer of every kind of step, and once the pool has given some back it
+    does not."""
+    save(MODELS["qwen3-next"], tmp_path)
+    prompts = [[2 + 7 * i % 90 for i in range(n)] for n in (40, 9)]
+    expected = [generated(tmp_path, prompt) for prompt in prompts]
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    options = {"linear_backend": "torch", "kv_regime": regime}
+    calls = failures = 0
+    computed = SharedExpert.__call__
+
+    def scarce(self: SharedExpert, x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls, failures
+        calls += 1
+        if calls % 5 == 0:
+            failures += 1
+            raise torch.OutOfMemoryError("no memory")
+        return computed(self, x)
+
+    with engine(tmp_path, model_dir, **options) as llm:
+        monkeypatch.setattr(SharedExpert, "__call__", scarce)
+        results = llm.generate(prompts, params)
+        llm.engine.memory.check()
+    assert failures > NUM_TOKENS / 5
+    assert [result.outputs[0].token_ids for result in results] == expected
+
+
+def test_what_models_with_states_cannot_do_is_refused_at_start(
+    tmp_path: Path, model_dir: Path
+) -> None:
     save(NATIVE["qwen3.5"], tmp_path)
-    for options in ({"attention_backend": "sdpa"}, {"linear_backend": "torch"}):
-        with pytest.raises(UnsupportedError, match=r"linear attention run in the native CPU"):
-            engine(tmp_path, model_dir, **options)
     for option in ({"speculative": "auto"}, {"async_scheduling": "on"}):
         with pytest.raises(ConfigurationError, match=r"a model with linear attention .*use off"):
             engine(tmp_path, model_dir, **option)
+    config = ModelConfig.from_directory(tmp_path)
+    assert not resolve(EngineConfig(), config, gpu_bytes=64 << 30).async_scheduling
 
 
 def test_learned_positions_bound_the_context(tmp_path: Path, model_dir: Path) -> None:

@@ -111,7 +111,7 @@ def qwen3_next(model_type: str = "qwen3_next", **changes: Any) -> PreTrainedConf
               "linear_attention"]}  # fmt: skip
     experts = {"num_experts_per_tok": 3, "shared_expert_intermediate_size": 40}
     small = {**_SMALL, "head_dim": 24, "pad_token_id": None, **linear}
-    if model_type == "qwen3_next":
+    if model_type != "qwen3_5_text":
         small |= experts
     return CONFIG_MAPPING[model_type](**{**small, **changes})
 
@@ -298,6 +298,14 @@ NATIVE: dict[str, PreTrainedConfig] = {
         linear_value_head_dim=16,
         linear_conv_kernel_dim=3,
         layer_types=["full_attention", "linear_attention", "full_attention"],
+    ),
+    "qwen3.5-moe": qwen3_next(
+        "qwen3_5_moe_text",
+        hidden_size=64,
+        num_experts=6,
+        moe_intermediate_size=48,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
     ),
     "gemma2": gemma2(hidden_size=64),
     "gemma3": gemma3(hidden_size=64, rope_scaling={"rope_type": "linear", "factor": 8.0}),

@@ -91,6 +91,7 @@ _ARCHITECTURES = {
     "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3NextForCausalLM": "qwen3next",
     "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
     "GptOssForCausalLM": "gpt-oss",
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
@@ -203,7 +204,7 @@ def convert(
     architecture = _ARCHITECTURES[config.architecture]
     is_gemma = architecture.startswith("gemma")
     names = _GEMMA_NAMES if is_gemma else _NAMES
-    if architecture in ("gpt-oss", "qwen3next", "qwen35"):
+    if architecture in ("gpt-oss", "qwen3next", "qwen35", "qwen35moe"):
         names = _LATER_NAMES
     adds_offset = network.norm.offset != 0
     tensors: dict[str, tuple[str, Any]] = {}
@@ -268,7 +269,7 @@ def convert(
             writer.add_expert_count(network.experts.count)
             writer.add_expert_used_count(network.experts.chosen)
             writer.add_expert_feed_forward_length(network.experts.size)
-            if architecture in ("qwen2moe", "qwen3next"):
+            if architecture in ("qwen2moe", "qwen3next", "qwen35moe"):
                 writer.add_expert_shared_feed_forward_length(network.experts.shared_size)
         if rope.rope_type == "longrope":
             writer.add_rope_scaling_attn_factors(rope.parameters["attention_factor"])
@@ -335,7 +336,7 @@ def _add_delta(
     writer.add_ssm_inner_size(delta.value_size)
     writer.add_full_attention_interval(4)
     writer.add_rope_dimension_count(rotary_dim)
-    if architecture == "qwen35":
+    if architecture.startswith("qwen35"):
         writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -11,11 +13,13 @@ from vmserve import _core
 from vmserve.attention import create_backend
 from vmserve.attention.base import RaggedBatch
 from vmserve.attention.cpu import tensor_tuple
+from vmserve.attention.states import StepStates
 from vmserve.dtypes import DType
 from vmserve.host_arrays import array_tuple
-from vmserve.memory.views import ContiguousView, HostView
+from vmserve.memory.views import ContiguousView, HostView, StatePages
 from vmserve.models import LoadedModel
 from vmserve.models.decoder_config import DecoderConfig, DeltaConfig
+from vmserve.models.native import NativeDecoder
 from vmserve.torch_dtypes import as_torch
 
 #: Per step, the tokens of each sequence that are computed: prompts in uneven chunks, decodes
@@ -54,17 +58,23 @@ def view_for(model: LoadedModel, max_len: int) -> ContiguousView | HostView:
         return view
     if network.latent is not None:
         return ContiguousView(view.keys, view.keys)
-    return view if network.delta is None else _with_states(view, network.delta)
+    if network.delta is None:
+        return view
+    return _with_states(view, network.delta, native=isinstance(model.network, NativeDecoder))
 
 
-def _with_states(view: ContiguousView, delta: DeltaConfig) -> HostView:
+def _with_states(
+    view: ContiguousView, delta: DeltaConfig, *, native: bool
+) -> ContiguousView | HostView:
     """Every number in the states is NaN at first; pages are in another order than slots."""
-    keys, values = (list(map(tensor_tuple, each)) for each in (view.keys, view.values))
-    core = _core.CpuKvView(keys, values)
     slots = view.keys[0].shape[0]
     floats = len(delta.layers) * delta.state_floats
     pages = np.full((slots + 1, floats + 16), np.nan, np.float32)
     table = np.random.default_rng(0).permutation(slots).astype(np.int32)[:, None] + 1
+    if not native:
+        return replace(view, states=StatePages(torch.from_numpy(pages), table))
+    keys, values = (list(map(tensor_tuple, each)) for each in (view.keys, view.values))
+    core = _core.CpuKvView(keys, values)
     core.set_states(array_tuple(pages[:, :floats], DType.FLOAT32), table)
     return HostView(core, (view, pages, table))
 
@@ -83,8 +93,14 @@ def run_schedule(
             [SLOTS[i] for i in active], [done[i] for i in active], [step[i] for i in active]
         )
         tokens = [t for i in active for t in prompts[i][done[i] : done[i] + step[i]]]
+        states = {}
+        if view.states is not None:
+            states = {"states": StepStates.of(view.states, [batch])}
         logits = model.network.forward(
-            torch.tensor(tokens), torch.from_numpy(batch.positions), backend.bind(view, batch)
+            torch.tensor(tokens),
+            torch.from_numpy(batch.positions),
+            backend.bind(view, batch),
+            **states,
         )
         assert logits.shape == (batch.num_tokens, VOCAB)
         assert logits.dtype == torch.float32

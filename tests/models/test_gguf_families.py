@@ -59,6 +59,9 @@ _FAMILIES = {
     "deepseek-v3": deepseek_v3(**_LATENT),
     "qwen3-next": qwen3_next(**_DELTA, num_experts=6, moe_intermediate_size=64),
     "qwen3.5": qwen3_next("qwen3_5_text", **_DELTA),
+    "qwen3.5-moe": qwen3_next(
+        "qwen3_5_moe_text", **_DELTA, num_experts=6, moe_intermediate_size=64
+    ),
 }
 
 

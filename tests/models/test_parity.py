@@ -32,13 +32,13 @@ from tests.models.schedule import (
 from vmserve.attention import BACKENDS, check_backend, create_backend
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.errors import UnsupportedError
-from vmserve.models import load_model
+from vmserve.models import gated_delta, load_model
 
 #: Those of the native decoder that torch has kernels for, beside the ones that it runs as well.
-_LATENTS = [name for name in NATIVE if name.startswith("deepseek")]
+_ALSO_NATIVE = [name for name in NATIVE if name.startswith(("deepseek", "qwen3-next", "qwen3.5"))]
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *_LATENTS])
+@pytest.mark.parametrize("variant", [*VARIANTS, *_ALSO_NATIVE])
 def test_float32(variant: str, checkpoint: Callable[[str], Path]) -> None:
     prompts = random_prompts(LENGTHS)
     expected = transformers_logits(checkpoint(variant), prompts, torch.float32)
@@ -46,13 +46,19 @@ def test_float32(variant: str, checkpoint: Callable[[str], Path]) -> None:
     assert worst_difference(actual, expected) < 1e-5
 
 
+@pytest.mark.parametrize("variant", ["qwen3-next", "qwen3.5"])
+def test_states_after_several_chunks(
+    variant: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gated_delta, "CHUNK_TOKENS", 4)
+    test_float32(variant, checkpoint)
+
+
 @pytest.mark.parametrize("needs", [{"value_dim": 8}, {"has_sinks": True}])
 def test_what_kernels_cannot_do_is_refused(needs: dict[str, Any]) -> None:
     layers = [LayerAttention(0, 0.5, **needs)]
-    with pytest.raises(
-        UnsupportedError, match=r"which the torch-flash backend cannot do: use .*au"
-    ):
-        check_backend(BACKENDS["torch-flash"](), layers)
+    with pytest.raises(UnsupportedError, match=r"which the flashinfer backend cannot do: use .*au"):
+        check_backend(BACKENDS["flashinfer"](), layers)
     assert create_backend("auto", layers=layers, device="cuda").name == "sdpa"
 
 

@@ -7,11 +7,13 @@ a GPU would have frozen is frozen here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.attention.flash_op import EmulatedFlash
+from tests.models.checkpoints import NATIVE, deepseek_v2, save
 from tests.runner.planned import PlannedCpu
 from vmserve import BeamSearchParams, SamplingParams
 from vmserve.attention import BACKENDS, PREFERRED
@@ -19,6 +21,7 @@ from vmserve.attention.flash import FlashBackend
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
+from vmserve.models.hub import resolve_model
 from vmserve.runner import graphs
 from vmserve.runner.graphs import DecodeGraphs, widths
 from vmserve.runner.torch_runtime import TorchCpuRuntime
@@ -65,7 +68,9 @@ def serve(
     while waiting or engine.has_unfinished:
         if waiting and step % 3 == 0:
             index, prompt = waiting.pop(0)
-            engine.add_request(str(index), engine.tokenizer.encode(prompt), params(index))
+            known = engine.runner.model.config.vocab_size
+            tokens = [token % known for token in engine.tokenizer.encode(prompt)]
+            engine.add_request(str(index), tokens, params(index))
         change(engine, step)
         result = engine.step()
         assert not result.failures
@@ -124,6 +129,21 @@ def test_mixed_batches_are_captured_in_pieces(planned: Iterator[list[PlannedCpu]
         assert len(step.pieces) == 4  # one before each layer's attention
     assert captured._whole  # there were batches of one regime, too
     assert sum(backend.num_updates for backend in made) > 0
+
+
+def test_latents_in_pieces_and_states_not_at_all(tmp_path: Path) -> None:
+    """Of latents results are narrower than queries; both in batches of two regimes."""
+    dense = deepseek_v2(hidden_size=64, first_k_dense_replace=3)
+    for name, config in (("latents", dense), ("states", NATIVE["qwen3.5"])):
+        save(config, tmp_path / name)
+        options: dict[str, Any] = {"params": mixed_params, "change": regimes_in_turn}
+        options |= {"model": str(tmp_path / name), "tokenizer": str(resolve_model(None))}
+        expected, _ = serve(graphs=False, **options, kv_regime="virtual")
+        tokens, captured = serve(graphs=True, **options)
+        assert tokens == expected
+        assert (captured is None) == (name == "states")
+        if captured is not None:
+            assert len(captured._pieces) >= 2
 
 
 @pytest.mark.parametrize("regime", ["virtual", "paged", "auto"])

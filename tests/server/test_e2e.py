@@ -256,6 +256,27 @@ def test_a_time_limit(real: Running) -> None:
     assert kv(real)["num_seqs"] == 0
 
 
+def test_a_draft_model_changes_no_reply(client: openai.OpenAI) -> None:
+    options = {"kv_cache_memory": "64MiB", "max_model_len": 1024, "max_num_seqs": 16}
+    drafting = Running(
+        ProcessLLM(**options, speculative="draft-model", speculative_model="embedded"),
+        served_model_names=("embedded",),
+    )
+    asked: Any = {"model": "embedded", "prompt": PROMPT, "max_tokens": 24, "seed": 3}
+    try:
+        with drafting.openai() as other:
+            for temperature in (0, 1):
+                reply = client.completions.create(**asked, temperature=temperature)
+                again = other.completions.create(**asked, temperature=temperature)
+                assert again.choices[0].text == reply.choices[0].text
+        text = drafting.http.get("/metrics").text
+        found = re.search(r"vmserve:spec_decode_num_accepted_tokens_total{.*} ([\d.]+)", text)
+        assert found is not None
+        assert float(found[1]) > 0
+    finally:
+        drafting.close()
+
+
 def test_drain_ends_what_runs(real: Running) -> None:
     """The last test of this module: it stops the server."""
     events = real.events(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vmserve.engine.longest import LongestSequence
 from vmserve.memory.layout import layer_kinds, plan_layout
+from vmserve.memory.longest import LongestSequence
 from vmserve.simulation.liveness import Workload, _Life, draw
 
 NUM_WORKLOADS = 40

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
 from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
-from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.dtype import DTYPES, asked_dtype
 from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress
@@ -101,7 +100,4 @@ def _native_kind(config: ModelConfig) -> str | None:
     quantized = config.native_only
     if quantized is not None and not getattr(quantized, "expands", False):
         return quantized.kind
-    network = config.network
-    if not isinstance(network, DecoderConfig):
-        return None
-    return None if network.delta is None else "models with linear attention"
+    return None

@@ -45,7 +45,8 @@ __all__ = [
 
 #: May overwrite its argument.
 Activation = Callable[[torch.Tensor], torch.Tensor]
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+#: q, k and v, and what attention is multiplied by the sigmoid of.
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +169,7 @@ class Projections:
     """``x`` to q, k and v, each ``[tokens, heads, head_dim]``.
 
     ``query_scale``: OPT scales (and rounds) the queries here, not the scores in attention.
+    ``gated``: behind each head's query is its gate.
     """
 
     qkv: Products
@@ -177,17 +179,21 @@ class Projections:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     query_scale: float | None = None
+    gated: bool = False
 
     def __call__(self, x: torch.Tensor) -> Heads:
         tokens, dim = x.shape[0], self.head_dim
         q, k, v = self.qkv(x)
-        q = q.view(tokens, self.q_heads, dim)
+        gate = None
+        q = q.view(tokens, self.q_heads, -1)
+        if self.gated:
+            q, gate = q.chunk(2, dim=-1)
         k, v = k.view(tokens, self.kv_heads, dim), v.view(tokens, self.kv_heads, dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_scale is not None:
             q.mul_(self.query_scale)
-        return q, k, v
+        return q, k, v, gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +223,7 @@ class LatentProjections:
         q = torch.cat((q_rotated, torch.einsum("thp,hrp->thr", q_plain, self.key_up)), dim=-1)
         latent, k_rotated = torch.split(self.kv_down(x), [rank, self.rotated], dim=-1)
         k = torch.cat((k_rotated, self.kv_norm(latent)), dim=-1).unsqueeze(1)
-        return q, k, k[..., self.rotated :]
+        return q, k, k[..., self.rotated :], None
 
 
 # -- MLP ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vmserve.models.config import ModelConfig
 
-__all__ = ["activation_bytes", "weight_bytes"]
+__all__ = ["activation_bytes", "state_copy_bytes", "weight_bytes"]
 
 #: Of the logits: as they come, in float32, and the sampler's work on them.
 _LOGIT_COPIES = 4
@@ -25,3 +25,9 @@ def activation_bytes(model: ModelConfig, num_tokens: int, num_rows: int) -> int:
     """
     per_token, per_row = model.activation_width, _LOGIT_COPIES * model.vocab_size
     return 4 * (num_tokens * per_token + num_rows * per_row)
+
+
+def state_copy_bytes(model: ModelConfig, num_seqs: int) -> int:
+    """What torch takes for the states of one layer while a step computes them: those before, those
+    after, and a copy between."""
+    return 3 * num_seqs * model.state_bytes // max(1, model.num_states)

@@ -34,20 +34,21 @@ _EMBEDDED = Path(__file__).parents[1] / "assets" / "embedded"
 
 
 def is_embedded(model: str | None) -> bool:
-    """None and :data:`EMBEDDED_NAME` are the model inside the package.
+    """None, :data:`EMBEDDED_NAME` and ``embedded`` are the model inside the package.
 
     A directory of that name is a model like any other.
     """
-    return model is None or (model == EMBEDDED_NAME and not Path(model).exists())
+    names = (EMBEDDED_NAME, "embedded")
+    return model is None or (model in names and not Path(model).exists())
 
 
 def resolve_model(model: str | None) -> Path:
     """Return the directory of a model, or its GGUF file.
 
-    ``model``: None or ``vmserve-embedded`` for the model inside the package; an existing
-    directory; a GGUF file, or a directory that holds one, or ``hub-id:FILE.gguf`` in the local
-    Hugging Face cache; the name of a pulled model; or a hub id such as ``Qwen/Qwen3-0.6B``, taken
-    from that cache, else downloaded (``huggingface_hub`` shows the progress on standard error).
+    ``model``: that inside the package (:func:`is_embedded`); an existing directory; a GGUF file, or
+    a directory that holds one, or ``hub-id:FILE.gguf`` in the local Hugging Face cache; the name of
+    a pulled model; or a hub id such as ``Qwen/Qwen3-0.6B``, taken from that cache, else downloaded
+    (``huggingface_hub`` shows the progress on standard error).
 
     Raises :class:`~vmserve.errors.ConfigurationError` when there is no such model, it is not in
     the cache and cannot be downloaded, or this process may not read its files.

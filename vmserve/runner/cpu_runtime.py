@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.attention.base import AttentionCall
+    from vmserve.attention.states import StepStates
     from vmserve.memory.manager import MemoryManager
     from vmserve.memory.views import KVView
     from vmserve.models import LoadedModel
@@ -73,6 +74,7 @@ class CpuRuntime(HostDevice):
         logits_rows: NDArray[np.int64] | None = None,
         drawn: torch.Tensor | None = None,
         hidden: HiddenRows | None = None,
+        states: StepStates | None = None,
     ) -> Logits:
         assert drawn is None, "the host draws the tokens itself"
         network = cast("NativeDecoder", model.network)

@@ -110,7 +110,7 @@ class _Cut:
     ) -> torch.Tensor:
         graph = self._runtime.end_capture()
         # Zeros: rows of the padding are never attended, but must be numbers.
-        attended = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+        attended = _no_attention(spec, q, k, v)
         self.pieces.append(_Piece(graph, spec, q, k, v, rotary, attended))
         self._runtime.begin_capture()
         return attended
@@ -142,7 +142,7 @@ def _no_attention(
     rotary: Rotary | None = None,
 ) -> torch.Tensor:
     """Replaces attention in a run that only makes libraries set themselves up."""
-    return torch.zeros_like(q)
+    return q.new_zeros(*q.shape[:-1], spec.value_dim or q.shape[-1])
 
 
 class DecodeGraphs:
@@ -185,10 +185,14 @@ class DecodeGraphs:
         max_rows: int,
         max_len: int,
     ) -> DecodeGraphs | None:
-        """Make it; None for a model with foreign code, which may do what cannot be captured."""
+        """Make it; None for a model with foreign code, which may do what cannot be captured, and
+        for one with states, of which a replay with rows of padding would change a page."""
         network = model.config.network
         if not isinstance(network, DecoderConfig):
             logger.info("steps of this model are not captured: its code is not vmserve's")
+            return None
+        if network.delta is not None:
+            logger.info("steps of this model are not captured: its layers keep states")
             return None
         return DecodeGraphs(
             model, kernels, runtime, max_rows=max_rows, max_len=max_len, q_heads=network.q_heads

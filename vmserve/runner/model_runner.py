@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from vmserve.attention.base import AttentionCall, LayerAttention, RaggedBatch
+from vmserve.attention.states import StepStates
 from vmserve.memory.base import Regime
 from vmserve.models.hidden import HiddenRows
 from vmserve.runner.runtime import CaptureError
@@ -147,6 +148,10 @@ class ModelRunner:
         self._kernels = kernels
         self._runtime = runtime
         self._graphs = graphs
+        #: The same pages in either view.
+        self._states = next((each.view.states for each in kernels.values()), None)
+        #: The step that has begun, and its states.
+        self._begun: tuple[StepPlan, StepStates] | None = None
 
     def execute(
         self, plan: StepPlan, slots: NDArray[np.int32], drawn: torch.Tensor | None = None
@@ -154,6 +159,8 @@ class ModelRunner:
         """Compute a step. ``slots``: of each sequence; -1: kernels find it by its block table row.
 
         ``drawn``: int64, on the device: the values of the placeholders -1, -2, … in sequences.
+
+        A plan whose computation failed may be given again, before any other one.
 
         On a GPU, the work is given to the engine's stream, and this does not wait for it.
         """
@@ -164,7 +171,7 @@ class ModelRunner:
     def _execute(
         self, plan: StepPlan, slots: NDArray[np.int32], drawn: torch.Tensor | None
     ) -> StepLogits:
-        num_paged = int(np.count_nonzero(slots < 0))
+        num_paged, whole = int(np.count_nonzero(slots < 0)), plan
         if 0 < num_paged < len(plan):
             # One stretch of rows for each regime; within it the order of the plan.
             order = np.argsort(slots >= 0, kind="stable")
@@ -176,6 +183,7 @@ class ModelRunner:
         parts = _parts(plan, slots, num_paged, self._kernels)
         hidden = HiddenRows(len(wanted.hidden_rows)) if wanted.hidden_rows else None
         rows = wanted.rows + wanted.hidden_rows
+        states = self._states_of(whole, parts)
         logits = self._runtime.forward(
             self.model,
             _new_tokens(plan),
@@ -184,8 +192,18 @@ class ModelRunner:
             None if plan.only_decodes else np.array(rows, dtype=np.int64),
             drawn,
             hidden,
+            states,
         )
+        self._begun = None
         return _step_logits(logits, wanted, self._times(parts), hidden)
+
+    def _states_of(self, plan: StepPlan, parts: list[_Part]) -> StepStates | None:
+        if self._states is None:
+            return None
+        if self._begun is None or self._begun[0] is not plan:
+            states = StepStates.of(self._states, [part.batch for part in parts])
+            self._begun = plan, states
+        return self._begun[1]
 
     def _replay(
         self,
@@ -360,7 +378,7 @@ class _MixedCall:
         v: torch.Tensor,
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        out = q.new_empty(q.shape)
+        out = q.new_empty(*q.shape[:-1], spec.value_dim or q.shape[-1])
         for call, first, end in self._calls:
             part = None if rotary is None else rotary.rows(first, end)
             out[first:end] = call(spec, q[first:end], k[first:end], v[first:end], part)

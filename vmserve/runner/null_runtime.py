@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.attention.base import AttentionCall
+    from vmserve.attention.states import StepStates
     from vmserve.models import LoadedModel
     from vmserve.models.hidden import HiddenRows
     from vmserve.sampling.tokens import Logits
@@ -39,6 +40,7 @@ class NullRuntime(CpuRuntime):
         logits_rows: NDArray[np.int64] | None = None,
         drawn: torch.Tensor | None = None,
         hidden: HiddenRows | None = None,
+        states: StepStates | None = None,
     ) -> Logits:
         self.num_tokens = len(token_ids)
         num_rows = len(token_ids if logits_rows is None else logits_rows)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.attention.base import AttentionCall, RaggedBatch
+    from vmserve.attention.states import StepStates
     from vmserve.memory.base import Regime
     from vmserve.memory.device import MemoryDevice
     from vmserve.memory.manager import MemoryManager
@@ -120,13 +121,15 @@ class DeviceRuntime(Protocol):
         logits_rows: NDArray[np.int64] | None = None,
         drawn: torch.Tensor | None = None,
         hidden: HiddenRows | None = None,
+        states: StepStates | None = None,
     ) -> Logits:
         """Logits ``[rows, vocab]`` in float32 of one ragged batch. Does not wait for them.
 
         token_ids, positions: ``[tokens]``; logits_rows: the rows of the batch that go through the
         LM head (None: all, in order); drawn: the tokens that only the device knows
         (:func:`vmserve.runner.ids.known`); hidden: takes the final hidden states of the last of
-        these rows, which then have no logits.
+        these rows, which then have no logits; states: of the sequences, for models that torch
+        computes and whose layers keep them.
         """
         ...
 

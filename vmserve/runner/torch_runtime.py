@@ -42,10 +42,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.attention.base import AttentionCall
+    from vmserve.attention.states import StepStates
     from vmserve.dtypes import DType
     from vmserve.memory.manager import MemoryManager
     from vmserve.memory.views import KVView
     from vmserve.models import LoadedModel, ModelConfig
+    from vmserve.models.decoder import Decoder
     from vmserve.runner.kernels import RegimeKernels
     from vmserve.runner.runtime import Fetch, Graph, HeadShape, TorchRuntime
     from vmserve.sampling.tokens import Logits, TokenSampler
@@ -92,12 +94,16 @@ class _TorchWork(ABC):
         logits_rows: NDArray[np.int64] | None = None,
         drawn: torch.Tensor | None = None,
         hidden: HiddenRows | None = None,
+        states: StepStates | None = None,
     ) -> Logits:
         ids = known(self.upload(token_ids), drawn)
         if isinstance(model.network, NativeDecoder):
             return model.network.forward(ids.numpy(), positions, attention, logits_rows, hidden)
         rows = None if logits_rows is None else self.upload(logits_rows)
-        return model.network.forward(ids, self.upload(positions), attention, rows, hidden)
+        given = (ids, self.upload(positions), attention, rows, hidden)
+        if states is not None:
+            return cast("Decoder", model.network).forward(*given, states)
+        return model.network.forward(*given)
 
     def rows(self, logits: Logits, rows: Sequence[int]) -> Logits:
         chosen = np.array(rows, dtype=np.int64)

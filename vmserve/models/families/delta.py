@@ -1,4 +1,4 @@
-"""Gated delta layers beside attention: Qwen3-Next and Qwen3.5, text."""
+"""Gated delta layers beside attention: Qwen3-Next and Qwen3.5, text, also with experts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.models.decoder_config import DecoderConfig, DeltaConfig, TensorNames
+from vmserve.models.decoder_config import (
+    DecoderConfig,
+    DeltaConfig,
+    ExpertsConfig,
+    TensorNames,
+)
 from vmserve.models.families.base import (
     COMMON_FIELDS,
     Family,
@@ -23,16 +28,20 @@ from vmserve.models.fields import Fields, Schema, read_partial_rope
 _QWEN3_5_NAMES = replace(QWEN3_NAMES, delta="linear_attn.", constants=r"mtp\..*")
 
 
-_QWEN3_NEXT_NAMES = replace(
+_QWEN3_5_MOE_NAMES = replace(
     QWEN2_MOE_NAMES,
     qk_norms=QWEN3_NAMES.qk_norms,
     delta=_QWEN3_5_NAMES.delta,
-    delta_fused=True,
     constants=_QWEN3_5_NAMES.constants,
 )
 
 
-def _qwen3_5(hf: Any, names: TensorNames = _QWEN3_5_NAMES) -> DecoderConfig:
+_QWEN3_NEXT_NAMES = replace(_QWEN3_5_MOE_NAMES, delta_fused=True)
+
+
+def _qwen3_5(
+    hf: Any, names: TensorNames = _QWEN3_5_NAMES, mlp_size: int | None = None
+) -> DecoderConfig:
     """Qwen3.5, text: gated delta layers (Yang et al. 2024), and attention with gates."""
     if hf.attention_bias:
         raise UnsupportedError("attention_bias is not supported where attention has gates")
@@ -41,7 +50,9 @@ def _qwen3_5(hf: Any, names: TensorNames = _QWEN3_5_NAMES) -> DecoderConfig:
         raise UnsupportedError(
             f"layer type {', '.join(unknown)} is not supported beside linear attention"
         )
-    network = describe_llama(hf, (False, False, False), names=names, partial=True)
+    network = describe_llama(
+        hf, (False, False, False), names=names, partial=True, mlp_size=mlp_size
+    )
     if len(hf.layer_types) != network.num_layers:
         raise ConfigurationError(
             f"config.json: layer_types has {len(hf.layer_types)} entries for "
@@ -73,6 +84,21 @@ def _qwen3_next(hf: Any) -> DecoderConfig:
     return with_experts(
         hf, _qwen3_5(hf, _QWEN3_NEXT_NAMES), hf.num_experts, hf.shared_expert_intermediate_size
     )
+
+
+def _qwen3_5_moe(hf: Any) -> DecoderConfig:
+    """Qwen3.5 with experts in every layer: none has an MLP of another size."""
+    network = _qwen3_5(hf, _QWEN3_5_MOE_NAMES, hf.moe_intermediate_size)
+    experts = ExpertsConfig(
+        count=hf.num_experts,
+        chosen=hf.num_experts_per_tok,
+        size=hf.moe_intermediate_size,
+        normalised=True,
+        layers=frozenset(range(network.num_layers)),
+        shared_size=hf.shared_expert_intermediate_size,
+        shared_gate=True,
+    )
+    return replace(network, experts=experts)
 
 
 def _finish_qwen3_5(found: Fields) -> bool:
@@ -122,6 +148,24 @@ _QWEN3_5 = Schema(
 )
 
 
+_QWEN3_5_MOE = Schema(
+    {
+        **{name: each for name, each in COMMON_FIELDS.items() if name != "intermediate_size"},
+        **_LINEAR_ATTENTION,
+        "vocab_size": ("int", 248320),
+        "hidden_size": ("int", 2048),
+        "num_hidden_layers": ("int", 40),
+        "num_key_value_heads": ("int", 2),
+        "moe_intermediate_size": ("int", 512),
+        "shared_expert_intermediate_size": ("int", 512),
+        "num_experts_per_tok": ("int", 8),
+        "num_experts": ("int", 256),
+    },
+    rope=read_partial_rope,
+    finish=_finish_qwen3_5,
+)
+
+
 _QWEN3_NEXT = Schema(
     {
         **COMMON_FIELDS,
@@ -147,4 +191,5 @@ _QWEN3_NEXT = Schema(
 FAMILIES: Mapping[str, Family] = {
     "Qwen3NextForCausalLM": Family("qwen3_next", _QWEN3_NEXT, _qwen3_next),
     "Qwen3_5ForCausalLM": Family("qwen3_5_text", _QWEN3_5, _qwen3_5),
+    "Qwen3_5MoeForCausalLM": Family("qwen3_5_moe_text", _QWEN3_5_MOE, _qwen3_5_moe),
 }

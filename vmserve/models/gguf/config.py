@@ -166,7 +166,7 @@ class _Fields:
             case "qwen3moe":
                 config["moe_intermediate_size"] = read.size("expert_feed_forward_length")
                 config["norm_topk_prob"] = True
-            case "qwen3next" | "qwen35":
+            case "qwen3next" | "qwen35" | "qwen35moe":
                 config |= self._delta(head_dim, layers, config["rope_parameters"])
             case "phi3":
                 config |= self._phi3(head_dim)
@@ -214,7 +214,7 @@ class _Fields:
             config["layer_types"] = [kinds[bool(flag)] for flag in flags]
         else:
             config["full_attention_interval"] = read.size("full_attention_interval", 4)
-        if self._name == "qwen3next":
+        if self._name in ("qwen3next", "qwen35moe"):
             config |= {**self._shared_experts(), "norm_topk_prob": True}
         return config
 
