@@ -43,13 +43,15 @@ def random_prompts(lengths: list[int]) -> list[list[int]]:
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-def view_for(model: LoadedModel, max_len: int) -> ContiguousView | HostView:
+def view_for(
+    model: LoadedModel, max_len: int, kv_heads: int | None = None
+) -> ContiguousView | HostView:
     config = model.config
     view = dense_view(
         config.num_layers,
         max(SLOTS) + 1,
         max_len,
-        config.kv_heads,
+        kv_heads or config.kv_heads,
         config.head_dim,
         as_torch(model.dtype),
     )
@@ -80,10 +82,17 @@ def _with_states(
 
 
 def run_schedule(
-    model: LoadedModel, prompts: list[list[int]], backend_name: str | None = None
+    model: LoadedModel,
+    prompts: list[list[int]],
+    backend_name: str | None = None,
+    kv_heads: int | None = None,
+    rank: int = 0,
 ) -> list[torch.Tensor]:
-    """Per prompt ``[tokens, vocab]``, gathered over the steps of ``SCHEDULE``."""
-    view = view_for(model, max(LENGTHS))
+    """Per prompt ``[tokens, vocab]``, gathered over the steps of ``SCHEDULE``.
+
+    ``kv_heads``: of a rank, where the model is divided; no rank but the first has logits.
+    """
+    view = view_for(model, max(LENGTHS), kv_heads)
     backend = create_backend(backend_name or "sdpa")
     done = [0] * len(prompts)
     rows: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -102,8 +111,10 @@ def run_schedule(
             backend.bind(view, batch),
             **states,
         )
-        assert logits.shape == (batch.num_tokens, VOCAB)
+        assert logits.shape == (0 if rank else batch.num_tokens, VOCAB)
         assert logits.dtype == torch.float32
+        if rank:
+            logits = logits.new_zeros(batch.num_tokens, VOCAB)
         for i, part in zip(active, torch.split(logits, [step[i] for i in active]), strict=True):
             rows[i].append(part)
             done[i] += step[i]

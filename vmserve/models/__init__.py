@@ -17,6 +17,7 @@ from vmserve.models.native import NativeDecoder, choose_native, load_native, ref
 if TYPE_CHECKING:
     import torch
 
+    from vmserve.models.collective import Collective
     from vmserve.models.decoder import Decoder
     from vmserve.models.foreign import ForeignModel
 
@@ -57,6 +58,7 @@ def load_model(
     native: bool = False,
     quantization: str = "none",
     progress: Progress | None = None,
+    ranks: Collective | None = None,
 ) -> LoadedModel:
     """Load the weights of a model directory or a GGUF file.
 
@@ -67,6 +69,8 @@ def load_model(
     own context); it selects the factors of longrope models and nothing else.
     ``native``: as a :class:`NativeDecoder`, for which :func:`vmserve.models.native.refusal` must
     have no objection; ``quantization``: of that one's linear layers, as in ``EngineConfig``.
+    ``ranks``: load what the rank computes where torch does; ``kv_heads`` of
+    :class:`~vmserve.models.slices.Slices` are in its KV cache.
     ``progress(phase, done_bytes, total_bytes)`` is called as tensors arrive.
 
     Raises :class:`~vmserve.errors.ConfigurationError` naming what is wrong with the files.
@@ -91,7 +95,9 @@ def load_model(
     # Only now: torch, and transformers too, take longer to import than a small model to load.
     from vmserve.models.torch_models import load_torch  # noqa: PLC0415
 
-    computed, parameter_bytes = load_torch(directory, config, kind, device, max_len, progress)
+    computed, parameter_bytes = load_torch(
+        directory, config, kind, device, max_len, progress, ranks
+    )
     return LoadedModel(config, kind, parameter_bytes, computed)
 
 

@@ -16,6 +16,7 @@ from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.gated_delta import DeltaBatch
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.rotary_embedding import RotaryEmbedding
+from vmserve.models.shard import Together
 from vmserve.models.weights import DecoderWeights, LayerWeights
 
 __all__ = ["Decoder"]
@@ -28,8 +29,16 @@ class Decoder:
     norms stand before attention and MLP, or after their residuals.
     """
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, max_len: int) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        max_len: int,
+        ranks: Together | None = None,
+    ) -> None:
+        """``ranks``: those that compute the others' shares; ``config`` is that of the own share."""
         self._config = config
+        self._ranks = ranks
         self._weights = weights
         self._embedding_scale: float | None = None
         if config.embedding_scale is not None:
@@ -52,7 +61,7 @@ class Decoder:
         hidden: HiddenRows | None = None,
         states: StepStates | None = None,
     ) -> torch.Tensor:
-        """Logits ``[rows, vocab]`` in float32.
+        """Logits ``[rows, vocab]`` in float32; no rows on ranks but the first.
 
         token_ids, positions: ``[tokens]`` int64; logits_rows: ``[rows]`` int64, the rows of
         the batch that go through the LM head (None: all of them, in order); hidden: takes the
@@ -74,11 +83,16 @@ class Decoder:
         logits = F.linear(x, self._weights.head)
         if (cap := self._config.logits_softcap) is not None:
             logits = logits.div_(cap).tanh_().mul_(cap)
+        if self._ranks is not None:
+            logits = self._ranks.logits(logits)
         return logits.to(torch.float32)
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         weights = self._weights
-        x = F.embedding(token_ids, weights.embedding)
+        if self._ranks is None:
+            x = F.embedding(token_ids, weights.embedding)
+        else:
+            x = self._ranks.embed(token_ids, weights.embedding)
         if self._embedding_scale is not None:
             x = x.mul_(self._embedding_scale)
         if weights.project_in is not None:
@@ -119,15 +133,18 @@ class Decoder:
             else:
                 attended = self._attend(layer, spec, normed, rotary, attention)
             attended, x = self._read(spec, attended, x, logits_rows)
-            added = layer.output(attended)
+            added = self._sum(layer.output(attended))
             if layer.attention_out_norm is not None:
                 added = layer.attention_out_norm(added)
             x, normed = add_and_norm(layer.mlp_norm, added, x)
-            added = layer.mlp(normed)
+            added = self._sum(layer.mlp(normed))
             if layer.mlp_out_norm is not None:
                 added = layer.mlp_out_norm(added)
             x, normed = add_and_norm(norm, added, x)
         return normed
+
+    def _sum(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self._ranks is None else self._ranks.sum(x)
 
     def _norm_last(
         self,
@@ -139,8 +156,8 @@ class Decoder:
         for layer, spec in zip(self._weights.layers, self._config.layers, strict=True):
             attended = self._attend(layer, spec, x, rotary, attention)
             attended, x = self._read(spec, attended, x, logits_rows)
-            _, x = add_and_norm(layer.attention_norm, layer.output(attended), x)
-            _, x = add_and_norm(layer.mlp_norm, layer.mlp(x), x)
+            _, x = add_and_norm(layer.attention_norm, self._sum(layer.output(attended)), x)
+            _, x = add_and_norm(layer.mlp_norm, self._sum(layer.mlp(x)), x)
         final_norm = self._weights.final_norm
         return x if final_norm is None else final_norm(x)
 

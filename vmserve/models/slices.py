@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from vmserve import _core
+from typing import Protocol
+
 from vmserve.errors import UnsupportedError
 from vmserve.models.decoder_config import DecoderConfig
 
-__all__ = ["Slices", "refusal_of_ranks"]
+__all__ = ["Division", "Slices", "refusal_of_ranks"]
 
 
 def refusal_of_ranks(config: DecoderConfig, size: int) -> str | None:
@@ -32,13 +33,26 @@ def refusal_of_ranks(config: DecoderConfig, size: int) -> str | None:
     return None
 
 
+class Division(Protocol):
+    """How outputs are divided among ranks: ``_core.RankGroup``, or a rule."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def slice(self, count: int) -> tuple[int, int]:
+        """The first of the rank's outputs, of ``count``, and their number."""
+
+
 class Slices:
     """Those of one rank; without a group everything.
 
     Key-value heads that are fewer than the ranks are those of several ranks.
     """
 
-    def __init__(self, config: DecoderConfig, group: _core.RankGroup | None) -> None:
+    def __init__(self, config: DecoderConfig, group: Division | None) -> None:
         """Raises :class:`~vmserve.errors.UnsupportedError` where the model cannot be divided."""
         self._group = group
         size = 1 if group is None else group.size

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from vmserve.models.blocks import RmsNormKernel
+from vmserve.models.collective import Collective
 from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.loader import Progress, find_tensors
@@ -16,6 +17,7 @@ from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.mxfp4 import Mxfp4Weight
 from vmserve.models.quantized.weight import find_quantized
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
+from vmserve.models.shard import Part, Shard, Together
 from vmserve.models.stored_weight import SafetensorsWeight
 from vmserve.models.tensor_names import tensor_shapes, weight_name
 from vmserve.models.weights import DecoderWeights, assemble
@@ -26,7 +28,7 @@ __all__ = ["load_decoder", "load_tensors"]
 
 logger = logging.getLogger(__name__)
 
-#: Converted at a time: this much of a tensor is in memory in both types.
+#: Converted at a time: this much of a tensor, or a row of it, is in memory in both types.
 _BLOCK_BYTES = 8 << 20
 
 
@@ -36,9 +38,11 @@ def load_tensors(
     device: torch.device,
     progress: Progress | None = None,
     exact: tuple[str, ...] = (),
+    parts: Mapping[str, Part] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read the tensors that :func:`vmserve.models.loader.find_tensors` found, in ``dtype``;
-    those whose names end in one of ``exact`` in float32.
+    those whose names end in one of ``exact`` in float32. ``parts``: read these of the tensors that
+    it names.
 
     A tensor that is stored in ``dtype`` stays in its file, memory-mapped (on a CPU);
     another one is converted block by block, and the file's pages dropped behind it.
@@ -48,7 +52,9 @@ def load_tensors(
     tensors: dict[str, torch.Tensor] = {}
     for name, (file, tensor) in stored.items():
         kind = torch.float32 if name.endswith(exact) else dtype
-        tensors[name] = _load(file, tensor, kind, device)
+        tensors[name] = _load(
+            file, tensor, kind, device, None if parts is None else parts.get(name)
+        )
         done += tensor.num_bytes
         if progress is not None:
             progress("loading weights", done, total)
@@ -56,34 +62,57 @@ def load_tensors(
 
 
 def _load(
-    file: SafetensorsFile, stored: StoredTensor, dtype: torch.dtype, device: torch.device
+    file: SafetensorsFile,
+    stored: StoredTensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    part: Part | None,
 ) -> torch.Tensor:
     mapped = torch.from_numpy(file.view(stored)).view(as_torch(stored.dtype))
+    pieces = [mapped] if part is None else part.of(mapped)
     aligned = stored.start % stored.dtype.itemsize == 0
-    if device.type == "cpu" and mapped.dtype == dtype and aligned:
-        file.load_pages(stored.start, stored.num_bytes)
-        return mapped
-    loaded = torch.empty(stored.shape, dtype=dtype, device=device)
-    source, target = mapped.view(-1), loaded.view(-1)
-    block = _BLOCK_BYTES // stored.dtype.itemsize
-    for first in range(0, stored.num_elements, block):
-        last = min(first + block, stored.num_elements)
-        target[first:last].copy_(source[first:last])
-        itemsize = stored.dtype.itemsize
-        file.drop_pages(stored.start + first * itemsize, (last - first) * itemsize)
+    in_place = len(pieces) == 1 and pieces[0].is_contiguous()
+    if device.type == "cpu" and mapped.dtype == dtype and aligned and in_place:
+        file.load_pages(*_place(stored, pieces[0]))
+        return pieces[0]
+    axis = 0 if part is None else part.axis
+    shape = list(stored.shape)
+    shape[axis] = sum(piece.shape[axis] for piece in pieces)
+    loaded = torch.empty(shape, dtype=dtype, device=device)
+    targets = torch.split_with_sizes(loaded, [piece.shape[axis] for piece in pieces], axis)
+    rows = max(1, _BLOCK_BYTES * stored.shape[0] // max(1, stored.num_bytes))
+    for piece, target in zip(pieces, targets, strict=True):
+        for source, place in zip(torch.split(piece, rows), torch.split(target, rows), strict=True):
+            place.copy_(source)
+            file.drop_pages(*_place(stored, source))
     return loaded
 
 
+def _place(stored: StoredTensor, piece: torch.Tensor) -> tuple[int, int]:
+    """The bytes of the file from a view's first element to its last: start and number."""
+    if piece.numel() == 0:
+        return stored.start, 0
+    span = 1 + sum((n - 1) * step for n, step in zip(piece.shape, piece.stride(), strict=True))
+    itemsize = stored.dtype.itemsize
+    return stored.start + int(piece.storage_offset()) * itemsize, span * itemsize
+
+
 def _expanded(
-    weight: Mxfp4Weight, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    weight: Mxfp4Weight,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    part: Part | None,
 ) -> torch.Tensor:
     """``[matrices, in, out]``; bfloat16 holds the numbers exactly."""
-    count, inputs, outputs = shape
-    loaded = torch.empty(count, outputs, inputs, dtype=dtype, device=device)
+    whole = torch.empty(shape, device="meta")
+    count, inputs, outputs = (whole if part is None else part.of(whole)[0]).shape
+    loaded = torch.empty(count, outputs, inputs, dtype=dtype, device=device).mT
     for index in range(count):
-        loaded[index].copy_(torch.from_numpy(weight.matrix(index).expand()))
+        matrix = torch.from_numpy(weight.matrix(index).expand()).mT[None]
+        loaded[index].copy_((matrix if part is None else part.of(matrix)[0])[0])
     weight.drop_pages()
-    return loaded.mT
+    return loaded
 
 
 def load_decoder(
@@ -94,11 +123,14 @@ def load_decoder(
     max_len: int,
     progress: Progress | None,
     quantized: QuantizedFormat | None = None,
+    ranks: Collective | None = None,
 ) -> tuple[Decoder, int]:
-    """Load the decoder; return it and the bytes of its weights.
+    """Load the decoder, or a rank's share of it; return it and the bytes of its weights.
 
     Raises as :func:`vmserve.models.loader.find_tensors` does.
     """
+    shard = None if ranks is None else Shard(config, ranks.rank, ranks.size)
+    parts = {} if shard is None else shard.parts
     packed: dict[str, Mxfp4Weight] = {}
     if quantized is None:
         found = find_tensors(directory, config)
@@ -113,9 +145,10 @@ def load_decoder(
     exact = [config.names.router_correction] if config.names.router_correction else []
     if config.delta is not None:
         exact += ["A_log", "dt_bias"]
-    tensors = load_tensors(found, dtype, device, progress, tuple(exact))
+    tensors = load_tensors(found, dtype, device, progress, tuple(exact), parts)
     for name, weight in packed.items():
-        tensors[name] = _expanded(weight, tensor_shapes(config)[name], dtype, device)
+        shape = tensor_shapes(config)[name]
+        tensors[name] = _expanded(weight, shape, dtype, device, parts.get(name))
     if packed:
         sizes = (
             sum(weight.num_bytes for weight in packed.values()),
@@ -127,7 +160,12 @@ def load_decoder(
             str(dtype).removeprefix("torch."),
         )
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    return Decoder(config, assemble_on(device, config, tensors), max_len), num_bytes
+    if ranks is None or shard is None:
+        return Decoder(config, assemble_on(device, config, tensors), max_len), num_bytes
+    for name in filter(shard.zeroed, tensors):
+        tensors[name] = torch.zeros_like(tensors[name])
+    weights = assemble_on(device, shard.config, tensors)
+    return Decoder(shard.config, weights, max_len, Together(ranks, shard)), num_bytes
 
 
 def assemble_on(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from vmserve.dtypes import DType
+from vmserve.errors import UnsupportedError
+from vmserve.models.collective import Collective
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
@@ -29,13 +31,21 @@ def load_torch(
     device: str,
     max_len: int,
     progress: Progress | None,
+    ranks: Collective | None = None,
 ) -> tuple[Decoder | ForeignModel, int]:
     """The model and the bytes of its weights; see :func:`vmserve.models.load_model`."""
     where, kind = torch.device(device), as_torch(dtype)
     if isinstance(config.network, DecoderConfig):
         quantized = config.native_only
         assert not isinstance(quantized, GgufModel), "load_model() refuses these"
-        return load_decoder(directory, config.network, kind, where, max_len, progress, quantized)
+        return load_decoder(
+            directory, config.network, kind, where, max_len, progress, quantized, ranks
+        )
+    if ranks is not None:
+        raise UnsupportedError(
+            f"{config.architecture} is computed by transformers, which {ranks.size} ranks cannot "
+            "divide: leave --tensor-parallel-size at 1"
+        )
     # Only now: transformers takes seconds to import.
     from vmserve.models.foreign import load_foreign  # noqa: PLC0415
 

@@ -1,0 +1,201 @@
+"""What one rank of several has where torch computes: every second matrix is divided by its inputs.
+
+Products of a rank's inputs are parts of a sum over the ranks (Megatron-LM, 2019, section 3), whose
+order is not that of one rank: other bits than one rank's, unlike :mod:`vmserve.models.slices`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional as F
+
+from vmserve.errors import UnsupportedError
+from vmserve.models.collective import Collective
+from vmserve.models.decoder_config import DecoderConfig, ExpertsConfig
+from vmserve.models.slices import Slices, refusal_of_ranks
+from vmserve.models.tensor_names import mlp_names, shared_names, weight_name
+
+__all__ = ["Part", "Shard", "Together", "share"]
+
+#: Outputs; rows of halves then begin where kernels of GPUs want them.
+_UNIT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Ranges of a tensor along one axis, one behind the other."""
+
+    axis: int
+    ranges: tuple[slice, ...]
+
+    def of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the ranges."""
+        return [tensor.narrow(self.axis, r.start, r.stop - r.start) for r in self.ranges]
+
+
+def share(count: int, rank: int, size: int) -> slice:
+    """The outputs of one rank, of ``count``; none is without."""
+    unit = _UNIT if count >= _UNIT * size else 1
+    units = count // unit
+    first, end = (units * each // size * unit for each in (rank, rank + 1))
+    return slice(first, count if rank == size - 1 else end)
+
+
+@dataclass(frozen=True)
+class _Even:
+    """Divides as :class:`~vmserve.models.slices.Slices` wants to be told."""
+
+    rank: int
+    size: int
+
+    def slice(self, count: int) -> tuple[int, int]:
+        part = share(count, self.rank, self.size)
+        return part.start, part.stop - part.start
+
+
+class Shard:
+    """One rank's share of a decoder.
+
+    Norms, routers and learned positions are whole on each rank. Key-value heads that are fewer than
+    the ranks are those of several. Biases behind sums are rank 0's alone.
+    """
+
+    def __init__(self, config: DecoderConfig, rank: int, size: int) -> None:
+        """Raises :class:`~vmserve.errors.UnsupportedError` where the model cannot be divided."""
+        if (reason := refusal_of_ranks(config, size)) is not None:
+            raise UnsupportedError(reason)
+        self._whole = config
+        self._rank, self._size = rank, size
+        self._slices = Slices(config, _Even(rank, size))
+        #: Tokens whose rows of the embedding and of the head the rank has.
+        self.tokens = self._share(config.vocab_size)
+        #: Logits of each rank.
+        self.widths = [_length(share(config.vocab_size, each, size)) for each in range(size)]
+        experts = config.experts
+        if experts is not None:
+            experts = replace(
+                experts,
+                size=_length(self._share(experts.size)),
+                shared_size=_length(self._share(experts.shared_size)),
+            )
+        #: Of the rank's own heads and matrices.
+        self.config = replace(
+            config,
+            q_heads=self._slices.q_heads,
+            kv_heads=self._slices.kv_heads,
+            mlp_size=max(1, _length(self._share(config.mlp_size))),
+            experts=experts,
+        )
+        self._zeroed: set[str] = set()
+        #: Of the tensors in a checkpoint; those without are whole.
+        self.parts: Mapping[str, Part] = dict(self._find())
+
+    def zeroed(self, name: str) -> bool:
+        """Whether a bias is another rank's to add."""
+        return name in self._zeroed
+
+    def _share(self, count: int) -> slice:
+        return share(count, self._rank, self._size)
+
+    def _find(self) -> Iterator[tuple[str, Part]]:
+        config, names = self._whole, self._whole.names
+        rows = Part(0, (self.tokens,))
+        yield weight_name(names, names.embedding), rows
+        yield f"{names.head}.weight", rows
+        for layer in range(config.num_layers):
+            prefix = names.base + names.layer.format(layer)
+            q, k, v = self._slices.qkv
+            heads = self._slices.query_heads
+            assert q is not None
+            assert k is not None
+            assert v is not None
+            assert heads is not None
+            q_size, kv_size, _ = config.qkv_sizes
+            if len(names.qkv) == 1:
+                side_by_side = (q, _moved(k, q_size), _moved(v, q_size + kv_size))
+                yield from self._outputs(prefix + names.qkv[0], side_by_side)
+            else:
+                for name, own in zip(names.qkv, (q, k, v), strict=True):
+                    yield from self._outputs(prefix + name, (own,))
+            yield from self._inputs(prefix + names.output, q)
+            if names.sinks:
+                yield prefix + names.sinks, Part(0, (heads,))
+            yield from self._mlp(layer)
+
+    def _mlp(self, layer: int) -> Iterator[tuple[str, Part]]:
+        config = self._whole
+        own = self._share(config.mlp_size_of(layer))
+        experts = config.experts if config.has_experts(layer) else None
+        if experts is not None and config.stacked_experts:
+            yield from self._stacked(experts, layer)
+            return
+        ranges: tuple[slice, ...] = (own,)
+        if experts is None and config.names.gate_up:
+            ranges = (own, _moved(own, config.mlp_size))
+        for *ups, down in mlp_names(config, layer):
+            for name in ups:
+                yield from self._outputs(name, ranges)
+            yield from self._inputs(down, own)
+        if experts is not None and (shared := shared_names(config, layer)):
+            *ups, down = shared
+            own = self._share(experts.shared_size)
+            for name in ups:
+                yield from self._outputs(name, (own,))
+            yield from self._inputs(down, own)
+
+    def _stacked(self, experts: ExpertsConfig, layer: int) -> Iterator[tuple[str, Part]]:
+        """Of ``[experts, in, out]``; outputs alternate between gate and up."""
+        assert experts.clamp is not None, "others have a tensor for each expert"
+        names = self._whole.names
+        prefix = names.base + names.layer.format(layer)
+        gate_up, down = (prefix + name for name in names.experts)
+        own = self._share(experts.size)
+        both = (slice(2 * own.start, 2 * own.stop),)
+        yield gate_up, Part(2, both)
+        yield f"{gate_up}_bias", Part(1, both)
+        yield down, Part(1, (own,))
+        if self._rank:
+            self._zeroed.add(f"{down}_bias")
+
+    def _outputs(self, name: str, ranges: tuple[slice, ...]) -> Iterator[tuple[str, Part]]:
+        yield f"{name}.weight", Part(int(self._whole.names.transposed), ranges)
+        yield f"{name}.bias", Part(0, ranges)
+
+    def _inputs(self, name: str, own: slice) -> Iterator[tuple[str, Part]]:
+        yield f"{name}.weight", Part(int(not self._whole.names.transposed), (own,))
+        if self._rank:
+            self._zeroed.add(f"{name}.bias")
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """What a rank's decoder does with the others. Sums are of rows in the type of the model."""
+
+    ranks: Collective
+    shard: Shard
+
+    def embed(self, token_ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, of which ``rows`` are the rank's; one number and zeros are added,
+        so that the sum is exact."""
+        own = token_ids - self.shard.tokens.start
+        elsewhere = (own < 0) | (own >= len(rows))
+        found = F.embedding(own.masked_fill(elsewhere, 0), rows)
+        return self.ranks.sum(found.masked_fill_(elsewhere[:, None], 0))
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        return self.ranks.sum(x)
+
+    def logits(self, own: torch.Tensor) -> torch.Tensor:
+        """Those of all tokens, on the first rank."""
+        return self.ranks.gather(own, self.shard.widths)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _moved(part: slice, by: int) -> slice:
+    return slice(part.start + by, part.stop + by)
