@@ -189,6 +189,27 @@ class RankLoop:
     def close(self) -> None:
         """End the loop; the memory is freed once no buffer is left."""
 
+class RelayedRing:
+    """Rank 0's ring of a rank on another host: its calls and their answers, as bytes."""
+
+    def __init__(self, ring_fd: int) -> None: ...
+    def serve(self, terms: bytes) -> None:
+        """Let rank 0 begin. Raises ``ValueError`` for another build's terms, or other frames."""
+    def take(self) -> bytes | None:
+        """Wait for a call; None once rank 0 has closed its driver, or after :meth:`end`."""
+    def answer(self, answer: bytes) -> None:
+        """Raises ``ValueError`` for what is no answer."""
+    def end(self, reason: str) -> None:
+        """Make rank 0's calls fail from now on."""
+
+class RelayEnd:
+    """On the rank's host, beside the :class:`RankLoop` of the same ring."""
+
+    def __init__(self, ring_fd: int) -> None: ...
+    def terms(self) -> bytes: ...
+    def execute(self, call: bytes) -> bytes:
+        """Return the answer. Raises ``ValueError`` for what is no call, or if the loop ended."""
+
 class PluginDriver(PageDriver):
     """A driver from a shared library: see drivers_ext/README.md.
 

@@ -5,10 +5,13 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
+#include <string>
 
 #include "bindings.h"
 #include "vmserve/remote_driver.h"
 #include "vmserve/ring.h"
+#include "vmserve/ring_relay.h"
 
 namespace py = pybind11;
 
@@ -59,6 +62,42 @@ void bind_remote(py::module_& m) {
       .def_property_readonly("reason", &RankLoop::reason)
       .def("buffer", &buffer, py::arg("address"), py::arg("num_bytes"))
       .def("close", &RankLoop::close, unlocked());
+  py::class_<RelayedRing>(m, "RelayedRing")
+      .def(py::init<int>(), py::arg("ring_fd"))
+      .def(
+          "serve",
+          [](RelayedRing& relay, const py::bytes& terms) { relay.serve(std::string(terms)); },
+          py::arg("terms"))
+      .def("take",
+           [](RelayedRing& relay) -> std::optional<py::bytes> {
+             std::optional<std::string> call;
+             {
+               const py::gil_scoped_release unlocked;
+               call = relay.take();
+             }
+             if (!call) return std::nullopt;
+             return py::bytes(*call);
+           })
+      .def(
+          "answer",
+          [](RelayedRing& relay, const py::bytes& answer) { relay.answer(std::string(answer)); },
+          py::arg("answer"))
+      .def("end", &RelayedRing::end, py::arg("reason"));
+  py::class_<RelayEnd>(m, "RelayEnd")
+      .def(py::init<int>(), py::arg("ring_fd"))
+      .def("terms", [](const RelayEnd& end) { return py::bytes(end.terms()); })
+      .def(
+          "execute",
+          [](RelayEnd& end, const py::bytes& call) {
+            const std::string given(call);
+            std::string answer;
+            {
+              const py::gil_scoped_release unlocked;
+              answer = end.execute(given);
+            }
+            return py::bytes(answer);
+          },
+          py::arg("call"));
 }
 
 }  // namespace vmserve

@@ -67,16 +67,16 @@ const RingAnswer& RemoteDriver::call(RingRequest request, std::size_t done) cons
   ring_->request = request;
   Ring::raise(ring_->asked);
   const auto until = Ring::Clock::now() + patience_.answer;
-  const char* why = nullptr;
+  std::string why;
   const auto gives_up = [&] {
     if (!rank_.is_alive()) {
       why = "its process has ended";
     } else if (ring_->phase.load() == RingPhase::kEnded) {
-      why = "it has given its memory up";
+      why = ring_->ending[0] == '\0' ? "it has given its memory up" : ring_->ending;
     } else if (Ring::Clock::now() >= until) {
       why = "it lives but does not answer";
     }
-    return why != nullptr;
+    return !why.empty();
   };
   if (!Ring::wait(ring_->answered, turn, gives_up)) fail(why);
   if (ring_->answer.outcome != RingOutcome::kDone) rethrow(ring_->answer, done);

@@ -6,12 +6,16 @@ from __future__ import annotations
 import atexit
 import os
 import socket
+import threading
 import weakref
 from collections.abc import Callable
 from functools import cache
 
 from tests.helpers import start_python
 from vmserve import _core
+from vmserve.client.remote.wire import SealedWire
+from vmserve.memory import relay
+from vmserve.memory.relay import Relay
 
 # Serves "make" (with a ring), "read ADDRESS BYTES" and "write ADDRESS HEX", a line each.
 SERVER = """
@@ -58,6 +62,39 @@ def in_thread(
         return driver
 
     return remote
+
+
+def over_tcp(frame_bytes: int, num_frames: int) -> _core.PageDriver:
+    """A host driver as rank 0 has that of another host's rank: behind a relay, over loopback."""
+    driver, relay, thread = relayed(_core.HostDriver(frame_bytes, num_frames))
+    pid = os.getpid()
+
+    def end() -> None:
+        relay.close()
+        if os.getpid() == pid:
+            thread.join()
+
+    weakref.finalize(driver, end)
+    return driver
+
+
+def relayed(driver: _core.PageDriver) -> tuple[_core.RemoteDriver, Relay, threading.Thread]:
+    """The driver as rank 0 has it, the relay that carries its calls, and the rank's thread."""
+    near, far = wires()
+    _, thread = relay.serve(driver, far)
+    ring = _core.make_ring(driver.frame_bytes, driver.num_frames)
+    carrier = Relay(ring, near)
+    remote = _core.RemoteDriver(ring)
+    os.close(ring)
+    return remote, carrier, thread
+
+
+def wires() -> tuple[SealedWire, SealedWire]:
+    """Rank 0's end of a TCP connection and a rank's."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    return SealedWire(near, b"to the rank", b"from it"), SealedWire(far, b"from it", b"to the rank")
 
 
 def half_remote(frame_bytes: int, num_frames: int) -> _core.PageDriver:

@@ -188,6 +188,7 @@ _REGISTERED = (
         write=lambda *arguments: ranks.rank().write(*arguments),
         traps=False,
     ),
+    Subject("remote-tcp", ranks.over_tcp, _ON_HOST),
     Subject("group-remote", ranks.half_remote, _ON_HOST, read=read_members, write=write_members),
     Subject("group", _group(HostDriver), _ON_HOST, read=read_members, write=write_members),
     Subject(

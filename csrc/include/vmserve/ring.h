@@ -83,6 +83,7 @@ struct RingState {
   pid_t owner_pid;
   pid_t rank_pid;
   std::atomic<RingPhase> phase;
+  char ending[256];  // why it is kEnded, where there is more to say
   // Of the rank's driver, from kServing on.
   std::uint64_t granularity;
   Capabilities capabilities;
