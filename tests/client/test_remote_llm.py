@@ -21,7 +21,7 @@ from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.fleet.remote import connect_engines
 from vmserve.client.remote import handshake
 from vmserve.client.remote.handshake import HandshakeError, TakenError, greet_engine, greet_server
-from vmserve.client.remote.host import EngineHost
+from vmserve.client.remote.host import EngineHost, _Strangers
 from vmserve.client.remote.identity import (
     SentFile,
     digest_of,
@@ -299,6 +299,78 @@ def test_same_tokens_one_server_at_a_time_and_the_next_finds_the_engine_free() -
             await client.shutdown()
 
         asyncio.run(look(second))
+
+
+@pytest.mark.parametrize(
+    ("question", "arguments", "why"),
+    [
+        ("__class__", {}, "is no question"),
+        ("stats", {"verbose": True}, "verbose"),
+        ("hold_prefix", {"pin": 1}, "token_ids"),
+        (
+            "hold_prefix",
+            {"pin": 1, "token_ids": ["a"], "cache_salt": "", "isolation": ""},
+            "token_ids",
+        ),
+        (
+            "hold_prefix",
+            {"pin": 1, "token_ids": [-1], "cache_salt": "", "isolation": ""},
+            "token_ids",
+        ),
+        ("set_kv_cache_memory", {"size": None}, "size"),
+    ],
+)
+def test_a_bad_question_gets_an_error_and_the_engine_goes_on(
+    question: str, arguments: dict[str, object], why: str
+) -> None:
+    async def ask(address: str) -> tuple[list[int], str]:
+        client = await asyncio.to_thread(RemoteLLM, address, KEY)
+        try:
+            await client.start()
+            with pytest.raises(ConfigurationError, match=why):
+                await client.ask(question, **arguments)
+            return await text_of(client)
+        finally:
+            await client.shutdown()
+
+    with hosted() as (address, _):
+        assert len(asyncio.run(ask(address))[0]) == 12
+
+
+def test_silent_strangers_keep_nobody_out() -> None:
+    async def serve(address: str) -> None:
+        client = await asyncio.to_thread(RemoteLLM, address, KEY)
+        try:
+            await text_of(client)
+        finally:
+            await client.shutdown()
+
+    with hosted() as (address, _), contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(parse_address(address, "engine")))
+        asyncio.run(serve(address))
+
+
+def test_many_strangers_of_one_address_end_none_of_another() -> None:
+    door = _Strangers()
+    with contextlib.ExitStack() as stack:
+
+        def come(host: str) -> socket.socket:
+            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
+            door.enter(ours, host)
+            theirs.setblocking(False)
+            return theirs
+
+        def is_ended(theirs: socket.socket) -> bool:
+            try:
+                return theirs.recv(1) == b""
+            except BlockingIOError:
+                return False
+
+        first = come("10.0.0.1")
+        others = [come("10.0.0.2") for _ in range(40)]
+        assert not is_ended(first)
+        assert [is_ended(each) for each in others] == [True] * 25 + [False] * 15
 
 
 def take(address: str) -> RemoteLLM:

@@ -7,7 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from vmserve.client.messages import (
     Abort,
@@ -27,11 +29,11 @@ from vmserve.client.messages import (
     Unpin,
 )
 from vmserve.engine.engine import LLMEngine, StepResult
-from vmserve.errors import EngineDeadError, FrameTooLargeError, VmserveError
+from vmserve.errors import ConfigurationError, EngineDeadError, FrameTooLargeError, VmserveError
 from vmserve.models import resolve_model
 from vmserve.text.update import RequestUpdate
 
-__all__ = ["QUESTIONS", "EngineService", "ready_message"]
+__all__ = ["QUESTIONS", "EngineService", "check_question", "ready_message"]
 
 
 #: How long a step that has no memory is put off for messages, one of which may bring some.
@@ -301,3 +303,39 @@ QUESTIONS: Mapping[str, Callable[..., Any]] = {
     "snapshot": lambda service: service.engine.snapshot(),
     "stats": lambda service: service.engine.stats(),
 }
+
+
+class _HoldPrefix(msgspec.Struct, forbid_unknown_fields=True):
+    pin: int
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
+    cache_salt: str
+    isolation: str
+
+
+class _SetMemory(msgspec.Struct, forbid_unknown_fields=True):
+    size: int | str
+
+
+class _Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+_ARGUMENTS: Mapping[str, type[msgspec.Struct]] = {
+    "hold_prefix": _HoldPrefix,
+    "set_kv_cache_memory": _SetMemory,
+}
+
+
+def check_question(message: Ask) -> None:
+    """Check what comes from another machine: a bad question must not end the engine.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+    if message.question not in QUESTIONS:
+        raise ConfigurationError(
+            f"{message.question[:64]!r} is no question; known: {', '.join(sorted(QUESTIONS))}"
+        )
+    try:
+        msgspec.convert(message.arguments, _ARGUMENTS.get(message.question, _Nothing))
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"{message.question}: {error}") from error

@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -34,7 +35,7 @@ from vmserve.client.remote.identity import digest_of, fingerprint, tokenizer_fil
 from vmserve.client.remote.link import prepare_socket
 from vmserve.client.remote.remote_llm import LINK_SERIAL
 from vmserve.client.remote.sealed import BrokenSealError, Opener, Sealer
-from vmserve.client.service import EngineService, ready_message
+from vmserve.client.service import EngineService, check_question, ready_message
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.models.hub import EMBEDDED_NAME, resolve_model
@@ -76,7 +77,7 @@ class EngineHost:
         self._guests: queue.SimpleQueue[tuple[socket.socket, SessionKeys, str] | None] = (
             queue.SimpleQueue()
         )
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self._strangers = _Strangers()
         #: Held by the server that is served.
         self._seat = threading.Lock()
         self._service: EngineService | None = None
@@ -117,25 +118,24 @@ class EngineHost:
                     return
                 time.sleep(_PAUSE_SECONDS)  # no descriptor is left, or it ended before it was taken
                 continue
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
-                continue
+            self._strangers.enter(sock, address[0])
             peer = f"{address[0]}:{address[1]}"
             threading.Thread(target=self._greet, args=(sock, peer), daemon=True).start()
 
     def _greet(self, sock: socket.socket, peer: str) -> None:
         try:
-            prepare_socket(sock)
-            keys = greet_server(
-                sock, self._key, lambda: self._seat.acquire(blocking=False), self._seat.release
-            )
+            try:
+                prepare_socket(sock)
+                keys = greet_server(
+                    sock, self._key, lambda: self._seat.acquire(blocking=False), self._seat.release
+                )
+            finally:
+                self._strangers.leave(sock)
         except (TakenError, HandshakeError, OSError) as error:
             logger.warning("%s: %s", peer, error)
             sock.close()
         else:
             self._guests.put((sock, keys, peer))
-        finally:
-            self._strangers.release()
 
     # -- one server ---------------------------------------------------------------------
 
@@ -165,6 +165,33 @@ class EngineHost:
         service.unpin_all()
         reader.join()
         logger.info("%s has left", peer)
+
+
+class _Strangers:
+    """Connections that have proved nothing yet. One that is too many ends another.
+
+    That is the oldest one of the address that has most: whoever opens many only shuts out himself.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: In the order in which they came.
+        self._hosts: dict[socket.socket, str] = {}
+
+    def enter(self, sock: socket.socket, host: str) -> None:
+        with self._lock:
+            self._hosts[sock] = host
+            if len(self._hosts) <= _MOST_STRANGERS:
+                return
+            [(busiest, _)] = Counter(self._hosts.values()).most_common(1)
+            oldest = next(each for each, its in self._hosts.items() if its == busiest)
+            del self._hosts[oldest]
+            with contextlib.suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
+    def leave(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._hosts.pop(sock, None)
 
 
 class _Guest:
@@ -221,9 +248,15 @@ class _Guest:
             case Ask(question="tokenizer_files"):
                 self._send_tokenizer(message.serial)
                 return
+            case Ask():
+                try:
+                    check_question(message)
+                except ConfigurationError as error:
+                    self.send(Answer(message.serial, None, error))
+                    return
             case Ping():
                 self.send(Pong(LINK_SERIAL))
-            case Add() | Abort() | Ask() | Unpin() | Shutdown():
+            case Add() | Abort() | Unpin() | Shutdown():
                 pass
             case _:
                 raise msgspec.DecodeError(f"a {type(message).__name__} is not for this engine")
