@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as distributed
+from safetensors.torch import load_file
 
 from tests.models.checkpoints import (
     VARIANTS,
@@ -106,6 +109,13 @@ def test_bfloat16(checkpoint: Callable[[str], Path]) -> None:
         assert mean_square(together, exact) < 1.5 * mean_square(alone, exact)
 
 
+def start_rank(
+    path: str, meeting: str, rank: int, host: str, results: str, prefix: tuple[str, ...] = ()
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.models.torch_ranks", path, meeting, str(rank), "2"]
+    return subprocess.Popen([*prefix, *command, host, results], cwd=ROOT)
+
+
 @pytest.fixture
 def second_rank(checkpoint: Callable[[str], Path], tmp_path: Path) -> Any:
     """``second_rank()``: a process that is rank 1 of 2, and the store that it comes to."""
@@ -114,9 +124,7 @@ def second_rank(checkpoint: Callable[[str], Path], tmp_path: Path) -> Any:
     def start() -> tuple[subprocess.Popen[bytes], distributed.Store]:
         meeting = str(tmp_path / "meeting")
         path = str(checkpoint("llama-gqa-llama3"))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.models.torch_ranks", path, meeting, "1", "2"], cwd=ROOT
-        )
+        process = start_rank(path, meeting, 1, "127.0.0.1", "")
         started.append(process)
         return process, distributed.FileStore(meeting, 2)
 
@@ -144,6 +152,54 @@ def test_a_killed_rank_ends_the_step_of_the_others(second_rank: Any) -> None:
         with pytest.raises(DriverError, match="rank 0 of 2 has lost another rank") as raised:
             first.sum(torch.zeros(4))
         assert raised.value.sticky
+
+
+@pytest.fixture
+def namespaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with a cable between 10.77.0.1 and 10.77.0.2."""
+    names = f"vmserve-{os.getpid()}-a", f"vmserve-{os.getpid()}-b"
+
+    def ip(*arguments: str) -> None:
+        subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+    with ExitStack() as stack:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                stack.callback(ip, "netns", "del", name)
+            cable = ("type", "veth", "peer", "name", "rank1", "netns", names[1])
+            ip("link", "add", "rank0", "netns", names[0], *cable)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("makes network namespaces, which needs root and iproute2")
+        for rank, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"rank{rank}")
+            for device in (f"rank{rank}", "lo"):
+                ip("-n", name, "link", "set", device, "up")
+        yield names
+
+
+@pytest.mark.slow
+def test_two_hosts(
+    namespaces: tuple[str, str], checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path, results = checkpoint("llama-gqa-llama3"), tmp_path / "logits"
+    ranks = [
+        start_rank(
+            str(path), "10.77.0.1:29400", rank, f"10.77.0.{rank + 1}", str(results),
+            ("ip", "netns", "exec", name),
+        )
+        for rank, name in enumerate(namespaces)
+    ]  # fmt: skip
+    try:
+        assert [rank.wait(90) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    alone = run_schedule(load_model(path, torch.float32), random_prompts(LENGTHS))
+    together = load_file(results)
+    together = [together[str(number)] for number in range(len(alone))]
+    assert worst_difference(together, alone) < 1e-5
 
 
 def test_each_tensor_is_divided_or_whole(checkpoint: Callable[[str], Path]) -> None:
