@@ -34,8 +34,10 @@ from tests.models.test_mxfp4 import write as write_mxfp4
 from tests.models.torch_ranks import join, load_rank, run_rank, run_ranks
 from vmserve.errors import DriverError, UnsupportedError
 from vmserve.models import load_model, tensor_loader
+from vmserve.models.blocks import Joined, StackedExperts
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.shard import Part, Shard, share
+from vmserve.models.weights import DecoderWeights, assemble
 
 ROOT = Path(__file__).parents[2]
 #: Key-value heads fewer than ranks, tied heads, biases behind sums, one matrix of q, k and v and of
@@ -72,6 +74,27 @@ def assert_like_one(path: Path, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("variant", SIZES)
 def test_float32(variant: str, checkpoint: Callable[[str], Path]) -> None:
     assert_like_one(checkpoint(variant), SIZES[variant])
+
+
+@pytest.mark.parametrize("variant", ["llama-gqa-llama3", "phi3-window", "mixtral", "qwen3-moe"])
+def test_joined_products(
+    variant: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    joined: list[DecoderWeights] = []
+
+    def join(_: object, config: DecoderConfig, tensors: dict[str, torch.Tensor]) -> DecoderWeights:
+        joined.append(assemble(config, tensors, joined=True))
+        return joined[-1]
+
+    path = checkpoint(variant)
+    expected = transformers_logits(path, random_prompts(LENGTHS), torch.float32)
+    monkeypatch.setattr(tensor_loader, "assemble_on", join)
+    assert worst_difference(run_ranks(path, torch.float32, 2), expected) < 1e-5
+    [project] = {type(weights.layers[0].project.qkv) for weights in joined}
+    assert project is Joined
+    if variant in ("mixtral", "qwen3-moe"):
+        assert {type(weights.layers[0].mlp) for weights in joined} == {StackedExperts}
 
 
 def test_three_ranks(tmp_path: Path) -> None:
