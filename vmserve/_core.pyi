@@ -490,7 +490,7 @@ class RowSampler:
         self, vocab_size: int, greedy_below: float, num_threads: int = 1, isa: str = ""
     ) -> None: ...
     def sample(
-        self, logits: _TensorTuple, rows: Sequence[Any]
+        self, logits: _TensorTuple | NDArray[np.float32], rows: Sequence[Any]
     ) -> tuple[list[int], list[float], list[dict[int, tuple[float, int]] | None], int]:
         """Of each ``SamplingRow`` its token, log-probability and what it asked for besides.
 
@@ -498,7 +498,7 @@ class RowSampler:
         """
 
     def score(
-        self, logits: _TensorTuple, targets: Sequence[int], num_likeliest: int
+        self, logits: _TensorTuple | NDArray[np.float32], targets: Sequence[int], num_likeliest: int
     ) -> tuple[list[int], list[float], list[dict[int, tuple[float, int]] | None], int]:
         """The same of tokens that are given; -1 likeliest tokens are the whole vocabulary."""
 

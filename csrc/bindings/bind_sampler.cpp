@@ -3,8 +3,10 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <memory>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "../cpu/kernels/isa.h"
@@ -32,6 +34,8 @@ class Attribute {
     if (!value) throw py::error_already_set();
     return value;
   }
+
+  PyObject* name() const { return name_.ptr(); }
 
  private:
   py::object name_;
@@ -72,15 +76,27 @@ Tokens as_tokens(const py::object& items) {
   return tokens;
 }
 
-// A row's prompt and output tokens; drafted ones are the end of the output.
-struct Known {
-  py::object tokens, drafted;
-  std::int64_t num_prompt, size, num_drafted;
+// What a row says once for all its steps; the row keeps it.
+struct RowTerms {
+  py::object tokens;  // the list that grows
+  std::int64_t num_prompt = 0, min_tokens = 0;
+  double temperature = 0.0;
+  RowRequest request;    // without temperature, position and changes
+  LogitChanges changes;  // bias, allowed tokens and penalties
+  std::vector<Tokens> bad_words;
+  Tokens stop_ids;
+};
 
-  std::int64_t num_output() const { return size - num_prompt + num_drafted; }
-  Tokens prompt() const { return slice(0, num_prompt); }
+// A row's prompt and output tokens in a step; drafted ones are the end of the output.
+struct Known {
+  const RowTerms& terms;
+  py::object drafted;
+  std::int64_t size, num_drafted;
+
+  std::int64_t num_output() const { return size - terms.num_prompt + num_drafted; }
+  Tokens prompt() const { return slice(0, terms.num_prompt); }
   Tokens output() const {
-    Tokens result = slice(num_prompt, size);
+    Tokens result = slice(terms.num_prompt, size);
     if (num_drafted > 0) {
       const Tokens rest = as_tokens(drafted);
       result.insert(result.end(), rest.begin(), rest.end());
@@ -91,48 +107,84 @@ struct Known {
  private:
   Tokens slice(std::int64_t begin, std::int64_t end) const {
     return as_tokens(py::reinterpret_steal<py::object>(PySequence_GetSlice(
-        tokens.ptr(), static_cast<py::ssize_t>(begin), static_cast<py::ssize_t>(end))));
+        terms.tokens.ptr(), static_cast<py::ssize_t>(begin), static_cast<py::ssize_t>(end))));
   }
 };
 
-// Reads vmserve.sampling.sampler.SamplingRow attribute by attribute, at a tenth of the cost of
-// packing rows in Python; the sampler runs every step.
+// Reads vmserve.sampling.tokens.SamplingRow attribute by attribute, at a tenth of the cost of
+// packing rows in Python; the sampler runs every step. What no step changes is read once.
 class RowReader {
  public:
   RowReader(double greedy_below, std::int64_t vocab) : greedy_below_(greedy_below), vocab_(vocab) {}
 
   // `masks` keeps the arrays alive that the request points to.
   RowRequest read(py::handle row, std::vector<py::object>& masks) const {
-    const py::object params = params_.of(row);
-    const Known known = read_known(row);
-    RowRequest request;
-    request.seed = static_cast<std::uint64_t>(PyLong_AsUnsignedLongLongMask(seed_.of(row).ptr()));
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    request.index = static_cast<std::uint64_t>(as_int(index_.of(row)));
+    const RowTerms& terms = terms_of(row);
+    const Known known = read_known(row, terms);
+    RowRequest request = terms.request;
     request.position = static_cast<std::uint64_t>(known.num_output());
-    const double temperature = as_double(temperature_.of(params));
-    request.temperature = temperature < greedy_below_ ? 0.0F : static_cast<float>(temperature);
-    request.top_k = as_int(top_k_.of(params));
-    request.top_p = as_double(top_p_.of(params));
-    request.min_p = as_double(min_p_.of(params));
-    read_logprobs(params, request);
-    LogitChanges changes;
-    if (read_changes(row, params, known, changes, masks)) {
-      request.changes = std::move(changes);
-    }
+    request.temperature =
+        terms.temperature < greedy_below_ ? 0.0F : static_cast<float>(terms.temperature);
+    if (request.num_likeliest == kAll) request.num_likeliest = vocab_;
+    add_changes(row, known, request, masks);
     return request;
   }
 
  private:
-  Known read_known(py::handle row) const {
-    py::object tokens = tokens_.of(row), drafted = drafted_.of(row);
-    const std::int64_t size = size_of(tokens), num_prompt = as_int(num_prompt_.of(row));
-    const std::int64_t num_drafted = size_of(drafted);
-    if (num_prompt < 0 || num_prompt > size) {
-      throw MisuseError("a row of " + std::to_string(size) + " tokens has no prompt of " +
-                        std::to_string(num_prompt));
+  static constexpr const char* kTerms = "vmserve.RowTerms";
+  static constexpr std::int64_t kAll = -2;  // of num_likeliest: the vocabulary
+
+  const RowTerms& terms_of(py::handle row) const {
+    const py::object kept = read_.of(row);
+    if (!kept.is_none()) return terms_in(kept);
+    auto terms = std::make_unique<RowTerms>();
+    read_terms(row, *terms);
+    const py::capsule made(terms.release(), kTerms, [](PyObject* capsule) {
+      delete static_cast<RowTerms*>(PyCapsule_GetPointer(capsule, kTerms));
+    });
+    // Rows are frozen, for everybody else.
+    if (PyObject_GenericSetAttr(row.ptr(), read_.name(), made.ptr()) != 0) {
+      throw py::error_already_set();
     }
-    return {std::move(tokens), std::move(drafted), num_prompt, size, num_drafted};
+    return terms_in(made);
+  }
+
+  static const RowTerms& terms_in(const py::object& capsule) {
+    const void* const terms = PyCapsule_GetPointer(capsule.ptr(), kTerms);
+    if (terms == nullptr) throw py::error_already_set();
+    return *static_cast<const RowTerms*>(terms);
+  }
+
+  void read_terms(py::handle row, RowTerms& terms) const {
+    const py::object params = params_.of(row);
+    terms.tokens = tokens_.of(row);
+    terms.num_prompt = as_int(num_prompt_.of(row));
+    terms.min_tokens = as_int(min_tokens_.of(params));
+    terms.temperature = as_double(temperature_.of(params));
+    RowRequest& request = terms.request;
+    request.seed = static_cast<std::uint64_t>(PyLong_AsUnsignedLongLongMask(seed_.of(row).ptr()));
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    request.index = static_cast<std::uint64_t>(as_int(index_.of(row)));
+    request.top_k = as_int(top_k_.of(params));
+    request.top_p = as_double(top_p_.of(params));
+    request.min_p = as_double(min_p_.of(params));
+    read_logprobs(params, request);
+    LogitChanges& changes = terms.changes;
+    const py::object bias = bias_.of(params), allowed = allowed_.of(params);
+    if (!bias.is_none()) {
+      for (const auto& [id, value] : py::cast<py::dict>(bias)) {
+        const auto amount = py::reinterpret_borrow<py::object>(value);
+        changes.bias.emplace_back(as_token(id), static_cast<float>(as_double(amount)));
+      }
+    }
+    if (!allowed.is_none()) changes.allowed = as_tokens(allowed);
+    changes.repetition = static_cast<float>(as_double(repetition_.of(params)));
+    changes.presence = as_double(presence_.of(params));
+    changes.frequency = as_double(frequency_.of(params));
+    for (const py::handle word : bad_words_.of(row)) {
+      terms.bad_words.push_back(as_tokens(py::reinterpret_borrow<py::object>(word)));
+    }
+    if (terms.min_tokens > 0) terms.stop_ids = as_tokens(stop_ids_.of(row));
   }
 
   void read_logprobs(const py::object& params, RowRequest& request) const {
@@ -141,35 +193,35 @@ class RowReader {
     const py::object listed = listed_.of(params);
     if (!listed.is_none()) request.listed = as_tokens(listed);
     request.num_likeliest = as_int(num);
-    if (request.num_likeliest < 0) request.num_likeliest = vocab_;
+    if (request.num_likeliest < 0) request.num_likeliest = kAll;
   }
 
-  // Returns whether there are changes.
-  bool read_changes(py::handle row, const py::object& params, const Known& known,
-                    LogitChanges& changes, std::vector<py::object>& masks) const {
-    const bool limited = read_limits(row, params, known, changes, masks);
-    changes.repetition = static_cast<float>(as_double(repetition_.of(params)));
-    changes.presence = as_double(presence_.of(params));
-    changes.frequency = as_double(frequency_.of(params));
-    const bool repeats = changes.repetition != 1.0F;
-    const bool counts = changes.presence != 0.0 || changes.frequency != 0.0;
+  Known read_known(py::handle row, const RowTerms& terms) const {
+    py::object drafted = drafted_.of(row);
+    const std::int64_t size = size_of(terms.tokens), num_drafted = size_of(drafted);
+    if (terms.num_prompt < 0 || terms.num_prompt > size) {
+      throw MisuseError("a row of " + std::to_string(size) + " tokens has no prompt of " +
+                        std::to_string(terms.num_prompt));
+    }
+    return {terms, std::move(drafted), size, num_drafted};
+  }
+
+  void add_changes(py::handle row, const Known& known, RowRequest& request,
+                   std::vector<py::object>& masks) const {
+    const RowTerms& terms = known.terms;
+    const LogitChanges& given = terms.changes;
+    const py::object mask = mask_.of(row);
+    const bool repeats = given.repetition != 1.0F;
+    const bool counts = given.presence != 0.0 || given.frequency != 0.0;
+    Tokens banned = banned_now(known);
+    if (!repeats && !counts && given.bias.empty() && given.allowed.empty() && banned.empty() &&
+        mask.is_none()) {
+      return;
+    }
+    LogitChanges changes = given;
+    changes.banned = std::move(banned);
     if (repeats) changes.prompt = known.prompt();
     if (repeats || counts) changes.output = known.output();
-    return limited || repeats || counts;
-  }
-
-  // Reads bias and allowed tokens.
-  bool read_limits(py::handle row, const py::object& params, const Known& known,
-                   LogitChanges& changes, std::vector<py::object>& masks) const {
-    const py::object bias = bias_.of(params), allowed = allowed_.of(params), mask = mask_.of(row);
-    if (!bias.is_none()) {
-      for (const auto& [id, value] : py::cast<py::dict>(bias)) {
-        const auto amount = py::reinterpret_borrow<py::object>(value);
-        changes.bias.emplace_back(as_token(id), static_cast<float>(as_double(amount)));
-      }
-    }
-    if (!allowed.is_none()) changes.allowed = as_tokens(allowed);
-    read_banned(row, params, known, changes.banned);
     if (!mask.is_none()) {
       auto array = py::cast<py::array_t<bool, py::array::c_style | py::array::forcecast>>(mask);
       if (array.ndim() != 1 || array.shape(0) != vocab_) {
@@ -178,19 +230,17 @@ class RowReader {
       changes.mask = array.data();
       masks.push_back(std::move(array));
     }
-    return !changes.bias.empty() || !changes.allowed.empty() || !changes.banned.empty() ||
-           changes.mask != nullptr;
+    request.changes = std::move(changes);
   }
 
-  // Reads the last tokens of bad words that the output is about to complete, and the stop ids that
+  // The last tokens of bad words that the output is about to complete, and the stop ids that
   // min_tokens holds back. The tokenizer may have ids that the model lacks.
-  void read_banned(py::handle row, const py::object& params, const Known& known,
-                   Tokens& banned) const {
-    const py::object words = bad_words_.of(row);
-    if (size_of(words) > 0) {
+  Tokens banned_now(const Known& known) const {
+    Tokens banned;
+    const RowTerms& terms = known.terms;
+    if (!terms.bad_words.empty()) {
       const Tokens said = known.output();
-      for (const py::handle item : words) {
-        const Tokens word = as_tokens(py::reinterpret_borrow<py::object>(item));
+      for (const Tokens& word : terms.bad_words) {
         if (word.empty() || word.size() - 1 > said.size()) continue;
         const auto rest = static_cast<std::ptrdiff_t>(word.size()) - 1;
         if (std::equal(word.begin(), word.begin() + rest, said.end() - rest)) {
@@ -198,9 +248,10 @@ class RowReader {
         }
       }
     }
-    if (known.num_output() < as_int(min_tokens_.of(params))) {
-      for (const Token id : as_tokens(stop_ids_.of(row))) add_known(id, banned);
+    if (known.num_output() < terms.min_tokens) {
+      for (const Token id : terms.stop_ids) add_known(id, banned);
     }
+    return banned;
   }
 
   void add_known(Token id, Tokens& ids) const {
@@ -211,7 +262,7 @@ class RowReader {
   std::int64_t vocab_;
   Attribute params_{"params"}, seed_{"seed"}, index_{"index"}, tokens_{"tokens"},
       num_prompt_{"num_prompt"}, drafted_{"drafted"}, stop_ids_{"stop_ids"},
-      bad_words_{"bad_words"}, mask_{"mask"};
+      bad_words_{"bad_words"}, mask_{"mask"}, read_{"read"};
   Attribute temperature_{"temperature"}, top_k_{"top_k"}, top_p_{"top_p"}, min_p_{"min_p"},
       logprobs_{"logprobs"}, listed_{"logprob_token_ids"}, bias_{"logit_bias"},
       allowed_{"allowed_token_ids"}, min_tokens_{"min_tokens"}, repetition_{"repetition_penalty"},
@@ -242,34 +293,48 @@ py::tuple as_tuple(const std::vector<RowResult>& results) {
   return py::make_tuple(tokens, logprobs, tops, num_repaired);
 }
 
+// On the host, or where torch has them.
+using Logits = std::variant<Floats, TensorTuple>;
+
+TensorRef tensor_of(const Logits& logits) {
+  if (const auto* tuple = std::get_if<TensorTuple>(&logits)) return as_tensor(TensorTuple(*tuple));
+  const Floats& array = std::get<Floats>(logits);
+  TensorRef tensor;
+  tensor.data = reinterpret_cast<char*>(const_cast<float*>(array.data()));  // it is only read
+  tensor.dtype = DType::kFloat32;
+  tensor.shape.assign(array.shape(), array.shape() + array.ndim());
+  tensor.strides = {array.ndim() == 2 ? array.shape(1) : 1, 1};
+  return tensor;
+}
+
 class PyRowSampler {
  public:
   PyRowSampler(std::int64_t vocab, double greedy_below, int num_threads, const std::string& isa)
       : sampler_(vocab, num_threads, isa), reader_(greedy_below, vocab) {}
 
-  py::tuple sample(TensorTuple logits, const py::sequence& rows) {
+  py::tuple sample(const Logits& logits, const py::sequence& rows) {
     std::vector<RowRequest> requests;
     std::vector<py::object> masks;
     requests.reserve(rows.size());
     for (const py::handle row : rows) requests.push_back(reader_.read(row, masks));
-    return run(std::move(logits), requests);
+    return run(logits, requests);
   }
 
-  py::tuple score(TensorTuple logits, const Tokens& targets, std::int64_t num_likeliest) {
+  py::tuple score(const Logits& logits, const Tokens& targets, std::int64_t num_likeliest) {
     std::vector<RowRequest> requests(targets.size());
     for (std::size_t i = 0; i < targets.size(); ++i) {
       requests[i].given = targets[i];
       requests[i].num_likeliest = num_likeliest < 0 ? sampler_.vocab() : num_likeliest;
     }
-    return run(std::move(logits), requests);
+    return run(logits, requests);
   }
 
   int num_threads() const { return sampler_.num_threads(); }
   void set_num_threads(int num_threads) { sampler_.set_num_threads(num_threads); }
 
  private:
-  py::tuple run(TensorTuple logits, const std::vector<RowRequest>& requests) {
-    const TensorRef tensor = as_tensor(std::move(logits));
+  py::tuple run(const Logits& logits, const std::vector<RowRequest>& requests) {
+    const TensorRef tensor = tensor_of(logits);
     std::vector<RowResult> results;
     {
       const py::gil_scoped_release unlocked;

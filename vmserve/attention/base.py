@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vmserve.memory.views import KVView
+from vmserve.values import step_value
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@step_value
 class RaggedBatch:
     """The sequences of one step, in the order of their tokens in the ragged batch.
 

@@ -165,12 +165,13 @@ class TokenAcceptor:
             answer.end(choice, "length")
             return True
         sequence.tokens.append(sample.token_id)
+        num_output = len(sequence.tokens) - sequence.num_prompt
         self._counters.generation_tokens += 1
-        self._counters.first_tokens += sequence.num_output == 1
+        self._counters.first_tokens += num_output == 1
         request.metrics.token_at(now)
         choice.add(sample)
         if sequence.guide is None:
-            reason, stop = self._stop(choice, sequence, sample.token_id)
+            reason, stop = self._stop(choice, request, num_output, sample.token_id)
         else:
             reason, stop = self._guided_stop(choice, sequence, sequence.guide, sample.token_id)
         if reason is None:
@@ -181,12 +182,10 @@ class TokenAcceptor:
         return True
 
     def _stop(
-        self, choice: Choice, sequence: Sequence, token_id: int
+        self, choice: Choice, request: Request, num_output: int, token_id: int
     ) -> tuple[FinishReason | None, int | str | None]:
         """Whether and why the choice ends with its new token."""
-        request = sequence.request
         params = request.params
-        num_output = len(sequence.tokens) - sequence.num_prompt
         may_stop = num_output > params.min_tokens
         if may_stop:
             is_asked = token_id in params.stop_token_ids

@@ -106,13 +106,13 @@ class StructuredRequests:
     ) -> list[NDArray[np.bool_] | None]:
         """For each sequence the tokens that its grammar allows, or None for all.
 
-        A sequence of ``drafts`` is there once more behind each drafted token. A draft is cut where
-        nothing can follow it.
+        Empty if none has a grammar. A sequence of ``drafts`` is there once more behind each drafted
+        token. A draft is cut where nothing can follow it.
         """
-        masks: list[NDArray[np.bool_] | None] = [None] * len(sequences)
         rows = [row for row, sequence in enumerate(sequences) if sequence.guide is not None]
         if not rows:
-            return masks
+            return []
+        masks: list[NDArray[np.bool_] | None] = [None] * len(sequences)
         guides = [guide for sequence in sequences if (guide := sequence.guide) is not None]
         # How many drafted tokens lie before each row.
         places = [0] * len(rows)

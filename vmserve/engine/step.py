@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,9 +19,7 @@ from vmserve.sampling.tokens import SamplingRow
 from vmserve.scheduler.sequence import SequenceStatus
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
     from vmserve.engine.accept import TokenAcceptor
     from vmserve.engine.answers import Answer
@@ -132,15 +130,22 @@ class EngineStep:
             # Sequences that ended meanwhile computed one token too many: draw nothing for them.
             flight.logits = flight.logits.of_running()
         logits = flight.logits
+        rows = [each.sampling or _sampling_row(each) for each in logits.samplers]
         masks = self._structured.masks(logits.samplers, logits.drafts)
-        rows = list(map(_sampling_row, logits.samplers, masks))
+        if masks:
+            given = zip(rows, masks, strict=True)
+            rows = [row if mask is None else row.in_step(mask) for row, mask in given]
         if logits.drafts:
             rows = _behind_drafts(logits, rows)
-        numbers = self._with_room(lambda: logits.sampling_logits(self._runtime))
-        flight.drawing = self._with_room(lambda: self._sampler.start(numbers, rows))
-        if flight.drawing is None:
-            flight.samples = self._with_room(lambda: self._sampler.sample(numbers, rows))
-        elif not logits.beams and not logits.prompt_rows:
+
+        def sample() -> None:
+            numbers = logits.sampling_logits(self._runtime)
+            flight.drawing = self._sampler.start(numbers, rows)
+            if flight.drawing is None:
+                flight.samples = self._sampler.sample(numbers, rows)
+
+        self._with_room(sample)
+        if flight.drawing is not None and not logits.beams and not logits.prompt_rows:
             flight.logits = logits.without_logits()  # the next step's may take their memory
 
     def collect(self, flight: InFlightStep, drafts: Drafts | None = None) -> list[RequestUpdate]:
@@ -216,22 +221,20 @@ def _behind_drafts(logits: StepLogits, rows: list[SamplingRow]) -> list[Sampling
         if sequence is before:
             num_before = len(changed[at - 1].drafted)
             drafted = tuple(logits.drafts[sequence][: num_before + 1])
-            changed[at] = replace(rows[at], drafted=drafted)
+            changed[at] = rows[at].in_step(rows[at].mask, drafted)
     return changed
 
 
-def _sampling_row(sequence: Sequence, mask: NDArray[np.bool_] | None) -> SamplingRow:
-    """What the sampler reads of a sequence. ``mask``: the tokens that its grammar allows."""
-    row = sequence.sampling
-    if row is None:
-        request = sequence.request
-        row = sequence.sampling = SamplingRow(
-            params=request.params,
-            seed=request.seed,
-            index=sequence.index,
-            tokens=sequence.tokens,
-            num_prompt=sequence.num_prompt,
-            stop_ids=request.stop_ids,
-            bad_words=request.bad_words,
-        )
-    return row if mask is None else replace(row, mask=mask)
+def _sampling_row(sequence: Sequence) -> SamplingRow:
+    """What the sampler reads of a sequence, made once."""
+    request = sequence.request
+    sequence.sampling = SamplingRow(
+        params=request.params,
+        seed=request.seed,
+        index=sequence.index,
+        tokens=sequence.tokens,
+        num_prompt=sequence.num_prompt,
+        stop_ids=request.stop_ids,
+        bad_words=request.bad_words,
+    )
+    return sequence.sampling

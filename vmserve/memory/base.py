@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vmserve._core import MemoryStats
+from vmserve.values import step_value
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -166,7 +167,7 @@ class Shortfall:
         return max(0, self.needed_mappings - self.available_mappings)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@step_value
 class MemoryPlan:
     """A plan that fits. Opaque to the scheduler; valid until the memory changes in any way."""
 

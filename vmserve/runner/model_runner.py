@@ -18,6 +18,7 @@ from vmserve.models.hidden import HiddenRows
 from vmserve.runner.runtime import CaptureError
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.sequence import Sequence, SequenceStatus
+from vmserve.values import step_value
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,7 @@ class PooledRows:
     num_rows: int
 
 
-@dataclass(frozen=True)
+@step_value
 class StepLogits:
     """The logits of a step: ``[rows, vocab]`` float32.
 
@@ -259,7 +260,7 @@ def _step_logits(
     )
 
 
-@dataclass(frozen=True)
+@step_value
 class _Part:
     """The sequences of one regime: rows ``first : first + batch.num_tokens`` of the batch."""
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve import _core
-from vmserve.host_arrays import TensorTuple, array_tuple
+from vmserve.host_arrays import TensorTuple
 from vmserve.sampling.params import GREEDY_TEMPERATURE
 from vmserve.sampling.tokens import PART_ELEMENTS, SampledToken, TopTokens
 from vmserve.threads import num_threads
@@ -102,13 +102,13 @@ class _Given:
 
     def __init__(self, logits: Logits) -> None:
         if isinstance(logits, np.ndarray):
-            self._memory: Logits = np.ascontiguousarray(logits, dtype=np.float32)
-            self.described: TensorTuple = array_tuple(self._memory)
+            self.described: NDArray[np.float32] | TensorTuple
+            self.described = np.ascontiguousarray(logits, dtype=np.float32)
             return
         kind = str(logits.dtype).removeprefix("torch.")
         if kind not in ("float32", "bfloat16"):
             logits, kind = logits.float(), "float32"
-        self._memory = logits if logits.stride(1) == 1 else logits.contiguous()
+        self._memory: Logits = logits if logits.stride(1) == 1 else logits.contiguous()
         shape, strides = tuple(self._memory.shape), self._memory.stride()
         self.described = (self._memory.data_ptr(), kind, shape, strides)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -56,7 +56,7 @@ class SamplingRow:
     ``stop_ids``: the ids that ``min_tokens`` suppresses; ``bad_words``: token sequences. ``mask``
     [vocab]: True for tokens that a grammar allows, one of which is always taken. ``drafted``:
     tokens behind ``tokens`` that are answer only if they are accepted. The lists are only read. The
-    C++ core reads the attributes by name.
+    C++ core reads the attributes by name, those that no step changes once.
     """
 
     params: SamplingParams
@@ -68,6 +68,16 @@ class SamplingRow:
     bad_words: tuple[tuple[int, ...], ...] = ()
     mask: NDArray[np.bool_] | None = None
     drafted: tuple[int, ...] = ()
+    #: What the core has read of the others; it sets this.
+    read: object = field(default=None, init=False, repr=False, compare=False)
+
+    def in_step(
+        self, mask: NDArray[np.bool_] | None = None, drafted: tuple[int, ...] = ()
+    ) -> SamplingRow:
+        """The same with what only one step has."""
+        row = replace(self, mask=mask, drafted=drafted)
+        object.__setattr__(row, "read", self.read)
+        return row
 
     @property
     def num_output(self) -> int:

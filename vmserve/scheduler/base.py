@@ -13,6 +13,7 @@ from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Convert, MemoryPlan, Regime
 from vmserve.memory.columns import step_columns, take_unpublished
 from vmserve.scheduler.sequence import Request, Sequence
+from vmserve.values import step_value
 
 __all__ = [
     "AddDrafts",
@@ -55,7 +56,7 @@ class ScheduledSequence:
     samples: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@step_value
 class Columns:
     """What a step reads of its sequences, in columns of ``[sequences]``, read in one pass."""
 
@@ -172,7 +173,7 @@ class StepDraft:
         self.num_new = [num_new for _, num_new in grants]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@step_value
 class Drafted:
     """A draft for each sequence of a step, some of them empty, and the columns with them."""
 
@@ -184,7 +185,7 @@ class Drafted:
 AddDrafts = Callable[[StepDraft, Columns], Drafted | None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@step_value
 class StepPlan:
     """One step: what is computed, and the memory that it needs.
 
