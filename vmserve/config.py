@@ -159,9 +159,10 @@ class EngineConfig:
     tensor_parallel_size: Annotated[
         int,
         Option(
-            "Devices per layer.",
+            "Processes (ranks) that divide each layer and the KV cache among them. On a CPU each "
+            "has its part of the cores, and tokens are those of one process.",
             _DEVICE,
-            Bounds(1, _INT32_MAX),
+            Bounds(1, 64, integer=True),
             flags=("--tensor-parallel-size", "-tp"),
         ),
     ] = 1
@@ -181,8 +182,8 @@ class EngineConfig:
     kv_cache_memory: Annotated[
         int | str | None,
         Option(
-            "Most memory that the KV cache may grow to, e.g. 512MiB or 4GiB; least: what the "
-            "longest sequence needs.",
+            "Most memory that the KV cache may grow to, that of all ranks together, e.g. 512MiB or "
+            "4GiB; least: what the longest sequence needs.",
             _KV,
             default=f"{CPU_KV_SHARE * 100:g} % of the memory that is free at start; on a GPU what "
             "--gpu-memory-utilization leaves",
@@ -462,9 +463,11 @@ class EngineConfig:
             )
 
     def _check_supported(self) -> None:
-        if self.tensor_parallel_size > 1:
+        if self.tensor_parallel_size > 1 and self.kv_cache_memory == LEAST:
             raise UnsupportedError(
-                "tensor_parallel_size above 1 is not available in this version: use 1"
+                f"tensor_parallel_size: {self.tensor_parallel_size} ranks have a fixed KV cache, "
+                "which a pool of several models does not lend: serve this model by a server of its "
+                "own, or leave --tensor-parallel-size at 1"
             )
         if self.preemption == "swap" and parse_size(self.swap_space, "swap_space") == 0:
             raise ConfigurationError(
@@ -706,6 +709,8 @@ def _kv_limit_bytes(
     # The planner keeps the mappings of a full pool under the system's limit, so a cap that no set
     # of sequences can reach would only force larger pages. Counted in float32, the widest type.
     token_bytes = 4 * model.kv_elements
+    # Heads that are fewer than the ranks are those of several.
+    token_bytes *= max(1, config.tensor_parallel_size // model.kv_heads)
     share = max(MIN_KV_BYTES, int(CPU_KV_SHARE * free))
     # A checkpoint of a state lies beside the state itself.
     return min(share, num_slots * (max_len * token_bytes + 2 * model.state_bytes))

@@ -41,20 +41,38 @@ def _asked_for() -> int:
     return int(first) if first.isdecimal() else 0
 
 
-def keep_to(cpus: Collection[int]) -> None:
+def keep_to(cpus: Collection[int]) -> Callable[[], None]:
     """Compute on these CPUs from now on, with no more threads than they have cores.
 
-    Call it before there are other threads.
+    Threads that this one has started before keep to their own. Returns what undoes it.
     """
+    before, asked = os.sched_getaffinity(0), os.environ.get("OMP_NUM_THREADS")
+    torch = sys.modules.get("torch")
+    set_threads: Callable[[int], None] = getattr(torch, "set_num_threads", lambda _: None)
+    threads = num_threads()
     os.sched_setaffinity(0, cpus)
     cores = len({_core_of(cpu) for cpu in cpus})
     os.environ["OMP_NUM_THREADS"] = str(min(_asked_for() or cores, cores))
+    set_threads(min(threads, cores))
+    _default.cache_clear()
+
+    def undo() -> None:
+        os.sched_setaffinity(0, before)
+        if asked is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+        else:
+            os.environ["OMP_NUM_THREADS"] = asked
+        set_threads(threads)
+        _default.cache_clear()
+
+    return undo
 
 
-def split_cpus(parts: int) -> list[tuple[int, ...]]:
+def split_cpus(parts: int, asked: str = "data_parallel_size: {} engines") -> list[tuple[int, ...]]:
     """Split the CPUs that this process may use, in whole cores that are near each other.
 
-    Raises :class:`~vmserve.errors.ConfigurationError` for fewer cores than parts.
+    Raises :class:`~vmserve.errors.ConfigurationError` for fewer cores than parts; ``asked`` says
+    who wants them.
     """
     cores: dict[tuple[int, str], list[int]] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
@@ -63,8 +81,7 @@ def split_cpus(parts: int) -> list[tuple[int, ...]]:
     usable = min(len(near), _quota())
     if parts > usable:
         raise ConfigurationError(
-            f"data_parallel_size: {parts} engines need {parts} cores, and this process may use "
-            f"{usable}"
+            f"{asked.format(parts)} need {parts} cores, and this process may use {usable}"
         )
     # Of a quota of time, no more cores are of use than it pays for.
     bounds = [usable * part // parts for part in range(parts + 1)]

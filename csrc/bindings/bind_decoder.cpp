@@ -89,11 +89,30 @@ py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
 
 void bind_decoder(py::module_& m) {
   py::class_<RankGroup, std::shared_ptr<RankGroup>>(m, "RankGroup")
-      .def(py::init<int, int, int>(), py::arg("descriptor"), py::arg("rank"), py::arg("size"))
+      .def(py::init<int, int, int, std::size_t>(), py::arg("descriptor"), py::arg("rank"),
+           py::arg("size"), py::arg("board_bytes") = 0)
       .def_property_readonly("rank", &RankGroup::rank)
       .def_property_readonly("size", &RankGroup::size)
       .def("wait", &RankGroup::wait, py::call_guard<py::gil_scoped_release>())
       .def("fail", &RankGroup::fail)
+      .def("lose", &RankGroup::lose, py::arg("rank"))
+      .def(
+          "publish",
+          [](RankGroup& group, const py::bytes& told) {
+            const std::string_view bytes(told);
+            const py::gil_scoped_release unlocked;
+            group.publish(bytes);
+          },
+          py::arg("told"))
+      .def("receive",
+           [](RankGroup& group) {
+             std::string_view told;
+             {
+               const py::gil_scoped_release unlocked;
+               told = group.receive();
+             }
+             return py::bytes(told.data(), told.size());
+           })
       .def(
           "slice",
           [](const RankGroup& group, std::int64_t count) {

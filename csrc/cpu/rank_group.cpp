@@ -24,8 +24,10 @@ namespace {
 // Ranks meet within microseconds of each other if each has cores of its own; if not, whoever spins
 // keeps another from running.
 constexpr std::chrono::microseconds kSpin{50};
-// How often a rank that sleeps looks whether the others are alive.
-constexpr long kLookNanoseconds = 50'000'000;
+// How often a rank that sleeps looks whether the others are alive: at first, and in a long sleep.
+constexpr long kLookNanoseconds = 50'000'000, kLongestLook = 400'000'000;
+// A rank that is waited for and uses no processor for so long hangs. A sleeper may wait for a disk.
+constexpr std::chrono::seconds kStoppedLong{1}, kAsleepLong{10};
 // Outputs of the widest panel.
 constexpr std::int64_t kUnit = 32;
 constexpr std::size_t kHeaderBytes = 4096;
@@ -42,19 +44,37 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
   return syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
 }
 
-// A process that nobody has waited for yet is dead too.
-bool is_dead(pid_t pid) {
-  if (kill(pid, 0) != 0 && errno == ESRCH) return true;
+struct Process {
+  char state = 'X';  // as in /proc: 'X' has ended, '?' is not known
+  std::uint64_t ticks = 0;  // of processor time
+};
+
+Process look_at(pid_t pid) {
+  if (kill(pid, 0) != 0 && errno == ESRCH) return {};
   const std::string name = "/proc/" + std::to_string(pid) + "/stat";
   std::FILE* const file = std::fopen(name.c_str(), "re");
-  if (file == nullptr) return errno == ENOENT;
+  if (file == nullptr) return {errno == ENOENT ? 'X' : '?'};
   char line[512] = {};
   const std::size_t length = std::fread(line, 1, sizeof line - 1, file);
   std::fclose(file);
-  if (length == 0) return true;
-  const char* const state = std::strrchr(line, ')');  // a name may have any characters
-  return state != nullptr && (state[2] == 'Z' || state[2] == 'X');
+  if (length == 0) return {};
+  const char* const behind = std::strrchr(line, ')');  // a name may have any characters
+  Process found{'?'};
+  unsigned long long user = 0, system = 0;
+  constexpr const char* kFields = ") %c %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu %llu";
+  if (behind != nullptr) std::sscanf(behind, kFields, &found.state, &user, &system);
+  found.ticks = user + system;
+  return found;
 }
+
+// A process that nobody has waited for yet is dead too.
+bool is_dead(pid_t pid) {
+  const char state = look_at(pid).state;
+  return state == 'X' || state == 'Z';
+}
+
+// Ranks that are lost are counted from 1.
+constexpr std::uint32_t kHangs = 1U << 16;
 
 }  // namespace
 
@@ -63,12 +83,23 @@ struct RankGroup::Header {
   alignas(64) std::atomic<std::uint32_t> arrived;
   alignas(64) std::atomic<std::uint32_t> generation;
   alignas(64) std::atomic<std::uint32_t> sleepers;
-  std::atomic<std::uint32_t> lost;  // a rank, counted from 1
+  std::atomic<std::uint32_t> lost;  // a rank, counted from 1, and kHangs
   std::atomic<std::int32_t> size;
   std::atomic<std::int32_t> pids[kMaxRanks];
+  std::atomic<std::uint32_t> waits[kMaxRanks];  // how often each rank has come to wait
+  std::atomic<std::uint64_t> told_bytes[2];
 };
 
-RankGroup::RankGroup(int descriptor, int rank, int size) : rank_(rank), size_(size) {
+struct RankGroup::Stalls {
+  using Clock = std::chrono::steady_clock;
+  std::uint64_t ticks[kMaxRanks] = {};
+  Clock::time_point since[kMaxRanks] = {};
+};
+
+RankGroup::RankGroup(int descriptor, int rank, int size, std::size_t board_bytes)
+    : rank_(rank),
+      size_(size),
+      board_bytes_((board_bytes + kHeaderBytes - 1) / kHeaderBytes * kHeaderBytes) {
   static_assert(sizeof(Header) <= kHeaderBytes);
   static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
   if (size < 1 || size > kMaxRanks || rank < 0 || rank >= size) {
@@ -76,8 +107,10 @@ RankGroup::RankGroup(int descriptor, int rank, int size) : rank_(rank), size_(si
                       ": a group has 1 to " + std::to_string(kMaxRanks) + " ranks");
   }
   struct stat found{};
-  if (fstat(descriptor, &found) != 0 || found.st_size < static_cast<off_t>(2 * kHeaderBytes)) {
-    throw MisuseError("the memory of a group of ranks is no file of at least 8 KiB");
+  const std::size_t least = 2 * (kHeaderBytes + board_bytes_);
+  if (fstat(descriptor, &found) != 0 || found.st_size < static_cast<off_t>(least)) {
+    throw MisuseError("the memory of a group of ranks is no file of at least " +
+                      std::to_string(least >> 10) + " KiB");
   }
   mapped_ = static_cast<std::size_t>(found.st_size);
   void* const at =
@@ -103,11 +136,16 @@ RankGroup::~RankGroup() {
 }
 
 char* RankGroup::data() const {
-  return reinterpret_cast<char*>(header_) + kHeaderBytes;
+  return board(2);
 }
 
 std::size_t RankGroup::bytes() const {
-  return mapped_ - kHeaderBytes;
+  return mapped_ - kHeaderBytes - 2 * board_bytes_;
+}
+
+// Two halves behind the header, and the memory of rows behind these.
+char* RankGroup::board(std::uint32_t half) const {
+  return reinterpret_cast<char*>(header_) + kHeaderBytes + half * board_bytes_;
 }
 
 Slice RankGroup::slice(std::int64_t count, int rank, int size) {
@@ -118,26 +156,46 @@ Slice RankGroup::slice(std::int64_t count, int rank, int size) {
   return {border(rank), border(rank + 1) - border(rank)};
 }
 
-void RankGroup::fail() {
+void RankGroup::mark_lost(std::uint32_t lost) {
   std::uint32_t nobody = 0;
-  header_->lost.compare_exchange_strong(nobody, static_cast<std::uint32_t>(rank_) + 1);
+  header_->lost.compare_exchange_strong(nobody, lost);
   futex(header_->generation, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
+void RankGroup::lose(int rank) {
+  mark_lost(static_cast<std::uint32_t>(rank) + 1);
+}
+
 void RankGroup::report() const {
+  const std::uint32_t lost = header_->lost.load();
   throw DriverError("futex", EOWNERDEAD,
-                    "rank " + std::to_string(header_->lost.load() - 1) + " of " +
-                        std::to_string(size_) + " has ended, and the group with it",
+                    "rank " + std::to_string(lost % kHangs - 1) + " of " + std::to_string(size_) +
+                        (lost >= kHangs ? " hangs" : " has ended") + ", and the group ends with it",
                     0, true);
 }
 
 void RankGroup::find_dead() {
   for (int rank = 0; rank < size_; ++rank) {
     const pid_t pid = header_->pids[rank].load();
-    if (pid == 0 || pid == getpid() || !is_dead(pid)) continue;
-    std::uint32_t nobody = 0;
-    header_->lost.compare_exchange_strong(nobody, static_cast<std::uint32_t>(rank) + 1);
-    futex(header_->generation, FUTEX_WAKE, INT_MAX, nullptr);
+    if (pid != 0 && pid != getpid() && is_dead(pid)) lose(rank);
+  }
+}
+
+void RankGroup::find_hung(Stalls& stalls) {
+  const auto now = Stalls::Clock::now();
+  for (int rank = 1; rank < size_; ++rank) {
+    const pid_t pid = header_->pids[rank].load();
+    if (pid == 0 || pid == getpid()) continue;
+    if (header_->waits[rank].load() == header_->waits[rank_].load()) continue;  // it waits, too
+    const Process process = look_at(pid);
+    const bool is_stopped = process.state == 'T' || process.state == 't';
+    const bool is_idle = is_stopped || process.state == 'S';
+    if (!is_idle || process.ticks != stalls.ticks[rank] || stalls.since[rank] == decltype(now){}) {
+      stalls.ticks[rank] = process.ticks;
+      stalls.since[rank] = now;
+    } else if (now - stalls.since[rank] >= (is_stopped ? kStoppedLong : kAsleepLong)) {
+      mark_lost((static_cast<std::uint32_t>(rank) + 1) | kHangs);
+    }
   }
 }
 
@@ -145,6 +203,7 @@ void RankGroup::wait() {
   Header& shared = *header_;
   if (shared.lost.load() != 0) report();
   const std::uint32_t mine = shared.generation.load();
+  shared.waits[rank_].fetch_add(1);
   if (shared.arrived.fetch_add(1) + 1 == static_cast<std::uint32_t>(size_)) {
     shared.arrived.store(0);
     shared.generation.store(mine + 1);
@@ -160,13 +219,36 @@ void RankGroup::wait() {
     }
   } while (std::chrono::steady_clock::now() < until);
   shared.sleepers.fetch_add(1);
-  const timespec look{0, kLookNanoseconds};
+  timespec look{0, kLookNanoseconds};
+  Stalls stalls;
   while (!passed() && shared.lost.load() == 0) {
     // A rank that fails in between is seen when the time is over.
-    if (futex(shared.generation, FUTEX_WAIT, mine, &look) != 0 && errno == ETIMEDOUT) find_dead();
+    if (futex(shared.generation, FUTEX_WAIT, mine, &look) == 0 || errno != ETIMEDOUT) continue;
+    find_dead();
+    if (rank_ == 0) find_hung(stalls);
+    look.tv_nsec = std::min(look.tv_nsec * 3 / 2, kLongestLook);
   }
   shared.sleepers.fetch_sub(1);
   if (!passed()) report();
+}
+
+// Ranks read one half while the other is written: rank 0 writes to a half again only after all have
+// come to the meeting behind it.
+void RankGroup::publish(std::string_view told) {
+  if (told.size() > board_bytes_) {
+    throw MisuseError("a step of " + std::to_string(told.size()) +
+                      " bytes is more than the board's " + std::to_string(board_bytes_));
+  }
+  const std::uint32_t half = num_told_++ % 2;
+  std::memcpy(board(half), told.data(), told.size());
+  header_->told_bytes[half].store(told.size());
+  wait();
+}
+
+std::string_view RankGroup::receive() {
+  const std::uint32_t half = num_told_++ % 2;
+  wait();
+  return {board(half), static_cast<std::size_t>(header_->told_bytes[half].load())};
 }
 
 }  // namespace vmserve

@@ -4,6 +4,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <string_view>
 
 namespace vmserve {
 
@@ -16,13 +18,14 @@ struct Slice {
 // inherit; it is zeros before the first of them. Ranks may also be threads of one process.
 //
 // A rank that ends, or that calls fail(), ends the group: whoever waits, now or later, is told so.
+// So does one that rank 0 waits for in vain: stopped for 1 s, or asleep for 10 s.
 class RankGroup {
  public:
   static constexpr int kMaxRanks = 64;
 
-  // The caller keeps the descriptor. Throws MisuseError if the file does not fit, or the rank is
-  // taken.
-  RankGroup(int descriptor, int rank, int size);
+  // The caller keeps the descriptor. `board_bytes`: room for what publish() tells, the same for all
+  // ranks. Throws MisuseError if the file does not fit, or the rank is taken.
+  RankGroup(int descriptor, int rank, int size, std::size_t board_bytes = 0);
   ~RankGroup();
   RankGroup(const RankGroup&) = delete;
   RankGroup& operator=(const RankGroup&) = delete;
@@ -36,7 +39,15 @@ class RankGroup {
   // Waits for all ranks, also for those that have not begun yet. What they wrote before is then
   // visible. Throws a sticky DriverError if one has ended.
   void wait();
-  void fail();
+  void fail() { lose(rank_); }
+  // Ends the group: this rank has ended.
+  void lose(int rank);
+
+  // Rank 0 tells all others what they compute next, once each has taken what was told before.
+  // Throws MisuseError for more than the board has room for, else as wait().
+  void publish(std::string_view told);
+  // What rank 0 tells; readable until the next call of receive().
+  std::string_view receive();
 
   // Slices follow each other in the order of ranks and are all `count` outputs. None is empty if
   // there are as many outputs as ranks. Borders are those of packed panels if there are enough.
@@ -46,10 +57,18 @@ class RankGroup {
  private:
   struct Header;
 
+  // How long rank 0 has seen each rank that it waits for do nothing.
+  struct Stalls;
+
   [[noreturn]] void report() const;
+  void mark_lost(std::uint32_t lost);
   void find_dead();
+  void find_hung(Stalls& stalls);
+  char* board(std::uint32_t turn) const;
 
   int rank_, size_;
+  std::size_t board_bytes_;  // of each of the two halves
+  std::uint32_t num_told_ = 0;
   std::size_t mapped_ = 0;
   Header* header_ = nullptr;
 };

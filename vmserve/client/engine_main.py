@@ -6,7 +6,6 @@ Started by :mod:`vmserve.client.process`, never by hand.
 # ruff: noqa: E402
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -35,13 +34,13 @@ from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import EngineDeadError, FrameTooLargeError, VmserveError
 from vmserve.logs import configure_logging
+from vmserve.processes import die_with
 from vmserve.threads import keep_to
 
 logger = logging.getLogger("vmserve.engine")
 
 #: Exit status of an engine whose client has gone.
 _EXIT_ORPHANED = 3
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -53,7 +52,8 @@ def main() -> int:
     launch = None if data is None else decode_to_engine(data)
     if not isinstance(launch, Launch):
         return _EXIT_ORPHANED
-    _die_with(launch.parent_pid)
+    if not die_with(launch.parent_pid):
+        return _EXIT_ORPHANED
     if launch.cpus:
         keep_to(launch.cpus)
     configure_logging(launch.log_level, launch.log_format, "engine")
@@ -78,15 +78,6 @@ def main() -> int:
     finally:
         engine.close()
     return 0
-
-
-def _die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:  # it ended before
-        sys.exit(_EXIT_ORPHANED)
 
 
 def _load(launch: Launch, sock: socket.socket) -> LLMEngine:

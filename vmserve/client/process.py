@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Protocol, cast
 
 from vmserve.client.codec import decode_from_engine, encode
@@ -21,6 +20,7 @@ from vmserve.client.framing import FrameReader, frame, receive_frame, send_frame
 from vmserve.client.messages import Launch, Progress, Ready, Refused, ToEngine
 from vmserve.client.transport import Lost, Receive
 from vmserve.errors import EngineDeadError
+from vmserve.processes import child_environment, describe_end
 
 __all__ = [
     "RESTART_WINDOW_SECONDS",
@@ -28,7 +28,6 @@ __all__ = [
     "EngineProcess",
     "ProcessTransport",
     "RestartBudget",
-    "child_environment",
 ]
 
 logger = logging.getLogger(__name__)
@@ -116,7 +115,7 @@ class EngineProcess:
                 case other:
                     raise EngineDeadError(f"the engine began with a {type(other).__name__}")
         raise EngineDeadError(
-            f"the engine's process ended while loading ({self.describe_end(self.reap(10))})"
+            f"the engine's process ended while loading ({describe_end(self.reap(10))})"
         )
 
     def _receive_frame(self) -> bytes | None:
@@ -149,10 +148,6 @@ class EngineProcess:
         self.kill()  # first, or it would log that the socket was closed
         self.sock.close()
         self.reap(_KILLED_SECONDS)
-
-    @staticmethod
-    def describe_end(status: int) -> str:
-        return f"killed by signal {-status}" if status < 0 else f"exit status {status}"
 
 
 class ProcessTransport(asyncio.Protocol):
@@ -190,15 +185,6 @@ class ProcessTransport(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stream = None
         self._lost()
-
-
-def child_environment() -> dict[str, str]:
-    """Environment variables for a Python process that finds modules where this process does.
-
-    Numpy's library makes no threads there: the engine multiplies no matrices with it.
-    """
-    import_path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    return {"OPENBLAS_NUM_THREADS": "1", **os.environ, "PYTHONPATH": import_path}
 
 
 class RestartBudget:

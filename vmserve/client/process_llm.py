@@ -30,6 +30,7 @@ from vmserve.config import LEAST, EngineConfig, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 from vmserve.models.hub import is_embedded, resolve_model
 from vmserve.models.pullable import PULLABLE
+from vmserve.processes import describe_end
 from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -322,7 +323,7 @@ class ProcessLLM(ClientCore):
 
     async def _after_death(self) -> None:
         status = await asyncio.to_thread(self._process.reap, _END_SECONDS)
-        logger.error("the engine's process has ended (%s)", EngineProcess.describe_end(status))
+        logger.error("the engine's process has ended (%s)", describe_end(status))
         while (pause := self._restarts.take()) is not None:
             self._num_restarts += 1
             await asyncio.sleep(pause)

@@ -77,6 +77,8 @@ class EngineService:
         self._counts = (0, 0)
         #: The engine's handles of pinned prefixes, by the client's.
         self._pins: dict[int, int] = {}
+        if engine.ranks is not None:
+            engine.ranks.on_lost(self._rank_lost)
 
     # -- any thread -------------------------------------------------------------------
 
@@ -95,6 +97,10 @@ class EngineService:
                 self._posted.append(message)
             self._wake.notify()
 
+    def _rank_lost(self, reason: str) -> None:
+        with self._wake:
+            self._wake.notify()
+
     @property
     def has_posted(self) -> bool:
         return bool(self._posted)
@@ -109,11 +115,15 @@ class EngineService:
         """
         try:
             while self.handle_posted():
-                if self.engine.has_unfinished:
+                if self.engine.has_unfinished or self.engine.failure:
                     self.step()
             for handle in list(self._ids):
                 self._end(handle, tell=True)
             self.flush()
+        except EngineDeadError as error:
+            self._failures += [(handle, error) for handle in self._ids]
+            self.flush()  # each is told why
+            raise
         finally:
             with self._wake:
                 self._is_closed = True
@@ -121,7 +131,8 @@ class EngineService:
     def handle_posted(self) -> bool:
         """Handle what was posted; sleep while there is nothing to do. False: stop."""
         with self._wake:
-            while not (self._posted or self._is_closed or self.engine.has_unfinished):
+            engine = self.engine
+            while not (self._posted or self._is_closed or engine.has_unfinished or engine.failure):
                 self._wake.wait()
             if self.engine.awaits_memory and not (self._posted or self._is_closed):
                 self._wake.wait(_MEMORY_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from vmserve.memory.manager import MemoryManager
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.gguf.reader import GgufModel
+from vmserve.parallel.ranks import Ranks, refuse, share_of
 from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner, Runner
@@ -69,12 +71,28 @@ class EngineParts:
     drafter: Drafter | None = None
     #: The model that drafts, if one does, whose KV memory is a part of the engine's.
     draft_model: DraftModel | None = None
+    #: The other ranks, if there are any.
+    ranks: Ranks | None = None
 
 
 def build(
     config: EngineConfig, progress: Progress | None = None, runtime: DeviceRuntime | None = None
 ) -> EngineParts:
     """Load the model and reserve the memory. Raises as :class:`vmserve.engine.engine.LLMEngine`."""
+    with contextlib.ExitStack() as undo:
+        parts = _build(config, progress, runtime, undo)
+        undo.pop_all()
+    return parts
+
+
+def _build(
+    config: EngineConfig,
+    progress: Progress | None,
+    runtime: DeviceRuntime | None,
+    undo: contextlib.ExitStack,
+) -> EngineParts:
+    """``undo``: closed if building fails."""
+    num_ranks = config.tensor_parallel_size
     path = resolve_model(config.model)
     model_config = ModelConfig.from_directory(path)
     texts: Path | GgufModel = resolve_model(config.tokenizer) if config.tokenizer else path
@@ -83,6 +101,8 @@ def build(
     tokenizer = load_tokenizer(texts)
     runtime = runtime or open_runtime(config.device, config.kv_driver)
     resolved = resolve(config, model_config, runtime.gpu_bytes)
+    if num_ranks > 1:
+        refuse(model_config, num_ranks)
     native_dtype = choose_native(
         linear_backend(config, runtime),
         config.quantization,
@@ -102,6 +122,12 @@ def build(
     slack = max(backend.read_slack_tokens for backend in backends.values())
     head_slack = max(backend.head_slack_tokens for backend in backends.values())
     pages = runtime.memory(resolved.activation_bytes)
+    ranks = None
+    if num_ranks > 1:
+        kinds = len(set(model_config.windows))
+        ranks = Ranks(config, resolved, model_config, path, dtype, kinds)
+        undo.callback(ranks.close)
+        pages = ranks.memory(pages)
     with runtime.active():
         model = load_model(
             path,
@@ -112,8 +138,11 @@ def build(
             native=native,
             quantization=config.quantization,
             progress=progress,
+            group=None if ranks is None else ranks.group,
         )
         runtime.synchronize()
+    if ranks is not None:
+        ranks.wait_loaded()
     choice = choose_draft(config, model_config, dtype, tokenizer, runtime.device_type)
     draft_model = None
     if choice is not None:
@@ -121,14 +150,18 @@ def build(
         draft_model = load_draft(choice, config, resolved, part, model.parameter_bytes, progress)
         resolved = replace(resolved, kv_limit_bytes=resolved.kv_limit_bytes - part)
     # Kernels of torch know one block table for all layers.
+    own_heads = share_of(model_config, num_ranks)
     memory = create_memory(
         resolved,
-        model_config,
+        own_heads,
         dtype,
         slack,
         pages,
         separates_kinds=native and not resolved.async_scheduling,
+        num_ranks=num_ranks,
     )
+    if ranks is not None:
+        ranks.begin(memory)
     if resolved.kv_limit_bytes == LEAST_BYTES:
         resolved = replace(resolved, kv_limit_bytes=memory.limit_bytes)
     swaps = resolved.swap_bytes > 0
@@ -137,7 +170,7 @@ def build(
         resolved.kv_regime,
         cost_model(
             resolved,
-            model_config,
+            own_heads,
             memory.layout,
             backends,
             dtype,
@@ -171,7 +204,7 @@ def build(
                 forced = resolved.kv_regime
                 kept = tuple(Regime) if forced == "auto" else (Regime(forced),)
                 graphs.capture_ahead(memory, kept)
-    runner = ModelRunner(model, kernels, runtime, graphs)
+    runner = ModelRunner(model, kernels, runtime, graphs, ranks)
     sampler = runtime.sampler(model_config.vocab_size, is_async=resolved.async_scheduling)
     # Codes of weights, texts of a vocabulary and buffers of the measuring: the heap keeps them.
     trim_memory()
@@ -188,6 +221,7 @@ def build(
         sampler=sampler,
         drafter=_drafter(config, draft_model),
         draft_model=draft_model,
+        ranks=ranks,
     )
 
 

@@ -22,6 +22,7 @@ from vmserve.engine.step import EngineStep, InFlightStep
 from vmserve.errors import (
     ConfigurationError,
     DriverError,
+    EngineDeadError,
     InvalidRequestError,
     OutOfMemoryError,
     VmserveError,
@@ -100,6 +101,8 @@ class LLMEngine:
         self.resolved = parts.resolved
         self.memory = parts.memory
         self.draft_model = parts.draft_model
+        #: The other ranks, if there are any; without them there is no engine.
+        self.ranks = parts.ranks
         self.scheduler = parts.scheduler
         self._preemption = parts.preemption
         self._regimes = parts.regimes
@@ -272,7 +275,8 @@ class LLMEngine:
             raise ConfigurationError(
                 "kv_cache_memory: a pool lends this model's memory: set its cap"
             )
-        memory, page_bytes = self.memory, self.memory.layout.total_page_bytes
+        memory, num_ranks = self.memory, self.memory.layout.tensor_parallel
+        page_bytes = num_ranks * memory.layout.total_page_bytes
         num_bytes, before = parse_size(size, "kv_cache_memory"), memory.limit_pages
         drafting = self.draft_model
         if drafting is not None:
@@ -283,9 +287,9 @@ class LLMEngine:
                 f"kv_cache_memory: {format_size(num_bytes)} is more than the "
                 f"{format_size(memory.max_pages * page_bytes)} that the device has: lower it"
             )
-        self._longest.require(num_bytes, self._pins.num_pages)
+        self._longest.require(num_bytes // num_ranks, self._pins.num_pages)
         try:
-            memory.set_limit(num_bytes)
+            memory.set_limit(num_bytes // num_ranks)
             if drafting is not None:
                 drafting.set_limit(part)
         except DriverError as error:
@@ -346,10 +350,17 @@ class LLMEngine:
         """Compute once for every sequence that fits; returns what became known.
 
         With ``async_scheduling``, returns the results of the step before while this one is
-        computed.
+        computed. Raises :class:`~vmserve.errors.EngineDeadError` once a rank is lost.
         """
+        if self.ranks is not None:
+            self.ranks.check()
         with self._runtime.active():
             return self._step()
+
+    @property
+    def failure(self) -> str | None:
+        """Why there will be no more steps: a rank has ended. None while there can be."""
+        return None if self.ranks is None else self.ranks.failure
 
     def _step(self) -> StepResult:
         if self._deadlines and (late := self._expire(self._clock())):
@@ -391,6 +402,8 @@ class LLMEngine:
         try:
             epoch = self.memory.apply(plan.memory)
         except (OutOfMemoryError, DriverError) as error:
+            if self.ranks is not None and getattr(error, "sticky", False):
+                raise self.ranks.lost(error) from error
             return StepResult() if previous is not None else self._make_room_after(error, plan)
         self.scheduler.applied(plan)
         self._mark_scheduled(plan)
@@ -399,6 +412,8 @@ class LLMEngine:
             flight = self.steps.launch(plan, epoch, phases, previous)
             if previous is None and _reads_prompts_mostly(plan):
                 self._runtime.synchronize()  # else only its launches would be timed
+        except EngineDeadError:
+            raise
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
             self.steps.abandon(epoch)
             return self._fail_batch(error, plan)
@@ -628,6 +643,8 @@ class LLMEngine:
         self._runtime.synchronize()
         for memory in self._memories:
             memory.close()
+        if self.ranks is not None:
+            self.ranks.close()
 
     @property
     def _memories(self) -> list[MemoryManager]:

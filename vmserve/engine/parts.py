@@ -63,14 +63,19 @@ def create_memory(
     device: MemoryDevice,
     *,
     separates_kinds: bool = False,
+    num_ranks: int = 1,
 ) -> MemoryManager:
     """The KV memory for these options; refuses a pool that cannot hold the longest sequence.
 
     ``separates_kinds``: layers with a sliding window have pages of their own, if others have none.
+    ``model``: with the heads of one of ``num_ranks`` ranks, which divide the options' sizes.
     """
     shape = (model.num_layers, model.kv_heads, model.head_dim, dtype, device.granularity)
     layout = plan_layout(
-        *shape,
+        model.num_layers,
+        num_ranks * model.kv_heads,
+        *shape[2:],
+        tensor_parallel=num_ranks,
         layers_per_group=(
             resolved.kv_layers_per_group
             or layers_for_granularity(*shape, keys_only=model.keys_only)
@@ -89,6 +94,8 @@ def create_memory(
         layout, kinds, max_len, read_slack_tokens, resolved.max_num_batched_tokens
     )
     limit_bytes = resolved.kv_limit_bytes
+    if num_ranks > 1:
+        limit_bytes //= num_ranks
     if limit_bytes == LEAST_BYTES:
         limit_bytes = longest.least_bytes()
     longest.require(limit_bytes)
@@ -105,7 +112,7 @@ def create_memory(
             zero_pages=resolved.kv_zero_pages,
             prefix_caching=resolved.prefix_caching,
             mapper=resolved.kv_mapper,
-            swap_bytes=resolved.swap_bytes,
+            swap_bytes=resolved.swap_bytes // num_ranks,
             driver=device,
             lookahead_tokens=LOOKAHEAD_TOKENS,
             eager_slots=resolved.kv_eager_slots,

@@ -10,19 +10,17 @@ from vmserve import _core
 from vmserve.dtypes import DType
 from vmserve.host_arrays import TensorTuple, array_tuple
 from vmserve.memory.base import Regime
-from vmserve.memory.views import HostView
+from vmserve.memory.views import HostView, ViewedMemory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from vmserve.memory.manager import MemoryManager
-
 __all__ = ["host_view"]
 
 
-def host_view(memory: MemoryManager, regime: Regime) -> HostView:
+def host_view(memory: ViewedMemory, regime: Regime) -> HostView:
     """The slots, or the arena with block tables, in which a sequence's id is its row.
 
     :mod:`vmserve.memory.tensors` has tensors for the same.
@@ -42,7 +40,7 @@ def host_view(memory: MemoryManager, regime: Regime) -> HostView:
     return HostView(core, (arena, tables, _set_states(core, memory)))
 
 
-def _set_states(core: _core.CpuKvView, memory: MemoryManager) -> object:
+def _set_states(core: _core.CpuKvView, memory: ViewedMemory) -> object:
     """Returns what keeps their memory alive."""
     if not memory.layout.state_bytes:
         return None
@@ -52,7 +50,7 @@ def _set_states(core: _core.CpuKvView, memory: MemoryManager) -> object:
 
 
 def _layers(
-    memory: MemoryManager, buffers: Sequence[NDArray[Any]], num_tokens: int
+    memory: ViewedMemory, buffers: Sequence[NDArray[Any]], num_tokens: int
 ) -> tuple[list[TensorTuple], list[TensorTuple]]:
     """K and V of every layer: ``[rows, num_tokens, kv_heads, head_dim]`` each.
 

@@ -58,11 +58,12 @@ class LongestSequence:
             return
         fitting = bisect_right(range(1, self.max_len + 1), available, key=self._num_pages)
         beside = f" beside {pinned_pages} pages of pinned prefixes" if pinned_pages else ""
+        ranks = layout.tensor_parallel  # options are those of all
         raise ConfigurationError(
             f"a sequence of {self.max_len} tokens needs {needed} pages of "
-            f"{format_size(layout.total_page_bytes)}{self._by_kind()}, {max(0, available)} fit in "
-            f"the KV cache of {format_size(limit_bytes)}{beside}: raise --kv-cache-memory to "
-            f"{size_to_set(self.least_bytes(pinned_pages))}"
+            f"{format_size(ranks * layout.total_page_bytes)}{self._by_kind()}, "
+            f"{max(0, available)} fit in the KV cache of {format_size(ranks * limit_bytes)}{beside}"
+            f": raise --kv-cache-memory to {size_to_set(ranks * self.least_bytes(pinned_pages))}"
             + (f" or lower --max-model-len to {fitting}" if fitting > 0 else "")
         )
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vmserve.memory.cuda import CudaMemory
-from vmserve.memory.views import ContiguousView, PagedView, StatePages
+from vmserve.memory.ranks import GroupMemory
+from vmserve.memory.views import ContiguousView, PagedView, StatePages, ViewedMemory
 from vmserve.torch_dtypes import as_torch
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ __all__ = ["arena_tensors", "contiguous_view", "paged_view", "safe_view"]
 _Layers = tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
 
 
-def contiguous_view(memory: MemoryManager) -> ContiguousView:
+def contiguous_view(memory: ViewedMemory) -> ContiguousView:
     """K and V per layer, ``[slots, max_len, kv_heads, head_dim]``, over the slots."""
     keys, values = _layer_tensors(memory, memory.slot_buffers(), memory.max_len)
     return ContiguousView(keys=keys, values=values, states=_states(memory))
@@ -39,7 +40,7 @@ def safe_view(memory: MemoryManager) -> ContiguousView:
     return ContiguousView(keys=keys, values=values)
 
 
-def paged_view(memory: MemoryManager) -> PagedView:
+def paged_view(memory: ViewedMemory) -> PagedView:
     """K and V per layer over the arena, and the block tables; a sequence's id is its row."""
     keys, values = arena_tensors(memory)
     return PagedView(
@@ -51,20 +52,20 @@ def paged_view(memory: MemoryManager) -> PagedView:
     )
 
 
-def _states(memory: MemoryManager) -> StatePages | None:
+def _states(memory: ViewedMemory) -> StatePages | None:
     if not memory.layout.state_bytes:
         return None
     pages = _tensor(memory.device, memory.state_buffer()).view(torch.float32)
     return StatePages(pages, memory.block_tables(memory.num_token_kinds))
 
 
-def arena_tensors(memory: MemoryManager) -> _Layers:
+def arena_tensors(memory: ViewedMemory) -> _Layers:
     """K and V per layer over the arena, ``[pages, page_tokens, kv_heads, head_dim]``."""
     return _layer_tensors(memory, memory.arena_buffers(), memory.layout.page_tokens)
 
 
 def _layer_tensors(
-    memory: MemoryManager, buffers: Sequence[NDArray[Any]], num_tokens: int
+    memory: ViewedMemory, buffers: Sequence[NDArray[Any]], num_tokens: int
 ) -> _Layers:
     """K and V of every layer: ``[rows, num_tokens, kv_heads, head_dim]`` each.
 
@@ -91,6 +92,8 @@ def _layer_tensors(
 
 
 def _tensor(device: MemoryDevice, buffer: NDArray[Any]) -> torch.Tensor:
+    if isinstance(device, GroupMemory):
+        device = device.own
     return device.tensor(buffer) if isinstance(device, CudaMemory) else _host_tensor(buffer)
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from vmserve import _core
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
     import torch
     from numpy.typing import NDArray
+
+    from vmserve.memory.device import MemoryDevice
+    from vmserve.memory.layout import KVLayout, LayerKind
 
 __all__ = [
     "ContiguousView",
@@ -19,6 +24,7 @@ __all__ = [
     "PagedView",
     "StatePages",
     "TensorView",
+    "ViewedMemory",
     "tensor_view",
 ]
 
@@ -75,6 +81,31 @@ class HostView:
     memory: object
     #: They are in ``core``.
     states: ClassVar[None] = None
+
+
+class ViewedMemory(Protocol):
+    """What views are made of: a :class:`~vmserve.memory.manager.MemoryManager`, or what a rank has
+    of it, whose methods are described there."""
+
+    layout: KVLayout
+    max_len: int
+
+    @property
+    def device(self) -> MemoryDevice: ...
+
+    @property
+    def kinds(self) -> Sequence[LayerKind]: ...
+
+    @property
+    def num_token_kinds(self) -> int: ...
+
+    def slot_buffers(self) -> list[NDArray[np.uint8]]: ...
+
+    def arena_buffers(self) -> list[NDArray[np.uint8]]: ...
+
+    def block_tables(self, kind: int = 0) -> NDArray[np.int32]: ...
+
+    def state_buffer(self) -> NDArray[np.uint8]: ...
 
 
 TensorView = ContiguousView | PagedView

@@ -12,7 +12,13 @@ from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.dtype import DTYPES, asked_dtype
 from vmserve.models.hub import resolve_model
 from vmserve.models.loader import Progress
-from vmserve.models.native import NativeDecoder, choose_native, load_native, refusal
+from vmserve.models.native import (
+    NativeDecoder,
+    RankGroup,
+    choose_native,
+    load_native,
+    refusal,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -59,6 +65,7 @@ def load_model(
     quantization: str = "none",
     progress: Progress | None = None,
     ranks: Collective | None = None,
+    group: RankGroup | None = None,
 ) -> LoadedModel:
     """Load the weights of a model directory or a GGUF file.
 
@@ -69,7 +76,8 @@ def load_model(
     own context); it selects the factors of longrope models and nothing else.
     ``native``: as a :class:`NativeDecoder`, for which :func:`vmserve.models.native.refusal` must
     have no objection; ``quantization``: of that one's linear layers, as in ``EngineConfig``.
-    ``ranks``: load what the rank computes where torch does; ``kv_heads`` of
+    ``group``: load what the rank computes of a native decoder; ``ranks``: where torch computes.
+    ``kv_heads`` of
     :class:`~vmserve.models.slices.Slices` are in its KV cache.
     ``progress(phase, done_bytes, total_bytes)`` is called as tensors arrive.
 
@@ -82,7 +90,13 @@ def load_model(
     max_len = max_model_len or config.max_position_embeddings
     if native:
         network = load_native(
-            directory, config, kind, max_len, quantization=quantization, progress=progress
+            directory,
+            config,
+            kind,
+            max_len,
+            quantization=quantization,
+            progress=progress,
+            group=group,
         )
         return LoadedModel(config, kind, network.weight_bytes, network)
     if (kind_of_model := _native_kind(config)) is not None:

@@ -43,10 +43,11 @@ from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight,
 from vmserve.models.tensor_names import delta_projections, latent_names, mlp_names, shared_names
 from vmserve.threads import num_threads
 
-__all__ = ["NativeDecoder", "TimedPart", "choose_native", "load_native", "refusal"]
+__all__ = ["NativeDecoder", "RankGroup", "TimedPart", "choose_native", "load_native", "refusal"]
 
 logger = logging.getLogger(__name__)
 
+RankGroup = _core.RankGroup
 #: What sizes of delta layers and of gates are multiples of.
 DELTA_UNIT = 16
 #: Of which cosines and sines are made at once.
@@ -254,7 +255,7 @@ def load_native(
     *,
     quantization: str = "none",
     progress: Progress | None = None,
-    group: _core.RankGroup | None = None,
+    group: RankGroup | None = None,
 ) -> NativeDecoder:
     """Pack the weights of a model, layer by layer; the files' pages are dropped behind.
 

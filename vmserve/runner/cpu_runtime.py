@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from vmserve.attention.base import AttentionCall
     from vmserve.attention.states import StepStates
-    from vmserve.memory.manager import MemoryManager
-    from vmserve.memory.views import KVView
+    from vmserve.memory.views import KVView, ViewedMemory
     from vmserve.models import LoadedModel
     from vmserve.models.hidden import HiddenRows
     from vmserve.models.native import NativeDecoder
@@ -62,7 +61,7 @@ class CpuRuntime(HostDevice):
     def inference(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def views(self, memory: MemoryManager) -> dict[Regime, KVView]:
+    def views(self, memory: ViewedMemory) -> dict[Regime, KVView]:
         return {regime: host_view(memory, regime) for regime in Regime}
 
     def forward(

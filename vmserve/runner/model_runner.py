@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -30,7 +31,15 @@ if TYPE_CHECKING:
     from vmserve.runner.runtime import DeviceRuntime, StepGraphs
     from vmserve.sampling.tokens import Logits
 
-__all__ = ["AttentionTime", "ModelRunner", "Runner", "StepLogits", "null_logits"]
+__all__ = [
+    "AttentionTime",
+    "Followers",
+    "ModelRunner",
+    "Runner",
+    "StepColumns",
+    "StepLogits",
+    "null_logits",
+]
 
 
 class AttentionTime(NamedTuple):
@@ -124,6 +133,31 @@ def _has_ended(sequence: Sequence) -> bool:
     return sequence.status is SequenceStatus.FINISHED
 
 
+@dataclass(frozen=True)
+class StepColumns:
+    """What all ranks compute of a step."""
+
+    #: int64 ``[num_tokens]``
+    token_ids: NDArray[np.int64]
+    #: The batch of each regime; their rows follow each other.
+    stretches: list[tuple[Regime, RaggedBatch]]
+    #: int64: rows that go through the LM head; None: all, in order.
+    logits_rows: NDArray[np.int64] | None
+    #: So many of these, the last ones, want final hidden states instead.
+    num_hidden: int
+
+
+class Followers(Protocol):
+    """The other ranks, which compute what rank 0 does."""
+
+    def computing(self, columns: StepColumns) -> AbstractContextManager[None]:
+        """Tell them of a step; in the context, rank 0 computes it too.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` if one of them, or rank 0, does not.
+        """
+        ...
+
+
 class Runner(Protocol):
     """Executes step plans: :class:`ModelRunner`, or one without a model."""
 
@@ -144,8 +178,10 @@ class ModelRunner:
         kernels: Mapping[Regime, RegimeKernels],
         runtime: DeviceRuntime,
         graphs: StepGraphs | None = None,
+        followers: Followers | None = None,
     ) -> None:
         self.model = model
+        self._followers = followers
         self._kernels = kernels
         self._runtime = runtime
         self._graphs = graphs
@@ -181,22 +217,44 @@ class ModelRunner:
         if plan.only_decodes and self._graphs is not None and self._graphs.takes(len(plan)):
             with contextlib.suppress(CaptureError):
                 return self._replay(plan, slots, num_paged, wanted, self._graphs, drawn)
-        parts = _parts(plan, slots, num_paged, self._kernels)
-        hidden = HiddenRows(len(wanted.hidden_rows)) if wanted.hidden_rows else None
         rows = wanted.rows + wanted.hidden_rows
-        states = self._states_of(whole, parts)
-        logits = self._runtime.forward(
-            self.model,
+        columns = StepColumns(
             _new_tokens(plan),
-            _positions(parts),
-            parts[0].call if len(parts) == 1 else _MixedCall(parts),
+            _stretches(plan, slots, num_paged),
             None if plan.only_decodes else np.array(rows, dtype=np.int64),
-            drawn,
-            hidden,
-            states,
+            len(wanted.hidden_rows),
         )
+        if self._followers is None:
+            logits, parts, hidden = self._compute(columns, drawn, whole)
+        else:
+            with self._followers.computing(columns):
+                logits, parts, hidden = self._compute(columns, drawn, whole)
         self._begun = None
         return _step_logits(logits, wanted, self._times(parts), hidden)
+
+    def follow(self, columns: StepColumns) -> None:
+        """Compute a rank's part of a step of rank 0's, which has the results."""
+        self._runtime.check()
+        with self._runtime.inference():
+            self._compute(columns, None, None)
+
+    def _compute(
+        self, columns: StepColumns, drawn: torch.Tensor | None, plan: StepPlan | None
+    ) -> tuple[Logits, list[_Part], HiddenRows | None]:
+        """``plan``: whose sequences' states there are."""
+        parts = _bound(columns.stretches, self._kernels)
+        hidden = HiddenRows(columns.num_hidden) if columns.num_hidden else None
+        logits = self._runtime.forward(
+            self.model,
+            columns.token_ids,
+            _positions(parts),
+            parts[0].call if len(parts) == 1 else _MixedCall(parts),
+            columns.logits_rows,
+            drawn,
+            hidden,
+            None if plan is None else self._states_of(plan, parts),
+        )
+        return logits, parts, hidden
 
     def _states_of(self, plan: StepPlan, parts: list[_Part]) -> StepStates | None:
         if self._states is None:
@@ -304,15 +362,6 @@ def _stretches(
             (Regime.VIRTUAL, slots, virtual),
         )
     ]
-
-
-def _parts(
-    plan: StepPlan,
-    slots: NDArray[np.int32],
-    num_paged: int,
-    kernels: Mapping[Regime, RegimeKernels],
-) -> list[_Part]:
-    return _bound(_stretches(plan, slots, num_paged), kernels)
 
 
 def _bound(

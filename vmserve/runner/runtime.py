@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from vmserve.memory.base import Regime
     from vmserve.memory.device import MemoryDevice
     from vmserve.memory.manager import MemoryManager
-    from vmserve.memory.views import KVView
+    from vmserve.memory.views import KVView, ViewedMemory
     from vmserve.models import LoadedModel, ModelConfig
     from vmserve.models.hidden import HiddenRows
     from vmserve.runner.kernels import RegimeKernels
@@ -108,7 +108,7 @@ class DeviceRuntime(Protocol):
 
     # -- what computes ------------------------------------------------------------------
 
-    def views(self, memory: MemoryManager) -> dict[Regime, KVView]:
+    def views(self, memory: ViewedMemory) -> dict[Regime, KVView]:
         """Both views of the KV memory, for the kernels here."""
         ...
 

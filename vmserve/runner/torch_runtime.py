@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from vmserve.attention.base import AttentionCall
     from vmserve.attention.states import StepStates
     from vmserve.dtypes import DType
-    from vmserve.memory.manager import MemoryManager
-    from vmserve.memory.views import KVView
+    from vmserve.memory.views import KVView, ViewedMemory
     from vmserve.models import LoadedModel, ModelConfig
     from vmserve.models.decoder import Decoder
     from vmserve.runner.kernels import RegimeKernels
@@ -82,7 +81,7 @@ class _TorchWork(ABC):
     def upload(self, array: NDArray[Any], out: torch.Tensor | None = None) -> torch.Tensor:
         return upload(array, self.device, out)
 
-    def views(self, memory: MemoryManager) -> dict[Regime, KVView]:
+    def views(self, memory: ViewedMemory) -> dict[Regime, KVView]:
         return {Regime.VIRTUAL: contiguous_view(memory), Regime.PAGED: paged_view(memory)}
 
     def forward(

@@ -18,8 +18,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from vmserve.client.framing import receive_frame, send_frame
-from vmserve.client.process import child_environment
 from vmserve.errors import InvalidRequestError, VmserveError
+from vmserve.processes import child_environment
 from vmserve.server.engine_client import TokenizerLike
 
 __all__ = ["MOST_CHARS_IN_THREAD", "AsideProcesses", "Tokens"]
