@@ -10,7 +10,7 @@ import pytest
 
 from vmserve import _core
 from vmserve.config import EngineConfig, resolve
-from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.errors import ConfigurationError
 from vmserve.models import ModelConfig, resolve_model
 from vmserve.sampling.tokens import sampling_bytes
 from vmserve.sizes import format_size, parse_size
@@ -67,13 +67,6 @@ def test_sizes_are_written_in_the_unit_that_fits(size: int, text: str) -> None:
 )
 def test_wrong_values(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        EngineConfig(**options)
-
-
-@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}])
-def test_what_is_not_there_yet_is_refused_by_name(options: dict[str, Any]) -> None:
-    [name] = options
-    with pytest.raises(UnsupportedError, match=name):
         EngineConfig(**options)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         EngineDeadError,
         InvalidRequestError,
         OutOfMemoryError,
+        RankLostError,
         UnsupportedError,
         VmserveError,
     )
@@ -57,6 +58,7 @@ __all__ = [
     "KVPool",
     "Logprob",
     "OutOfMemoryError",
+    "RankLostError",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",

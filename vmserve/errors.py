@@ -9,6 +9,7 @@
     ├── DeadlineError (also a TimeoutError)       the request's time was over before its answer
     ├── DriverError (also an OSError)             the memory system refused a call
     ├── EngineDeadError                           the engine stopped; nothing more can be served
+    │   └── RankLostError                         because a process that computes with it has ended
     └── FrameTooLargeError                        an answer is too long for a message of a socket
 
 Every message names the number that broke the rule and what to do about it, and
@@ -26,6 +27,7 @@ __all__ = [
     "FrameTooLargeError",
     "InvalidRequestError",
     "OutOfMemoryError",
+    "RankLostError",
     "UnsupportedError",
     "VmserveError",
 ]
@@ -80,6 +82,10 @@ class DriverError(VmserveError, OSError):
 
 class EngineDeadError(VmserveError):
     """The engine has stopped and cannot serve this or any further request."""
+
+
+class RankLostError(EngineDeadError):
+    """One of the engine's ranks has ended or hangs; the message says which, and how."""
 
 
 class FrameTooLargeError(VmserveError):

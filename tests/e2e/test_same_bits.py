@@ -2,8 +2,9 @@
 
 Every way to compute it is compared with the request alone, whose prompt is one chunk.
 ``VMSERVE_BITS=200`` takes as many requests as that and more kinds of weights, and
-``VMSERVE_BITS_MODEL=PATH`` another model; with a GGUF file or a quantized checkpoint, the kinds are
-what ``-k`` leaves of them.
+``VMSERVE_BITS_RANKS=2`` has the other ways computed by two ranks, where these divide the model.
+``VMSERVE_BITS_MODEL=PATH`` takes another model; with a GGUF file or a quantized checkpoint, the
+kinds are what ``-k`` leaves of them.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ Bits = list[tuple[tuple[int, ...], list[dict[int, float]]]]
 
 COUNT = int(os.environ.get("VMSERVE_BITS", "8"))
 MODEL = os.environ.get("VMSERVE_BITS_MODEL")
+RANKS = int(os.environ.get("VMSERVE_BITS_RANKS", "1"))
 EMBEDDED = str(resolve_model(None))
 #: Kinds that are small random models, of the embedded one's vocabulary.
 _SIZES = {"vocab_size": 2048, "hidden_size": 64, "max_position_embeddings": 512}
@@ -66,6 +68,9 @@ KINDS = {
     "deepseek-v3": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
     "gemma3": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
 }
+if RANKS > 1:
+    for undivided in ("qwen3-next", "deepseek-v3"):
+        del KINDS[undivided]
 if "VMSERVE_BITS" in os.environ:
     KINDS["q4-dynamic"] = {"dtype": "bfloat16", "quantization": "int8-dynamic"}
     KINDS["gptq"] = {"dtype": "bfloat16"}
@@ -105,7 +110,7 @@ class Workload:
             ([*prompt, *pool[0]][: 16 * rng.randrange(1, 25) + 1] if i % 2 else prompt, asked(i))
             for i, prompt in enumerate(pool)
         ]
-        with self.llm(enable_prefix_caching=False) as llm:
+        with self.llm(enable_prefix_caching=False, tensor_parallel_size=1) as llm:
             self.expected = self.one_by_one(llm)
 
     @contextmanager
@@ -114,6 +119,7 @@ class Workload:
             "kv_cache_memory": "64MiB",
             "max_model_len": 512,
             "max_num_seqs": 16,
+            "tensor_parallel_size": RANKS,
             **self.options,
             **options,
         }
@@ -205,7 +211,7 @@ def test_after_a_preemption(
         states = 2 * llm.engine.memory.layout.state_bytes
     tokens = 576  # of the pool: one long request, or some short ones
     with workload.llm(
-        kv_cache_memory=tokens // stats["page_tokens"] * stats["page_bytes"] + states,
+        kv_cache_memory=RANKS * tokens // stats["page_tokens"] * stats["page_bytes"] + states,
         enable_prefix_caching=False,
         preemption=preemption,
         swap_space="64MiB" if preemption == "swap" else 0,

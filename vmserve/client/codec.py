@@ -20,6 +20,7 @@ from vmserve.errors import (
     EngineDeadError,
     InvalidRequestError,
     OutOfMemoryError,
+    RankLostError,
     UnsupportedError,
     VmserveError,
 )
@@ -41,6 +42,7 @@ _ERRORS: dict[str, type[Exception]] = {
         DeadlineError,
         DriverError,
         EngineDeadError,
+        RankLostError,
         ValueError,
     )
 }

@@ -72,6 +72,9 @@ def main() -> int:
     _send(sock, ready_message(engine))
     try:
         _serve(engine, sock)
+    except EngineDeadError as error:
+        logger.error("the engine stopped: %s", error)
+        return 1
     except Exception:  # the process's boundary: the server sees that it ends
         logger.exception("the engine stopped")
         return 1

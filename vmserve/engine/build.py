@@ -19,6 +19,7 @@ from vmserve.engine.parts import (
     linear_backend,
     widest_window,
 )
+from vmserve.errors import UnsupportedError
 from vmserve.host_arrays import trim_memory
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
@@ -123,6 +124,11 @@ def _build(
     head_slack = max(backend.head_slack_tokens for backend in backends.values())
     pages = runtime.memory(resolved.activation_bytes)
     ranks = None
+    if num_ranks > 1 and not native:
+        raise UnsupportedError(
+            f"tensor_parallel_size: {num_ranks} ranks run the native decoder on a CPU only: leave "
+            "--device, --linear-backend and --attention-backend alone"
+        )
     if num_ranks > 1:
         kinds = len(set(model_config.windows))
         ranks = Ranks(config, resolved, model_config, path, dtype, kinds)

@@ -22,9 +22,9 @@ from vmserve.engine.step import EngineStep, InFlightStep
 from vmserve.errors import (
     ConfigurationError,
     DriverError,
-    EngineDeadError,
     InvalidRequestError,
     OutOfMemoryError,
+    RankLostError,
     VmserveError,
 )
 from vmserve.memory.base import Regime
@@ -350,12 +350,17 @@ class LLMEngine:
         """Compute once for every sequence that fits; returns what became known.
 
         With ``async_scheduling``, returns the results of the step before while this one is
-        computed. Raises :class:`~vmserve.errors.EngineDeadError` once a rank is lost.
+        computed. Raises :class:`~vmserve.errors.RankLostError` once a rank is lost.
         """
-        if self.ranks is not None:
-            self.ranks.check()
-        with self._runtime.active():
-            return self._step()
+        if self.ranks is None:
+            with self._runtime.active():
+                return self._step()
+        self.ranks.check()
+        try:
+            with self._runtime.active():
+                return self._step()
+        except DriverError as error:
+            raise self.ranks.lost(error) from error
 
     @property
     def failure(self) -> str | None:
@@ -403,7 +408,7 @@ class LLMEngine:
             epoch = self.memory.apply(plan.memory)
         except (OutOfMemoryError, DriverError) as error:
             if self.ranks is not None and getattr(error, "sticky", False):
-                raise self.ranks.lost(error) from error
+                raise  # a rank's memory is lost
             return StepResult() if previous is not None else self._make_room_after(error, plan)
         self.scheduler.applied(plan)
         self._mark_scheduled(plan)
@@ -412,7 +417,7 @@ class LLMEngine:
             flight = self.steps.launch(plan, epoch, phases, previous)
             if previous is None and _reads_prompts_mostly(plan):
                 self._runtime.synchronize()  # else only its launches would be timed
-        except EngineDeadError:
+        except RankLostError:
             raise
         except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
             self.steps.abandon(epoch)
@@ -623,6 +628,7 @@ class LLMEngine:
             **self.scheduler.counters(),
             "num_sequences_swapped": memory.swapped_seqs,
             "pinned_prefixes": len(self._pins),
+            "tensor_parallel_size": self.memory.layout.tensor_parallel,
             **self.counters.as_dict(),
             **memory.as_dict(),
             **kind_figures(self.memory),

@@ -17,7 +17,13 @@ from pathlib import Path
 from vmserve import _core
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.dtypes import DType
-from vmserve.errors import ConfigurationError, EngineDeadError, UnsupportedError, VmserveError
+from vmserve.errors import (
+    ConfigurationError,
+    EngineDeadError,
+    RankLostError,
+    UnsupportedError,
+    VmserveError,
+)
 from vmserve.memory.device import MemoryDevice
 from vmserve.memory.manager import MemoryManager
 from vmserve.memory.ranks import GroupMemory
@@ -188,11 +194,11 @@ class Ranks:
         self._listeners.append(listener)
 
     def check(self) -> None:
-        """Raises :class:`~vmserve.errors.EngineDeadError` if a rank has ended."""
+        """Raises :class:`~vmserve.errors.RankLostError` if a rank has ended."""
         if self._failure is not None:
-            raise EngineDeadError(self._failure)
+            raise RankLostError(self._failure)
 
-    def lost(self, error: Exception) -> EngineDeadError:
+    def lost(self, error: Exception) -> RankLostError:
         """End the group because of an error in a step or in a call of a rank's memory."""
         if isinstance(error, EngineDeadError | OSError):
             # The system tells how a rank ended, which says more.
@@ -200,7 +206,7 @@ class Ranks:
                 member.ended.wait(_END_SECONDS / len(self._members))
         self._fail(f"{error}" if isinstance(error, VmserveError) else f"rank 0 failed: {error}")
         assert self._failure is not None
-        return EngineDeadError(self._failure)
+        return RankLostError(self._failure)
 
     def _ended(self, member: _Member, status: int) -> None:
         self.group.lose(member.rank)
@@ -214,7 +220,6 @@ class Ranks:
             if self._failure is not None:
                 return
             self._failure = reason
-        logger.error("%s", reason)
         self.group.fail()
         for listener in self._listeners:
             listener(reason)

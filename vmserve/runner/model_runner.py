@@ -153,7 +153,7 @@ class Followers(Protocol):
     def computing(self, columns: StepColumns) -> AbstractContextManager[None]:
         """Tell them of a step; in the context, rank 0 computes it too.
 
-        Raises :class:`~vmserve.errors.EngineDeadError` if one of them, or rank 0, does not.
+        Raises :class:`~vmserve.errors.RankLostError` if one of them, or rank 0, does not.
         """
         ...
 

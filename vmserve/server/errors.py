@@ -18,6 +18,7 @@ from vmserve.errors import (
     EngineDeadError,
     InvalidRequestError,
     OutOfMemoryError,
+    RankLostError,
     UnsupportedError,
 )
 from vmserve.server.limits import MAX_MESSAGE_BYTES
@@ -115,6 +116,8 @@ def to_api_error(error: BaseException) -> ApiError:
             return ApiError(400, str(error), "messages")
         case StarletteHTTPException():
             return _from_routing(error)
+        case RankLostError():
+            return ApiError(503, f"The engine has stopped and cannot serve requests: {error}.")
         case EngineDeadError():
             return ApiError(503, "The engine has stopped and cannot serve requests.")
         case DeadlineError():
