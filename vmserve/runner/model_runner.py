@@ -133,7 +133,7 @@ def _has_ended(sequence: Sequence) -> bool:
     return sequence.status is SequenceStatus.FINISHED
 
 
-@dataclass(frozen=True)
+@step_value
 class StepColumns:
     """What all ranks compute of a step."""
 
