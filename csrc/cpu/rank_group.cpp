@@ -45,7 +45,7 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
 }
 
 struct Process {
-  char state = 'X';  // as in /proc: 'X' has ended, '?' is not known
+  char state = 'X';         // as in /proc: 'X' has ended, '?' is not known
   std::uint64_t ticks = 0;  // of processor time
 };
 
