@@ -441,12 +441,6 @@ class EngineConfig:
                 "speculative_model: it drafts with --speculative draft-model, or with auto as far "
                 f"as it pays, not with {self.speculative}"
             )
-        if self.speculative_model is not None and self.kv_cache_memory == LEAST:
-            raise ConfigurationError(
-                "speculative_model: a draft model takes a part of a fixed --kv-cache-memory, which "
-                "a pool of several models does not lend: serve this model by a server of its own, "
-                "or give --speculative auto or prompt-lookup without a draft model"
-            )
         if self.num_speculative_tokens is not None and not drafts:
             raise ConfigurationError(
                 "num_speculative_tokens: nothing is drafted with --speculative off"

@@ -53,6 +53,8 @@ def never_above(pool: KVPool, one: LLM, other: LLM) -> Iterator[None]:
         while not stop.is_set():
             before = one.engine.memory.stats()
             beside = other.engine.memory.committed_bytes
+            if one.engine.draft_model is not None:
+                beside += one.engine.draft_model.memory.committed_bytes
             # If nothing was given back in between, the first had as much when the other was asked.
             if one.engine.memory.stats().pages_given_back_total == before.pages_given_back_total:
                 most = max(most, before.committed_pages * before.page_bytes + beside)
@@ -264,13 +266,40 @@ def test_an_engine_that_serves_shares_its_memory() -> None:
     asyncio.run(run())
 
 
-def test_memory_with_a_draft_model_is_not_shared() -> None:
+def test_a_draft_model_has_a_part_of_what_is_lent(alone: dict[int, list[list[int]]]) -> None:
+    """It keeps that part, while memory goes to and fro; both models' never exceed the pool."""
+    drafts = {"speculative": "draft-model", "speculative_model": "vmserve-embedded"}
+    pool = KVPool("14MiB")
+    with (
+        LLM(kv_pool=pool, **OPTIONS, **drafts) as one,
+        LLM(kv_pool=pool, **OPTIONS) as other,
+    ):
+        assert [row.floor_bytes for row in pool.state()] == [2 * LEAST, LEAST]
+        with never_above(pool, one, other):
+            for _ in range(2):
+                assert tokens(one, 300) == alone[300]
+                assert tokens(other, 400) == alone[400]
+        first, second = pool.state()
+        assert first.recalled_bytes > 2 * LEAST
+        assert second.recalled_bytes > 2 * LEAST
+        assert one.stats()["spec_decode_num_accepted_tokens_total"] > 0
+        draft = one.engine.draft_model
+        assert draft is not None
+        assert draft.limit_bytes == LEAST
+        assert first.granted_bytes == one.engine.memory.limit_bytes + LEAST
+
+
+def test_an_engine_with_a_draft_model_shares_its_memory() -> None:
     async def run() -> None:
         options = {**OPTIONS, "speculative": "draft-model", "speculative_model": "vmserve-embedded"}
-        async with AsyncLLM(kv_cache_memory="8MiB", **options) as llm:
-            with pytest.raises(ConfigurationError, match=r"speculative_model: .* serve this model"):
-                await KVPool.around(llm, "one")
-            await llm.set_kv_cache_memory("16MiB")  # it has its own as before
+        async with AsyncLLM(kv_cache_memory="8MiB", **options) as one:
+            pool = await KVPool.around(one, "one")
+            [row] = pool.state()
+            assert row.granted_bytes == row.cap_bytes == 8 << 20
+            assert row.floor_bytes == 5 << 20  # half of all is the draft model's
+            [output] = [each async for each in one.generate([5, 6, 7], params(20))]
+            assert output.metrics is not None
+            assert output.metrics.num_accepted_tokens > 0
 
     asyncio.run(run())
 

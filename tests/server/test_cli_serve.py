@@ -99,6 +99,7 @@ def test_several_models(parse_several: Callable[..., Sequence[ModelSpec]], tmp_p
         preload = false
         dtype = "float32"
         chat_template = "{template}"
+        pin_prefix = ["{template}"]
         [models."org/d"]
         """
     )
@@ -112,6 +113,7 @@ def test_several_models(parse_several: Callable[..., Sequence[ModelSpec]], tmp_p
     assert {each.engine["max_num_seqs"] for each in (a, b, c, d)} == {8}
     assert (a.weight, a.kv_floor, a.kv_cap, a.preload) == (1, None, None, True)
     assert (c.weight, c.kv_floor, c.kv_cap, c.preload) == (2, "64MiB", 10**9, False)
+    assert (c.prefixes, d.prefixes) == ({template: "{{ messages }}"}, {})
     server = ServerConfig(served_model_names=("a",), tool_call_parser="hermes")
     config = c.config(server)
     assert config.served_model_names == ("c",)
@@ -133,6 +135,7 @@ def test_several_models(parse_several: Callable[..., Sequence[ModelSpec]], tmp_p
         ("[models.a]\nkv_cache_memory = '1GiB'", "model a: kv_cache_memory .* kv_cap"),
         ("[models.a]\nchat_template = 'none.jinja'", "model a: chat_template: cannot read"),
         ("[models.a]\ntool_call_parser = 'none'", "model a: .*none"),
+        ("[models.a]\npin_prefix = [7]", "model a: pin_prefix: .* a list of files"),
     ],
 )
 def test_files_of_models_that_cannot_be_used(
@@ -151,6 +154,7 @@ def test_files_of_models_that_cannot_be_used(
     [
         (["--served-model-name", "x"], "served_model_name"),
         (["--pin-prefix", "x.txt"], "pin_prefix"),
+        (["--data-parallel-size", "2"], "data_parallel_size"),
         (["--in-process-engine"], "in_process_engine"),
     ],
 )

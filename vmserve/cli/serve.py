@@ -7,13 +7,12 @@ import collections
 import contextlib
 import dataclasses
 import gc
-import json
 import logging
 import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
@@ -38,6 +37,7 @@ from vmserve.server.listen import (
     raise_descriptor_limit,
     url_of,
 )
+from vmserve.server.prefixes import Prefixes, read_prefixes
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ class ServeOptions:
         Path | None,
         Option(
             "TOML file of models: tables [models.NAME] with model, weight, kv_floor, kv_cap, "
-            "preload, chat_template, tool_call_parser, reasoning_parser and any option of the "
-            "engine.",
+            "preload, chat_template, tool_call_parser, reasoning_parser, pin_prefix and any option "
+            "of the engine.",
             API,
             metavar="FILE",
         ),
@@ -164,6 +164,11 @@ class ServeOptions:
         check_options(self)
 
 
+#: What several models have instead of an option of one.
+_REMEDIES = {
+    "served_model_name": ": name each, as --model NAME=PATH",
+    "pin_prefix": ": give pin_prefix in tables of --models-config",
+}
 _OWN = declared_options(ServeOptions)
 _SERVER = declared_options(ServerConfig)
 
@@ -326,6 +331,7 @@ def _check_together(own: ServeOptions, server: dict[str, Any], are_several: bool
         if is_given:
             raise ConfigurationError(
                 f"{option}: --{option.replace('_', '-')} goes with one model, and several are given"
+                + _REMEDIES.get(option, "")
             )
 
 
@@ -370,7 +376,8 @@ def _run(
     check_certificate(config)
     raise_descriptor_limit()
     ConnectionLimits.of(config)
-    texts = {path: read_text(path, "pin_prefix") for path in pinned}
+    keys = config.key_ring()
+    prefixes = Prefixes(read_prefixes(pinned), keys)
     if config.otlp_traces_endpoint is not None:
         from vmserve.server.tracing import check_tracing  # noqa: PLC0415 - seldom asked for
 
@@ -385,14 +392,15 @@ def _run(
             assert supervision is not None
             asyncio.run(
                 _serve_several(
-                    several, config, engine_options, supervision, listener, show_tokenizer
+                    several, config, keys, engine_options, supervision, listener, show_tokenizer
                 )
             )
         else:
             _serve_one(
                 config,
+                keys,
                 engine_options,
-                texts,
+                prefixes,
                 show_tokenizer,
                 supervision,
                 listener,
@@ -404,15 +412,16 @@ def _run(
 
 def _serve_one(
     config: ServerConfig,
+    keys: KeyRing,
     engine_options: dict[str, Any],
-    texts: dict[Path, str],
+    prefixes: Prefixes,
     show_tokenizer: bool,
     supervision: Supervision | None,
     listener: socket.socket,
     replicas: tuple[int, Policy],
     remote: Remote | None,
 ) -> None:
-    """Load one model, with prefixes of these ``texts``, and serve it."""
+    """Load one model, with its prefixes, and serve it."""
     from vmserve.server.tokenizer_info import with_tokenizer  # noqa: PLC0415 - see _import_server
 
     began = time.monotonic()
@@ -436,10 +445,7 @@ def _serve_one(
     base = config
     try:
         config = with_tokenizer(config, engine.tokenizer, shows_info=show_tokenizer)
-        prefixes = {
-            path: _prefix_ids(path, text, engine, config.chat_template)
-            for path, text in texts.items()
-        }
+        tokens = prefixes.tokens(engine.tokenizer, config.chat_template)
     except BaseException:
         asyncio.run(engine.shutdown())
         raise
@@ -454,13 +460,17 @@ def _serve_one(
         assert supervision is not None
         pool = await share_memory(served)
         loader = ModelLoader(
-            base, engine_options, supervision, show_tokenizer=show_tokenizer, pool=pool
+            base, keys, engine_options, supervision, show_tokenizer=show_tokenizer, pool=pool
         )
         return loader.make, pool
 
     is_alone = supervision is not None and replicas[0] == 1 and remote is None
     may_share = share if is_alone else None
-    asyncio.run(_serve_engine(engine, config, listener, prefixes, may_share))
+
+    async def pin() -> None:
+        await prefixes.pin(engine, tokens)
+
+    asyncio.run(_serve_engine(engine, config, keys, listener, pin, may_share))
 
 
 def _freeze() -> None:
@@ -472,6 +482,7 @@ def _freeze() -> None:
 async def _serve_several(
     specs: Sequence[ModelSpec],
     config: ServerConfig,
+    keys: KeyRing,
     shared: dict[str, Any],
     supervision: Supervision,
     listener: socket.socket,
@@ -481,12 +492,12 @@ async def _serve_several(
     from vmserve.server.models.loading import ModelLoader  # noqa: PLC0415 - as above
     from vmserve.server.run import stop_on_signals  # noqa: PLC0415 - as above
 
-    loader = ModelLoader(config, shared, supervision, show_tokenizer=show_tokenizer)
+    loader = ModelLoader(config, keys, shared, supervision, show_tokenizer=show_tokenizer)
     models = await loader.load_all(specs)
     _freeze()
     stop = asyncio.Event()
     with stop_on_signals(stop):
-        await _serve(create_app(models, config), config, listener, stop)
+        await _serve(create_app(models, config, keys), config, listener, stop)
 
 
 def _start_engine(
@@ -543,8 +554,9 @@ def _import_server() -> None:
 async def _serve_engine(
     engine: AsyncLLM | ProcessLLM | FleetLLM,
     config: ServerConfig,
+    keys: KeyRing,
     listener: socket.socket,
-    prefixes: dict[Path, list[int]],
+    pin: Callable[[], Awaitable[None]],
     share: Share | None,
 ) -> None:
     from vmserve.server.app import create_app  # noqa: PLC0415 - see _import_server
@@ -553,10 +565,10 @@ async def _serve_engine(
     from vmserve.server.run import stop_on_signals  # noqa: PLC0415 - as above
 
     stop = asyncio.Event()
-    app = create_app(Models([ServedModel(config, engine)], share=share), config)
+    app = create_app(Models([ServedModel(config, engine)], share=share), config, keys)
     with stop_on_signals(stop):
         try:
-            await _pin(engine, app.state.context.keys, prefixes)
+            await pin()
         except BaseException:
             await engine.shutdown()
             raise
@@ -577,40 +589,6 @@ async def _serve(
         stop,
         lambda: logger.info("ready: serving %s at %s (%sCtrl-C stops)", names, url, page),
     )
-
-
-async def _pin(
-    engine: AsyncLLM | ProcessLLM | FleetLLM, keys: KeyRing, prefixes: dict[Path, list[int]]
-) -> None:
-    """Pin each prefix once for each isolated group of callers."""
-    callers = {caller.isolation: caller for caller in keys.callers}
-    for path, token_ids in prefixes.items():
-        for caller in callers.values():
-            pin = await engine.pin_prefix(
-                token_ids, cache_salt=caller.cache_salt(""), isolation=caller.isolation
-            )
-            whom = f" for {caller.isolation}" if caller.isolation else ""
-            logger.info(
-                "pinned %d of the %d tokens of %s%s", pin.num_tokens, len(token_ids), path, whom
-            )
-
-
-def _prefix_ids(
-    path: Path, text: str, engine: AsyncLLM | ProcessLLM | FleetLLM, chat_template: str | None
-) -> list[int]:
-    """Tokens of a prefix: of a text, or of messages (JSON) rendered by the chat template."""
-    if path.suffix != ".json":
-        return engine.tokenizer.encode(text)
-    try:
-        messages = json.loads(text)
-        _, token_ids = engine.tokenizer.apply_chat_template(
-            messages, chat_template=chat_template, add_generation_prompt=False
-        )
-    except (ValueError, TypeError) as error:
-        raise ConfigurationError(
-            f"pin_prefix: {path} is not a list of messages: {error}"
-        ) from error
-    return token_ids
 
 
 @contextlib.contextmanager

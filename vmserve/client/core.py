@@ -325,6 +325,17 @@ class ClientCore:
             self._send_quietly(Unpin(pin.handle))
             raise
 
+    async def least_kv_bytes(self, pinned: Sequence[int] = ()) -> int:
+        """What the engine's KV cache needs at least, with prefixes that it would pin again.
+
+        ``pinned``: tokens of each further prefix that will be pinned.
+        """
+        lengths = [*(len(pin.token_ids) for pin in self._pins.values()), *pinned]
+        if not lengths:
+            return self.resolved.kv_limit_bytes
+        _, least = await self.ask("kv_bounds", pinned=lengths)
+        return int(least)
+
     async def unpin_prefix(self, handle: int) -> None:
         """Let the prefix be evicted again. Raises ``ValueError`` for an unknown handle."""
         if handle not in self._pins:

@@ -12,7 +12,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -58,10 +58,12 @@ class PoolMember:
 class _Loan:
     """One client's part in a pool."""
 
-    def __init__(self, pool: KVPool, name: str, client: ClientCore) -> None:
+    def __init__(self, pool: KVPool, name: str, client: ClientCore, least_bytes: int) -> None:
         self._pool = pool
         self.name = name
         self.client = client
+        #: No floor may be below.
+        self.least_bytes = least_bytes
         #: Done when the floor is granted.
         self.granted: Future[None] = Future()
         self.short_since: float | None = None
@@ -158,7 +160,7 @@ class KVPool:
         client.borrow(least_bytes)
         pool = cls(limit_bytes)
         with pool._lock:
-            pool._loans[name] = client.lender = _Loan(pool, name, client)
+            pool._loans[name] = client.lender = _Loan(pool, name, client, least_bytes)
             pool._outbox += pool._shares.adopt(name, floor=least_bytes)
         pool._deliver()
         return pool
@@ -176,18 +178,21 @@ class KVPool:
         weight: float = 1.0,
         floor: int | str | None = None,
         cap: int | str | None = None,
+        pinned: Sequence[int] = (),
         timeout: float = _JOIN_SECONDS,
     ) -> None:
         """Lend memory to a client's engine; wait until others have given up what its floor needs.
 
-        ``floor``: what it always has; at least, and by default, what its longest sequence needs.
-        ``cap``: the most that it may have (default: the whole pool).
+        ``floor``: what it always has; at least, and by default, what its longest sequence needs
+        beside its pinned prefixes. ``cap``: the most that it may have (default: the whole pool).
+        ``pinned``: tokens of each prefix that will be pinned, beside those that were before.
 
         Raises :class:`~vmserve.errors.ConfigurationError` for a name in use, for floors that do not
         fit, and if others do not give their memory back in ``timeout`` seconds.
         """
         await client.start()
-        with self._entered(client, name, weight, floor, cap, timeout) as granted:
+        least = await client.least_kv_bytes(pinned)
+        with self._entered(client, name, least, weight, floor, cap, timeout) as granted:
             await asyncio.wait_for(asyncio.wrap_future(granted), timeout)
             await client.pin_again()
 
@@ -202,7 +207,8 @@ class KVPool:
         timeout: float = _JOIN_SECONDS,
     ) -> None:
         """:meth:`join` for callers without an event loop."""
-        with self._entered(client, name, weight, floor, cap, timeout) as granted:
+        least = client.resolved.kv_limit_bytes
+        with self._entered(client, name, least, weight, floor, cap, timeout) as granted:
             granted.result(timeout)
 
     @contextlib.contextmanager
@@ -210,13 +216,14 @@ class KVPool:
         self,
         client: ClientCore,
         name: str,
+        least_bytes: int,
         weight: float,
         floor: int | str | None,
         cap: int | str | None,
         timeout: float,
     ) -> Iterator[Future[None]]:
         """Enter a member and wait for its floor in the block; it leaves if that does not come."""
-        loan = self._enter(client, name, weight, floor, cap)
+        loan = self._enter(client, name, least_bytes, weight, floor, cap)
         try:
             yield loan.granted
         except TimeoutError:
@@ -229,6 +236,7 @@ class KVPool:
         self,
         client: ClientCore,
         name: str,
+        least_bytes: int,
         weight: float,
         floor: int | str | None,
         cap: int | str | None,
@@ -237,10 +245,9 @@ class KVPool:
             raise ConfigurationError(
                 f"{name}: its engine has memory of its own; start it with kv_cache_memory least"
             )
-        least = client.resolved.kv_limit_bytes
-        floor_bytes = max(least, 0 if floor is None else parse_size(floor, "kv_floor"))
+        floor_bytes = max(least_bytes, 0 if floor is None else parse_size(floor, "kv_floor"))
         cap_bytes = None if cap is None else parse_size(cap, "kv_cap")
-        loan = _Loan(self, name, client)
+        loan = _Loan(self, name, client, least_bytes)
         with self._lock:
             orders = self._shares.join(name, weight=weight, floor=floor_bytes, cap=cap_bytes)
             self._loans[name] = loan
@@ -292,11 +299,10 @@ class KVPool:
         with self._lock:
             loan = self._loans[name]
             floor_bytes = None if floor is None else parse_size(floor, "kv_floor")
-            least = loan.client.resolved.kv_limit_bytes
-            if floor_bytes is not None and floor_bytes < least:
+            if floor_bytes is not None and floor_bytes < loan.least_bytes:
                 raise ConfigurationError(
                     f"{name}: a floor of {format_size(floor_bytes)} does not hold its longest "
-                    f"sequence: {format_size(least)} or more"
+                    f"sequence and pinned prefixes: {format_size(loan.least_bytes)} or more"
                 )
             self._outbox += self._shares.change(
                 name,

@@ -307,7 +307,7 @@ def ready_message(engine: LLMEngine) -> Ready:
 
 #: What a client can ask, by name. Answers are plain data.
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
-    "kv_bounds": lambda service: service.engine.kv_bounds(),
+    "kv_bounds": lambda service, pinned=(): service.engine.kv_bounds(pinned),
     "hold_prefix": EngineService.hold_prefix,
     "reset_prefix_cache": EngineService.reset_prefix_cache,
     "set_kv_cache_memory": lambda service, size: service.engine.set_kv_cache_memory(size),
@@ -327,12 +327,17 @@ class _SetMemory(msgspec.Struct, forbid_unknown_fields=True):
     size: int | str
 
 
+class _Bounds(msgspec.Struct, forbid_unknown_fields=True):
+    pinned: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]] = []
+
+
 class _Nothing(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
 _ARGUMENTS: Mapping[str, type[msgspec.Struct]] = {
     "hold_prefix": _HoldPrefix,
+    "kv_bounds": _Bounds,
     "set_kv_cache_memory": _SetMemory,
 }
 

@@ -152,9 +152,12 @@ def _build(
     choice = choose_draft(config, model_config, dtype, tokenizer, runtime.device_type)
     draft_model = None
     if choice is not None:
-        part = int(choice.share * resolved.kv_limit_bytes)
+        part = limit = resolved.kv_limit_bytes
+        if limit != LEAST_BYTES:
+            part = int(choice.share * limit)
+            limit -= part
         draft_model = load_draft(choice, config, resolved, part, model.parameter_bytes, progress)
-        resolved = replace(resolved, kv_limit_bytes=resolved.kv_limit_bytes - part)
+        resolved = replace(resolved, kv_limit_bytes=limit)
     # Kernels of torch know one block table for all layers.
     own_heads = share_of(model_config, num_ranks)
     memory = create_memory(
@@ -169,7 +172,8 @@ def _build(
     if ranks is not None:
         ranks.begin(memory)
     if resolved.kv_limit_bytes == LEAST_BYTES:
-        resolved = replace(resolved, kv_limit_bytes=memory.limit_bytes)
+        least = memory.limit_bytes + (0 if draft_model is None else draft_model.limit_bytes)
+        resolved = replace(resolved, kv_limit_bytes=least)
     swaps = resolved.swap_bytes > 0
     preemption = PreemptionPolicy(resolved.preemption if swaps else "recompute")
     regimes = RegimePolicy(

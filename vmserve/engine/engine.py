@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,7 @@ from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
 from vmserve.text.update import RequestUpdate
 from vmserve.types import PinnedPrefix, RequestTerms
+from vmserve.values import step_value
 
 __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 
@@ -61,7 +62,7 @@ class RequestFailure:
     error: VmserveError
 
 
-@dataclass(frozen=True, slots=True)
+@step_value
 class StepResult:
     outputs: tuple[RequestUpdate, ...] = ()
     failures: tuple[RequestFailure, ...] = ()
@@ -296,11 +297,20 @@ class LLMEngine:
             logger.warning("the pool keeps its pages for now: %s", error)
         limit, former = (pages * page_bytes for pages in (memory.limit_pages, before))
         logger.info("the KV cache may take %s, not %s", format_size(limit), format_size(former))
-        return limit if drafting is None else limit + drafting.limit_bytes
+        return limit + self._draft_bytes
 
-    def kv_bounds(self) -> tuple[int, int]:
-        """How far the KV cache may grow, and what the longest sequence and pinned prefixes need."""
-        return self.memory.limit_bytes, self._longest.least_bytes(self._pins.num_pages)
+    def kv_bounds(self, pinned: Sequence[int] = ()) -> tuple[int, int]:
+        """How far the KV cache may grow, and what the longest sequence and pinned prefixes need.
+
+        ``pinned``: tokens of all prefixes that will be pinned.
+        """
+        pages = max(self._pins.num_pages, sum(map(self.memory.layout.pages_for, pinned)))
+        least = self._longest.least_bytes(pages)
+        return self.memory.limit_bytes + self._draft_bytes, least + self._draft_bytes
+
+    @property
+    def _draft_bytes(self) -> int:
+        return 0 if self.draft_model is None else self.draft_model.limit_bytes
 
     def lend(self, limit_bytes: int, *, reclaim: bool) -> None:
         """Have ``limit_bytes`` of a pool that other engines share; :meth:`memory_news` answers.
@@ -308,7 +318,14 @@ class LLMEngine:
         If more is used, that is kept; with ``reclaim`` requests are preempted down to the limit.
         """
         if self.lease is None:
-            self.lease = Lease(self.memory, self.scheduler, self._pins, self._longest, self._clock)
+            self.lease = Lease(
+                self.memory,
+                self.scheduler,
+                self._pins,
+                self._longest,
+                self._clock,
+                self._draft_bytes,
+            )
         self.lease.order(limit_bytes, reclaim=reclaim)
 
     def memory_news(self) -> list[tuple[Holding, bool]]:

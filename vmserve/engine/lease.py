@@ -35,7 +35,10 @@ _LATELY_SECONDS = 1.0
 
 
 class Lease:
-    """The KV memory that an engine has from a pool."""
+    """The KV memory that an engine has from a pool.
+
+    ``draft_bytes``: what a draft model's KV cache has of it, always.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,9 @@ class Lease:
         pins: PinnedPrefixes,
         longest: LongestSequence,
         clock: Callable[[], float],
+        draft_bytes: int = 0,
     ) -> None:
+        self._draft_bytes = draft_bytes
         self._memory = memory
         self._scheduler = scheduler
         self._pins = pins
@@ -73,8 +78,8 @@ class Lease:
 
     @property
     def least_bytes(self) -> int:
-        """What the longest sequence needs beside the pinned prefixes."""
-        return self._longest.least_bytes(self._pins.num_pages)
+        """What the longest sequence needs beside pinned prefixes and the draft model."""
+        return self._longest.least_bytes(self._pins.num_pages) + self._draft_bytes
 
     # -- orders -------------------------------------------------------------------------
 
@@ -90,9 +95,9 @@ class Lease:
         """Carry out the orders. No step may be in flight."""
         while self._orders:
             limit_bytes, reclaim = self._orders.pop(0)
-            before = self._memory.limit_bytes
+            before = self._limit_bytes
             self._take(limit_bytes, reclaim=reclaim)
-            after = self._memory.limit_bytes
+            after = self._limit_bytes
             self._has_refused = after > limit_bytes
             told = self._told
             if after > before and told.is_short:
@@ -100,14 +105,13 @@ class Lease:
             self._tell(self._holding(told.wanted_bytes, told.is_short), is_answer=True)
 
     def _take(self, limit_bytes: int, *, reclaim: bool) -> None:
-        memory = self._memory
-        if limit_bytes < memory.limit_bytes:
+        if limit_bytes < self._limit_bytes:
             while reclaim and self._used_bytes() > limit_bytes and self._scheduler.give_way():
                 pass
             kept = self._used_bytes() if reclaim else self._kept_bytes(self._used_bytes())
-            limit_bytes = min(memory.limit_bytes, max(limit_bytes, kept, self.least_bytes))
+            limit_bytes = min(self._limit_bytes, max(limit_bytes, kept, self.least_bytes))
         try:
-            memory.set_limit(limit_bytes)
+            self._memory.set_limit(limit_bytes - self._draft_bytes)
         except (OutOfMemoryError, DriverError) as error:
             logger.warning("the pool keeps its pages for now: %s", error)
 
@@ -146,7 +150,7 @@ class Lease:
             self._tell(self._holding(0, is_short=False, is_idle=is_idle))
             return
         self._num_looks += 1
-        if told.committed_bytes > self._memory.limit_bytes:
+        if told.committed_bytes > self._limit_bytes:
             self._tell_if_lower()
         is_calm = not (starved or told.is_short or self._scheduler.num_waiting)
         if is_idle or (is_calm and self._num_looks < self._next_look):
@@ -169,12 +173,11 @@ class Lease:
         told, page = self._told, self._page_bytes
         if told.is_short and not starved and self._num_looks % 4:
             return  # the forecast takes longer than the rest
-        limit = self._memory.limit_bytes
         pages = self._memory.limit_pages - available + margin + self._scheduler.wanted_pages()
         if starved:
             pages = max(pages, self._memory.limit_pages + margin)
-        wanted = min(pages, self._memory.max_pages) * page
-        is_short = wanted > limit
+        wanted = min(pages, self._memory.max_pages) * page + self._draft_bytes
+        is_short = wanted > self._limit_bytes
         if not is_short and not told.is_short:
             return
         grew = wanted > told.wanted_bytes // 4 * 5
@@ -199,7 +202,7 @@ class Lease:
             self._tell(self._holding(now.limit_bytes + 4 * step, is_short=False))
 
     def _tell_if_lower(self) -> None:
-        committed = self._memory.committed_bytes
+        committed = self._committed_bytes
         if committed < self._told.committed_bytes:
             self._tell(self._holding(self._told.wanted_bytes, self._told.is_short))
 
@@ -207,7 +210,15 @@ class Lease:
         self._told = holding
         self._news.append((holding, is_answer))
 
-    # -- counts -------------------------------------------------------------------------
+    # -- counts: with the draft model's part ----------------------------------------------
+
+    @property
+    def _limit_bytes(self) -> int:
+        return self._memory.limit_bytes + self._draft_bytes
+
+    @property
+    def _committed_bytes(self) -> int:
+        return self._memory.committed_bytes + self._draft_bytes
 
     @property
     def _margin(self) -> int:
@@ -234,15 +245,15 @@ class Lease:
 
     def _used_bytes(self) -> int:
         stats = self._memory.stats()
-        return (stats.committed_pages - stats.free_pages - stats.idle_pages) * self._page_bytes
+        pages = stats.committed_pages - stats.free_pages - stats.idle_pages
+        return pages * self._page_bytes + self._draft_bytes
 
     def _holding(self, wanted_bytes: int, is_short: bool, is_idle: bool | None = None) -> Holding:
-        memory = self._memory
         used_bytes = self._used_bytes()
         self._note_use(used_bytes)
         return Holding(
-            memory.limit_bytes,
-            memory.committed_bytes,
+            self._limit_bytes,
+            self._committed_bytes,
             used_bytes,
             wanted_bytes,
             is_short,

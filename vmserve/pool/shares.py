@@ -222,7 +222,7 @@ class Shares:
         name = member.name
         if not 0 < member.weight < float("inf"):
             raise ConfigurationError(f"{name}: the weight {member.weight} is not positive")
-        if member.cap < member.floor:
+        if member.cap < min(member.floor, self.size):
             raise ConfigurationError(
                 f"{name}: at most {format_size(member.cap)} of the pool is less than the "
                 f"{format_size(member.floor)} that it needs: raise its cap, or lower its floor or "

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from vmserve.server.admin import AdminService
 from vmserve.server.anthropic import MessagesService
+from vmserve.server.auth import KeyRing
 from vmserve.server.chat import ChatService
 from vmserve.server.completions import CompletionService
 from vmserve.server.config import ServerConfig
@@ -52,13 +53,15 @@ __all__ = ["create_app"]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def create_app(engine: EngineClient | Models, config: ServerConfig) -> FastAPI:
+def create_app(
+    engine: EngineClient | Models, config: ServerConfig, keys: KeyRing | None = None
+) -> FastAPI:
     """Make the application for one engine or several models, which it neither starts nor stops.
 
-    ``app.state.context`` is its :class:`ServerContext`.
+    ``app.state.context`` is its :class:`ServerContext`. ``keys``: those of ``config``.
     """
     models = engine if isinstance(engine, Models) else Models([ServedModel(config, engine)])
-    context = ServerContext(models, config)
+    context = ServerContext(models, config, keys or config.key_ring())
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

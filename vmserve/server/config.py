@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 from vmserve.errors import ConfigurationError
 from vmserve.options import Bounds, Option, check_options
-from vmserve.server.auth import ApiKey, KeyLimits
+from vmserve.server.auth import ApiKey, KeyLimits, KeyRing
 from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.tools.reasoning import REASONING_PARSERS
 from vmserve.tools.registry import PARSERS, check_parser
@@ -335,6 +335,10 @@ class ServerConfig:
         """All keys; those without a name are named key-0, key-1, ..."""
         plain = (ApiKey.of(f"key-{i}", key) for i, key in enumerate(self.api_keys))
         return (*plain, *self.named_keys)
+
+    def key_ring(self) -> KeyRing:
+        """A ring of these keys; another one has other salts."""
+        return KeyRing(self.keys, share_prefix_cache=self.share_prefix_cache_across_keys)
 
     @property
     def key_limits(self) -> KeyLimits:

@@ -50,11 +50,11 @@ class ServerContext:
     Raises :class:`~vmserve.errors.ConfigurationError` for spans that cannot be exported.
     """
 
-    def __init__(self, models: Models, config: ServerConfig) -> None:
+    def __init__(self, models: Models, config: ServerConfig, keys: KeyRing) -> None:
         self.models = models
         self.config = config
         self.lifecycle = Lifecycle()
-        self.keys = KeyRing(config.keys, share_prefix_cache=config.share_prefix_cache_across_keys)
+        self.keys = keys
         #: Who may use admin routes; None: there are no such routes.
         self.admin_keys = (
             None if config.admin_api_key is None else KeyRing([ApiKey.of("", config.admin_api_key)])

@@ -13,11 +13,13 @@ from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.config import CPU_KV_SHARE, LEAST
 from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
+from vmserve.server.auth import KeyRing
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.memory import PoolShare
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
 from vmserve.server.models.specs import ModelSpec, spec_of
+from vmserve.server.prefixes import Prefixes
 from vmserve.server.tokenizer_info import with_tokenizer
 from vmserve.sizes import format_size, parse_size
 
@@ -29,9 +31,9 @@ _GPU: Final = Path("/dev/nvidiactl")
 
 
 class ModelLoader:
-    """Makes served models. ``shared``: options of the engine that all models have unless they say
-    otherwise; its ``kv_cache_memory`` is the memory of all of them together, if there is no
-    ``pool`` yet.
+    """Makes served models. ``keys``: those of ``config``. ``shared``: options of the engine that
+    all models have unless they say otherwise; its ``kv_cache_memory`` is the memory of all of them
+    together, if there is no ``pool`` yet.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -39,6 +41,7 @@ class ModelLoader:
     def __init__(
         self,
         config: ServerConfig,
+        keys: KeyRing,
         shared: Mapping[str, Any],
         supervision: Supervision,
         *,
@@ -46,6 +49,7 @@ class ModelLoader:
         pool: KVPool | None = None,
     ) -> None:
         self._config = config
+        self._keys = keys
         self._supervision = supervision
         self._show_tokenizer = show_tokenizer
         self._shared = shared
@@ -98,7 +102,8 @@ class ModelLoader:
             return engine
 
         memory = PoolShare(self.pool, spec.name, spec.weight, spec.kv_floor, spec.kv_cap)
-        served = ServedModel(spec.config(self._config), None, load, memory)
+        prefixes = Prefixes(spec.prefixes, self._keys) if spec.prefixes else None
+        served = ServedModel(spec.config(self._config), None, load, memory, prefixes)
         return served
 
 

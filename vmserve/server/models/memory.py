@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vmserve.client.core import ClientCore
@@ -29,13 +30,13 @@ class PoolShare:
         self._name = name
         self._terms: dict[str, Any] = {"weight": weight, "floor": floor, "cap": cap}
 
-    async def join(self, client: object) -> None:
-        """Borrow for the engine of ``client``.
+    async def join(self, client: object, pinned: Sequence[int] = ()) -> None:
+        """Borrow for the engine of ``client``, which will have so many tokens ``pinned``.
 
         Raises :class:`~vmserve.errors.ConfigurationError` if the floors of all do not fit.
         """
         assert isinstance(client, ClientCore)
-        await self.pool.join(client, self._name, **self._terms)
+        await self.pool.join(client, self._name, pinned=pinned, **self._terms)
 
     def leave(self) -> None:
         """Give all back. The engine must have ended."""

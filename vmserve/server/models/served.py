@@ -20,6 +20,7 @@ from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import ApiError
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.models.memory import PoolShare
+from vmserve.server.prefixes import Pinner, Prefixes
 from vmserve.server.telemetry import Histogram, Telemetry
 
 __all__ = ["ModelState", "ServedModel"]
@@ -50,7 +51,8 @@ class ServedModel:
     """A model by the names of ``config``. Belongs to one event loop.
 
     ``engine``: a client that is loaded already. Without one, ``load`` makes it when it is needed
-    first. ``memory``: its share of a pool, which other models have too. ``clock``: seconds.
+    first. ``memory``: its share of a pool, which other models have too. ``prefixes``: what is
+    pinned once it is loaded. ``clock``: seconds.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class ServedModel:
         engine: EngineClient | None,
         load: Load | None = None,
         memory: PoolShare | None = None,
+        prefixes: Prefixes | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -79,6 +82,8 @@ class ServedModel:
         self._engine = engine
         self._load = load
         self.memory = memory
+        #: Those that its client does not know yet, which has them pinned again.
+        self._unpinned = prefixes
         self._clock = clock
         self._state: ModelState = "asleep" if engine is None else "ready"
         self._is_leaving = False
@@ -333,11 +338,22 @@ class ServedModel:
         logger.info("the model %s woke in %.1f s", self.name, self._clock() - began)
 
     async def _borrow(self) -> None:
-        """Take the model's place in the pool, for which others may have to give memory back."""
-        if self.memory is None:
-            return
+        """Take the model's place in the pool, for which others may have to give memory back.
+
+        Its prefixes are pinned there.
+        """
+        engine, prefixes = self.engine, self._unpinned
         try:
-            await self.memory.join(self.engine)
+            tokens, lengths = {}, []
+            if prefixes is not None:
+                tokens = prefixes.tokens(engine.tokenizer, self.config.chat_template)
+                lengths = prefixes.lengths(tokens)
+            if self.memory is not None:
+                await self.memory.join(engine, lengths)
+            if prefixes is not None:
+                assert isinstance(engine, Pinner)
+                await prefixes.pin(engine, tokens)
+                self._unpinned = None
         except BaseException:
             await self._end(0.0)
             raise

@@ -12,6 +12,7 @@ from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError
 from vmserve.options import Bounds, Option, check_options, declared_options, read_text
 from vmserve.server.config import API, ServerConfig
+from vmserve.server.prefixes import read_prefixes
 from vmserve.sizes import parse_size
 
 __all__ = ["ModelSpec", "model_specs", "spec_of"]
@@ -30,6 +31,8 @@ class ModelSpec:
     name: str
     engine: Mapping[str, Any]
     http: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    #: Texts of prefixes that are pinned, by file.
+    prefixes: Mapping[Path, str] = dataclasses.field(default_factory=dict)
     weight: Annotated[
         float,
         Option(
@@ -79,6 +82,7 @@ class ModelSpec:
 _OWN: Final = declared_options(ModelSpec)
 #: Options of the server that each model may have for itself.
 _HTTP: Final = ("chat_template", "tool_call_parser", "reasoning_parser")
+_PINS: Final = "pin_prefix"
 
 
 def model_specs(
@@ -107,7 +111,7 @@ def spec_of(
     """
     own = {key: value for key, value in table.items() if key in _OWN}
     http = {key: value for key, value in table.items() if key in _HTTP}
-    engine = {key: value for key, value in table.items() if key not in own and key not in http}
+    engine = {key: value for key, value in table.items() if key not in {*own, *http, _PINS}}
     try:
         if "kv_cache_memory" in engine:
             raise ConfigurationError(
@@ -118,10 +122,22 @@ def spec_of(
             http["chat_template"] = read_text(Path(str(template)), "chat_template")
         ServerConfig(served_model_names=(name,), **http)
         return ModelSpec(
-            name=name, engine={**(shared or {}), "model": name, **engine}, http=http, **own
+            name=name,
+            engine={**(shared or {}), "model": name, **engine},
+            http=http,
+            prefixes=read_prefixes(_paths(table.get(_PINS, ()))),
+            **own,
         )
     except ConfigurationError as error:
         raise ConfigurationError(f"model {name}: {error}") from error
+
+
+def _paths(given: object) -> list[Path]:
+    """One file, or several."""
+    paths = [given] if isinstance(given, str) else given
+    if not isinstance(paths, list | tuple) or not all(isinstance(each, str) for each in paths):
+        raise ConfigurationError(f"{_PINS}: {given!r} is not a file or a list of files")
+    return [Path(each) for each in paths]
 
 
 def read_models_file(path: Path) -> dict[str, dict[str, Any]]:

@@ -1,0 +1,201 @@
+"""Several models of real engines: pinned prefixes, a draft model, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import until
+from tests.server.conftest import Body, Running
+from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.errors import ConfigurationError
+from vmserve.models.hub import resolve_model
+from vmserve.server.auth import ApiKey, KeyRing
+from vmserve.server.config import ServerConfig
+from vmserve.server.models.loading import ModelLoader
+from vmserve.server.models.registry import Models
+from vmserve.server.prefixes import Prefixes
+from vmserve.testing import ByteTokenizer
+from vmserve.types import PinnedPrefix
+
+ADMIN = {"authorization": "Bearer admin"}
+#: The longest sequence takes 1 MiB.
+SHARED = {
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "kv_cache_memory": "8MiB",
+    "kv_page_size": "64KiB",
+}
+TEXT = "Once upon a time there was a little fox who lived in a forest. " * 3
+LEAST = 1 << 20
+
+
+class Server(Running):
+    """A server with models of ``tables``, the first of which is loaded."""
+
+    def __init__(self, tables: dict[str, dict[str, Any]]) -> None:
+        config = ServerConfig(served_model_names=("a",), admin_api_key="admin")
+        loader = ModelLoader(config, config.key_ring(), SHARED, Supervision(restarts=3))
+        models = [loader.make(name, table) for name, table in tables.items()]
+        self.models = Models(models, loader.make, loader.pool)
+        super().__init__(self.models, served_model_names=("a",), admin_api_key="admin")
+        self.http.timeout = 120
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.models.shutdown(), self.loop).result(60)
+        super().close()
+
+    def change(self, what: str, status: int = 200, **body: Any) -> Body:
+        response = self.post(f"/v1/models/{what}", body, headers=ADMIN)
+        assert response.status_code == status, response.text
+        reply: Body = response.json()
+        return reply
+
+    def refused(self, what: str, **body: Any) -> str:
+        return str(self.change(what, 400, **body)["error"]["message"])
+
+    def num_cached(self, model: str, text: str) -> int:
+        """Tokens of a prompt that were in the prefix cache."""
+        usage = self.complete(model=model, prompt=text, max_tokens=1)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    def memory(self, model: str) -> Body:
+        rows = self.http.get("/v1/kv/live").json()["models"]
+        [row] = [row for row in rows if row["name"] == model]
+        memory: Body = row["memory"]
+        return memory
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    files = tmp_path_factory.mktemp("files")
+    text = files / "fox.txt"
+    text.write_text(TEXT)
+    model = files / "model"
+    shutil.copytree(resolve_model(None), model)
+    pinned = {"model": str(model), "pin_prefix": str(text)}
+    running = Server({"a": {"model": "vmserve-embedded"}, "b": pinned})
+    yield running
+    running.close()
+
+
+@pytest.mark.timeout(300)
+def test_prefixes_of_one_of_several_models(server: Server) -> None:
+    """They are there at its first request, after sleep and death, in memory of their own."""
+    whole = len(server.ok("/tokenize", {"prompt": TEXT})["tokens"]) // 16 * 16
+    assert server.num_cached("b", TEXT + "One day") == whole
+    assert server.num_cached("a", TEXT + "One day") == 0
+    assert server.memory("a")["floor_bytes"] == LEAST
+    floor = server.memory("b")["floor_bytes"]
+    assert floor >= LEAST + whole * 4096
+    assert "pinned prefixes" in server.refused("change", model="b", kv_floor="1MiB")
+    server.change("sleep", model="b")
+    assert server.num_cached("b", TEXT + "The fox") == whole
+    assert server.memory("b")["floor_bytes"] == floor
+    served = server.models.find("b")
+    engine: object = served.engine
+    assert isinstance(engine, ProcessLLM)
+    os.kill(engine.pid, signal.SIGKILL)
+    until(lambda: engine.stats().get("engine_restarts_total") == 1 and not engine.errored, 60)
+
+    def num_pinned() -> Any:
+        return server.on_loop_async(served.fetch_stats).get("pinned_prefixes")
+
+    until(lambda: num_pinned() == 1, 60)
+    assert server.num_cached("b", TEXT + "He saw") == whole
+
+
+@pytest.mark.timeout(300)
+def test_models_that_cannot_be_added_change_nothing(server: Server, tmp_path: Path) -> None:
+    expected = server.complete(model="a", max_tokens=8, temperature=0)["choices"]
+    messages, long = tmp_path / "messages.json", tmp_path / "long.txt"
+    messages.write_text(json.dumps({"role": "user"}))
+    long.write_text(TEXT * 9)
+    b = server.change("wake", model="b")["memory"]["floor_bytes"]
+    for table, told in (
+        ({"name": "b"}, "two models have the name 'b'"),
+        ({"model": "/no/such/model"}, "such"),
+        ({"options": {"pin_prefix": "none.txt"}}, "model c: pin_prefix: cannot read none.txt"),
+        ({"options": {"pin_prefix": 7}}, "model c: pin_prefix: 7 is not a file"),
+        ({"options": {"pin_prefix": str(messages)}}, "is not a list of messages"),
+        ({"options": {"pin_prefix": [str(long)]}}, "256"),
+        ({"options": {"kv_cache_memory": "1MiB"}}, "model c: kv_cache_memory"),
+        ({"kv_cap": "512KiB"}, "c: at most 512 KiB of the pool is less than the 1 MiB"),
+        (
+            {"options": {"max_model_len": 4096}},
+            f"a pool of 8 MiB: a needs 1 MiB, b needs {b / LEAST:.4g} MiB, c needs 16 MiB, ",
+        ),
+    ):
+        told_here = server.refused("add", **{"model": "vmserve-embedded", "name": "c", **table})
+        assert told in told_here.replace(str(tmp_path), "")
+    assert [card["id"] for card in server.http.get("/v1/models").json()["data"]] == ["a", "b"]
+    assert {row.name for row in server.models.pool.state()} == {"a", "b"}
+    assert server.complete(model="a", max_tokens=8, temperature=0)["choices"] == expected
+
+
+@pytest.mark.timeout(300)
+def test_a_model_whose_files_changed_while_it_slept(server: Server) -> None:
+    expected = server.complete(model="b", max_tokens=8, temperature=0)["choices"]
+    directory = Path(str(server.models.find("b").engine.config.model))  # type: ignore[attr-defined]
+    weights = directory / "model.safetensors"
+    server.change("sleep", model="b")
+    away = weights.rename(directory / "away")
+    error = server.error("/v1/completions", {"model": "b", "prompt": "x"}, 503)["message"]
+    assert error.startswith("The model b did not start: ")
+    assert str(directory) not in error
+    assert server.complete(model="a", max_tokens=1)
+    away.rename(weights)
+    config = directory / "config.json"
+    kept = config.read_text()
+    shape = json.loads(kept)
+    shape["max_position_embeddings"] = 128
+    config.write_text(json.dumps(shape))
+    assert "128" in server.change("wake", 503, model="b")["error"]["message"]
+    config.write_text(kept)
+    assert server.change("wake", model="b")["state"] == "ready"
+    assert server.complete(model="b", max_tokens=8, temperature=0)["choices"] == expected
+
+
+@pytest.mark.timeout(300)
+def test_a_draft_model_of_one_of_several_models(server: Server) -> None:
+    prompt = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0.7, "seed": 3}
+    expected = server.complete(model="a", **prompt)["choices"]
+    drafts = {"speculative": "draft-model", "speculative_model": "vmserve-embedded"}
+    row = server.change("add", name="d", model="vmserve-embedded", options=drafts)
+    assert row["memory"]["floor_bytes"] == 2 * LEAST  # each model's longest sequence
+    assert server.complete(model="d", **prompt)["choices"] == expected
+    figures = server.http.get("/v1/kv?model=d").json()
+    assert figures["spec_decode_num_accepted_tokens_total"] > 20
+    server.change("remove", model="d")
+
+
+def test_every_isolated_caller_has_its_prefixes() -> None:
+    pinned: list[tuple[int, str, str]] = []
+
+    class Engine:
+        async def pin_prefix(
+            self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
+        ) -> PinnedPrefix:
+            pinned.append((len(token_ids), cache_salt, isolation))
+            return PinnedPrefix(0, len(token_ids))
+
+    keys = KeyRing([ApiKey.of("x", "1" * 9), ApiKey.of("y", "2" * 9)])
+    texts = {Path("a.txt"): "abc", Path("m.json"): '[{"role": "user", "content": "Hi"}]'}
+    prefixes = Prefixes(texts, keys)
+    tokens = prefixes.tokens(ByteTokenizer(), None)
+    asyncio.run(prefixes.pin(Engine(), tokens))
+    salts = {caller.isolation: caller.cache_salt("") for caller in keys.callers}
+    assert [each[2] for each in pinned] == ["x", "y", "x", "y"]
+    assert all(salt == salts[name] for _, salt, name in pinned)
+    assert [each[0] for each in pinned] == prefixes.lengths(tokens)
+    assert prefixes.lengths(tokens)[0] == len(ByteTokenizer().encode("abc"))
+    with pytest.raises(ConfigurationError, match=r"pin_prefix: m\.json is not a list"):
+        Prefixes({Path("m.json"): "{"}, keys).tokens(ByteTokenizer(), None)
