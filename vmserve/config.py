@@ -552,7 +552,10 @@ def resolve(
     if gpu_bytes is None:
         kv_limit_bytes = _kv_limit_bytes(config, model, max_num_seqs, max_model_len, activations)
     else:
-        kv_limit_bytes = _gpu_limit_bytes(config, model, gpu_bytes, activations)
+        num_gpus = config.tensor_parallel_size
+        kv_limit_bytes = _gpu_limit_bytes(
+            config, model, num_gpus * gpu_bytes, num_gpus * activations
+        )
     return ResolvedConfig(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

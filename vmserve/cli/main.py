@@ -68,10 +68,37 @@ def _options(
 _UsageError: Any = typer.BadParameter.__base__
 
 
+#: Commands with an engine.
+_ENGINES = ("serve", "engine", "generate", "batch", "chat", "bench")
+_RANKS = ("--tensor-parallel-size", "-tp")
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+def _be_rank_if_launched(args: list[str]) -> None:
+    """Serve rank 0 of an engine, if torchrun or srun has started this process as another one.
+
+    All that it computes with, but for the number of ranks, is told by rank 0.
+    """
+    if not args or args[0] not in _ENGINES or not any(name in os.environ for name in _LAUNCHERS):
+        return
+    values = [after for arg, after in zip(args, [*args[1:], ""], strict=True) if arg in _RANKS]
+    values += [arg.partition("=")[2] for arg in args if arg.startswith(_RANKS[0] + "=")]
+    size = int(values[-1]) if values and values[-1].isdecimal() else 1
+    # Imported late: few are launched so.
+    from vmserve.parallel.launched import placement  # noqa: PLC0415
+
+    placed = placement(os.environ, max(1, size))
+    if placed is not None and placed.rank > 0:
+        from vmserve.parallel.launched_rank import be_rank  # noqa: PLC0415
+
+        be_rank(placed)
+
+
 def main() -> None:
     """Run the command line; one line per error, never a traceback for a user's mistake."""
     _open_standard_streams()
     try:
+        _be_rank_if_launched(sys.argv[1:])
         status = app(prog_name="vmserve", standalone_mode=False)
         sys.stdout.flush()
     except VmserveError as error:

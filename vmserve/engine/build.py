@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,14 +20,14 @@ from vmserve.engine.parts import (
     linear_backend,
     widest_window,
 )
-from vmserve.errors import UnsupportedError
 from vmserve.host_arrays import trim_memory
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.gguf.reader import GgufModel
-from vmserve.parallel.ranks import Ranks, refuse, share_of
+from vmserve.parallel.launched import placement
+from vmserve.parallel.ranks import Ranks, for_ranks, refuse, share_of
 from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner, Runner
@@ -102,8 +103,11 @@ def _build(
     tokenizer = load_tokenizer(texts)
     runtime = runtime or open_runtime(config.device, config.kv_driver)
     resolved = resolve(config, model_config, runtime.gpu_bytes)
+    placed = None
     if num_ranks > 1:
         refuse(model_config, num_ranks)
+        placed = placement(os.environ, num_ranks)
+        config, resolved = for_ranks(config, resolved, placed)
     native_dtype = choose_native(
         linear_backend(config, runtime),
         config.quantization,
@@ -124,14 +128,18 @@ def _build(
     head_slack = max(backend.head_slack_tokens for backend in backends.values())
     pages = runtime.memory(resolved.activation_bytes)
     ranks = None
-    if num_ranks > 1 and not native:
-        raise UnsupportedError(
-            f"tensor_parallel_size: {num_ranks} ranks run the native decoder on a CPU only: leave "
-            "--device, --linear-backend and --attention-backend alone"
-        )
     if num_ranks > 1:
-        kinds = len(set(model_config.windows))
-        ranks = Ranks(config, resolved, model_config, path, dtype, kinds)
+        ranks = Ranks(
+            config,
+            resolved,
+            model_config,
+            path,
+            dtype,
+            len(set(model_config.windows)),
+            native=native,
+            device=None if native else runtime.with_torch().device,
+            placed=placed,
+        )
         undo.callback(ranks.close)
         pages = ranks.memory(pages)
     with runtime.active():
@@ -144,7 +152,8 @@ def _build(
             native=native,
             quantization=config.quantization,
             progress=progress,
-            group=None if ranks is None else ranks.group,
+            ranks=None if ranks is None else ranks.collective,
+            group=ranks.group if ranks is not None and native else None,
         )
         runtime.synchronize()
     if ranks is not None:

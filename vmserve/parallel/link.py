@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 from vmserve.errors import ConfigurationError, EngineDeadError, UnsupportedError, VmserveError
 
-__all__ = ["Link", "RankOrders", "refused"]
+__all__ = ["ByteWire", "Link", "PairLink", "RankOrders", "TcpLink", "refused"]
 
 _MOST_BYTES = 8 << 20
+_LENGTH = struct.Struct("<I")
+#: A host that vanished without a word is noticed within so many seconds.
+_SILENCE, _PROBE_SECONDS = 20, 5
 _ERRORS: dict[str, type[VmserveError]] = {
     kind.__name__: kind for kind in (ConfigurationError, UnsupportedError, VmserveError)
 }
@@ -25,12 +30,16 @@ class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     size: int
     parent_pid: int
+    #: Those it may use; none: all.
     cpus: tuple[int, ...]
     log_level: int
     path: str
     dtype: str
     max_model_len: int
+    #: Whether the native decoder computes; else torch does.
     native: bool
+    #: Port of the store, on this host, where torch's ranks find each other.
+    store_port: int
     quantization: str
     device: str
     kv_driver: str
@@ -38,8 +47,26 @@ class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
     board_bytes: int
 
 
-class Link:
-    """One end of a pair of sockets. ``send`` raises ``OSError`` once the other end is closed."""
+class Link(Protocol):
+    """One end. ``send`` raises ``OSError`` once the other end is closed."""
+
+    sock: socket.socket
+
+    def send(self, message: Any, descriptors: Sequence[int] = ()) -> None: ...
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """The message and its descriptors, which are the caller's.
+
+        Raises :class:`~vmserve.errors.EngineDeadError` if the other end is closed, and what
+        :func:`refused` made a message of.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class PairLink:
+    """On one host: half of a pair without a name, which a new process inherits."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -53,27 +80,85 @@ class Link:
         socket.send_fds(self.sock, [msgspec.msgpack.encode(message)], descriptors)
 
     def receive(self) -> tuple[Any, list[int]]:
-        """The message and its descriptors, which are the caller's.
-
-        Raises :class:`~vmserve.errors.EngineDeadError` if the other end is closed, and what
-        :func:`refused` made a message of.
-        """
         try:
             data, descriptors, _, _ = socket.recv_fds(self.sock, _MOST_BYTES, 1)
         except ConnectionResetError:
             data, descriptors = b"", []
-        if not data:
-            raise EngineDeadError("its process has ended")
-        message = msgspec.msgpack.decode(data)
-        if isinstance(message, dict) and "refused" in message:
-            kind, text = message["refused"]
-            raise _ERRORS.get(kind, VmserveError)(text)
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        return message, descriptors
+        return _told(data), descriptors
 
     def close(self) -> None:
         self.sock.close()
+
+
+class TcpLink:
+    """Between hosts: frames with their length. Neither authenticated nor encrypted, like the
+    connections of torch.distributed beside it: for a network that is trusted."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        sock.settimeout(None)
+        for level, option, value in (
+            (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+            (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_SECONDS),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _SILENCE // _PROBE_SECONDS - 1),
+            (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE * 1000),
+        ):
+            sock.setsockopt(level, option, value)
+
+    def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        assert not descriptors, "they do not go to other hosts"
+        data = msgspec.msgpack.encode(message)
+        self.sock.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> tuple[Any, list[int]]:
+        try:
+            (length,) = _LENGTH.unpack(self._read(_LENGTH.size) or b"\0\0\0\0")
+            data = self._read(length) if length <= _MOST_BYTES else b""
+        except OSError:
+            data = b""
+        return _told(data), []
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+
+    def _read(self, num_bytes: int) -> bytes:
+        """As many bytes; none at the end."""
+        data = self.sock.recv(num_bytes, socket.MSG_WAITALL) if num_bytes else b""
+        return data if len(data) == num_bytes else b""
+
+
+class ByteWire:
+    """A link of bytes alone, for :mod:`vmserve.memory.relay`."""
+
+    def __init__(self, link: TcpLink) -> None:
+        self._link = link
+
+    def send(self, message: bytes) -> None:
+        self._link.send(message)
+
+    def receive(self) -> bytes:
+        message, _ = self._link.receive()
+        assert isinstance(message, bytes)
+        return message
+
+    def close(self) -> None:
+        self._link.close()
+
+
+def _told(data: bytes) -> Any:
+    if not data:
+        raise EngineDeadError("its process has ended")
+    message = msgspec.msgpack.decode(data)
+    if isinstance(message, dict) and "refused" in message:
+        kind, text = message["refused"]
+        raise _ERRORS.get(kind, VmserveError)(text)
+    return message
 
 
 def refused(error: Exception) -> dict[str, Any]:

@@ -15,6 +15,9 @@ import signal
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 # Until all is loaded: see vmserve.imports.
 gc.disable()
@@ -29,13 +32,21 @@ from vmserve.memory.base import Regime
 from vmserve.memory.ranks import RankMemory
 from vmserve.models import load_model
 from vmserve.models.config import ModelConfig
+from vmserve.models.native import RankGroup
 from vmserve.parallel.columns import decode
-from vmserve.parallel.link import Link, RankOrders, refused
+from vmserve.parallel.link import Link, PairLink, RankOrders, refused
 from vmserve.processes import die_with
 from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner
 from vmserve.threads import keep_to
+
+if TYPE_CHECKING:
+    import torch
+
+    from vmserve.memory.device import MemoryDevice
+    from vmserve.models.collective import Collective
+    from vmserve.runner.runtime import DeviceRuntime
 
 logger = logging.getLogger("vmserve.rank")
 
@@ -47,19 +58,25 @@ def main() -> int:
     # Both signals reach whole groups of processes. Rank 0 decides what they mean.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link = Link(socket.socket(fileno=int(sys.argv[1])))
+    link = PairLink(socket.socket(fileno=int(sys.argv[1])))
+    return serve(link, Local(int(sys.argv[2])))
+
+
+def serve(link: Link, place: Place) -> int:
+    """Be a rank until rank 0 ends; returns the status to exit with."""
     try:
         message, _ = link.receive()
     except EngineDeadError:
         return _EXIT_ORPHANED
     orders = msgspec.convert(message, RankOrders)
-    if not die_with(orders.parent_pid):
+    if orders.parent_pid and not die_with(orders.parent_pid):
         return _EXIT_ORPHANED
-    _end_with(link)
-    keep_to(orders.cpus)
+    _end_with(link, place.patience)
+    if orders.cpus:
+        keep_to(orders.cpus)
     configure_logging(orders.log_level, "text", f"rank {orders.rank}")
     try:
-        rank = _Rank(orders, link, int(sys.argv[2]))
+        rank = _Rank(orders, link, place)
     except EngineDeadError:
         return _EXIT_ORPHANED
     except VmserveError as error:
@@ -73,74 +90,8 @@ def main() -> int:
     return 0
 
 
-def _end_with(link: Link) -> None:
-    """End this process when rank 0 closes its end, whatever happens here meanwhile."""
-
-    def watch() -> None:
-        poll = select.poll()
-        poll.register(link.sock, select.POLLHUP | select.POLLRDHUP)
-        poll.poll()
-        os._exit(_EXIT_ORPHANED)
-
-    threading.Thread(target=watch, name="vmserve-rank-0-lives", daemon=True).start()
-
-
-class _Rank:
-    """Its part of the model and of the KV cache."""
-
-    def __init__(self, orders: RankOrders, link: Link, descriptor: int) -> None:
-        self._group = _core.RankGroup(descriptor, orders.rank, orders.size, orders.board_bytes)
-        config = ModelConfig.from_directory(orders.path)
-        runtime = open_runtime(orders.device, orders.kv_driver)
-        model = load_model(
-            orders.path,
-            orders.dtype,
-            config=config,
-            max_model_len=orders.max_model_len,
-            native=orders.native,
-            quantization=orders.quantization,
-            group=self._group,
-        )
-        link.send("loaded")
-        device = runtime.memory()
-        #: They own the memory.
-        self._loops: list[_core.RankLoop] = []
-        while (message := link.receive())[0] == "ring":
-            _, [ring] = message
-            driver = device.create_driver(*_core.ring_frames(ring), None)
-            self._loops.append(_core.RankLoop(ring, driver))
-            os.close(ring)
-        memory = RankMemory(self._loops, device, message[0])
-        views = runtime.views(memory)
-        dtype = memory.layout.dtype
-        kernels = {
-            regime: RegimeKernels(
-                create_backend(
-                    orders.attention_backend,
-                    regime,
-                    config.head_dim,
-                    dtype,
-                    config.attention,
-                    runtime.device_type,
-                ),
-                views[regime],
-            )
-            for regime in Regime
-        }
-        self._tables = [memory.block_tables(kind) for kind in range(memory.num_token_kinds)]
-        self._runner = ModelRunner(model, kernels, runtime)
-
-    def run(self) -> None:
-        """Compute what rank 0 tells until it ends the group."""
-        while True:
-            try:
-                told = self._group.receive()
-            except DriverError:
-                return
-            self._runner.follow(decode(told, self._tables))
-
-
-if __name__ == "__main__":
+def run(main: Callable[[], int]) -> NoReturn:
+    """End the process with the status of ``main``, or with what it raised in the log."""
     try:
         status = main()
     except DriverError as failure:  # another rank has ended
@@ -150,4 +101,157 @@ if __name__ == "__main__":
         logger.exception("the rank ended")
         status = 1
     logging.shutdown()
+    # All is closed: taking the interpreter and its libraries apart would only take time.
     os._exit(status)
+
+
+def _end_with(link: Link, patience: float) -> None:
+    """End this process when rank 0 closes its end, whatever happens here meanwhile.
+
+    ``patience``: seconds for what rank 0 has said before.
+    """
+
+    def watch() -> None:
+        poll = select.poll()
+        poll.register(link.sock, select.POLLHUP | select.POLLRDHUP)
+        poll.poll()
+        time.sleep(patience)
+        os._exit(_EXIT_ORPHANED)
+
+    threading.Thread(target=watch, name="vmserve-rank-0-lives", daemon=True).start()
+
+
+class Place(Protocol):
+    """Where a rank is: on rank 0's host, or elsewhere."""
+
+    patience: float
+
+    def join(self, orders: RankOrders, link: Link) -> None:
+        """Meet the others."""
+
+    @property
+    def group(self) -> RankGroup | None:
+        """Of the native decoder; after :meth:`join`, as all that follows."""
+
+    def gpu(self, orders: RankOrders) -> int:
+        """Number of the rank's GPU on its host."""
+
+    def collective(self, orders: RankOrders, device: torch.device) -> Collective:
+        """Of torch."""
+
+    def make_driver(
+        self, device: MemoryDevice, message: Any, descriptors: list[int]
+    ) -> _core.RankLoop:
+        """Make a driver as rank 0's message says, and have its calls executed."""
+
+    def receive(self) -> bytes:
+        """The next step. Raises :class:`~vmserve.errors.VmserveError` when there is none."""
+
+
+class Local:
+    """``descriptor``: of the memory that the ranks of one host share."""
+
+    patience = 0.0
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self.group: RankGroup | None = None
+
+    def join(self, orders: RankOrders, link: Link) -> None:
+        self.group = RankGroup(self._descriptor, orders.rank, orders.size, orders.board_bytes)
+
+    def gpu(self, orders: RankOrders) -> int:
+        return orders.rank
+
+    def collective(self, orders: RankOrders, device: torch.device) -> Collective:
+        # Imported late: the native decoder does without torch.
+        from vmserve.models.torch_collective import TorchCollective  # noqa: PLC0415
+        from vmserve.parallel.meeting import ranks_store  # noqa: PLC0415
+
+        return TorchCollective(
+            ranks_store(orders.store_port), orders.rank, orders.size, device=device
+        )
+
+    def make_driver(
+        self, device: MemoryDevice, message: Any, descriptors: list[int]
+    ) -> _core.RankLoop:
+        [ring] = descriptors
+        try:
+            driver = device.create_driver(*_core.ring_frames(ring), None)
+            return _core.RankLoop(ring, driver)
+        finally:
+            os.close(ring)
+
+    def receive(self) -> bytes:
+        assert self.group is not None
+        return self.group.receive()
+
+
+class _Rank:
+    """Its part of the model and of the KV cache."""
+
+    def __init__(self, orders: RankOrders, link: Link, place: Place) -> None:
+        place.join(orders, link)
+        config = ModelConfig.from_directory(orders.path)
+        if orders.device == "cuda":
+            import torch  # noqa: PLC0415 - the native decoder does without
+
+            torch.cuda.set_device(place.gpu(orders))
+        runtime: DeviceRuntime = open_runtime(orders.device, orders.kv_driver)
+        ranks = None
+        if not orders.native:
+            torch_runtime = runtime = runtime.with_torch()
+            ranks = place.collective(orders, torch_runtime.device)
+        with runtime.active():
+            model = load_model(
+                orders.path,
+                orders.dtype,
+                runtime.device_name,
+                config=config,
+                max_model_len=orders.max_model_len,
+                native=orders.native,
+                quantization=orders.quantization,
+                ranks=ranks,
+                group=place.group if orders.native else None,
+            )
+            runtime.synchronize()
+        link.send("loaded")
+        device = runtime.memory()
+        #: They own the memory.
+        self._loops: list[_core.RankLoop] = []
+        while isinstance((message := link.receive())[0], list):
+            self._loops.append(place.make_driver(device, *message))
+        memory = RankMemory(self._loops, device, message[0])
+        views = runtime.views(memory)
+        kernels = {
+            regime: RegimeKernels(
+                create_backend(
+                    orders.attention_backend,
+                    regime,
+                    config.head_dim,
+                    memory.layout.dtype,
+                    config.attention,
+                    runtime.device_type,
+                ),
+                views[regime],
+            )
+            for regime in Regime
+        }
+        self._place = place
+        self._runtime = runtime
+        self._tables = [memory.block_tables(kind) for kind in range(memory.num_token_kinds)]
+        self._runner = ModelRunner(model, kernels, runtime)
+
+    def run(self) -> None:
+        """Compute what rank 0 tells until it ends the group."""
+        with self._runtime.active():
+            while True:
+                try:
+                    told = self._place.receive()
+                except VmserveError:
+                    return
+                self._runner.follow(decode(told, self._tables))
+
+
+if __name__ == "__main__":
+    run(main)

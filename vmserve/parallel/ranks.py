@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from vmserve import _core
+import msgspec
+
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.dtypes import DType
 from vmserve.errors import (
@@ -29,22 +29,26 @@ from vmserve.memory.manager import MemoryManager
 from vmserve.memory.ranks import GroupMemory
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.native import RankGroup
 from vmserve.models.slices import refusal_of_ranks
 from vmserve.parallel.columns import board_bytes, encode
-from vmserve.parallel.link import Link, RankOrders
-from vmserve.processes import child_environment, describe_end
+from vmserve.parallel.launched import Placement
+from vmserve.parallel.link import RankOrders
+from vmserve.parallel.members import LaunchedMember, LocalMember, Member
 from vmserve.runner.model_runner import StepColumns
 from vmserve.threads import keep_to, split_cpus
 
-__all__ = ["Ranks", "refuse", "share_of"]
+if TYPE_CHECKING:
+    import torch
+
+    from vmserve.models.collective import Collective
+
+__all__ = ["Ranks", "for_ranks", "refuse", "share_of"]
 
 logger = logging.getLogger(__name__)
 
-_PROGRAM = "vmserve.parallel.rank_main"
 #: How long a rank that was lost may take to end, so that its status can be told.
 _END_SECONDS = 0.5
-#: The same for ranks that are ended.
-_CLOSE_SECONDS = 5.0
 
 
 def share_of(model: ModelConfig, size: int) -> ModelConfig:
@@ -70,6 +74,35 @@ def refuse(model: ModelConfig, size: int) -> None:
         )
 
 
+def for_ranks(
+    config: EngineConfig, resolved: ResolvedConfig, placed: Placement | None
+) -> tuple[EngineConfig, ResolvedConfig]:
+    """The options with which ranks compute.
+
+    Raises :class:`~vmserve.errors.ConfigurationError` for those with which they do not.
+    """
+    size = config.tensor_parallel_size
+    if config.async_scheduling == "on":
+        raise UnsupportedError(
+            f"async_scheduling: {size} ranks know a step's tokens before the next step begins: use "
+            "--async-scheduling off"
+        )
+    if placed is not None:
+        if placed.rank != 0:
+            raise ConfigurationError(
+                f"tensor_parallel_size: a launcher has started this process as rank {placed.rank} "
+                f"of {size}; only rank 0 has an engine: start a command of vmserve with it, say "
+                "serve, in which the others serve rank 0"
+            )
+        if config.linear_backend == "native" or config.quantization != "none":
+            raise UnsupportedError(
+                "linear_backend: ranks of the native decoder share memory, and are started by the "
+                "engine: start one process without torchrun or srun, or give --linear-backend torch"
+            )
+        config = replace(config, linear_backend="torch")
+    return config, replace(resolved, async_scheduling=False, captures_graphs=False)
+
+
 class Ranks:
     """Ranks 1 and up of an engine whose rank 0 is this process.
 
@@ -87,9 +120,23 @@ class Ranks:
         path: Path,
         dtype: DType,
         num_kinds: int,
+        *,
+        native: bool,
+        device: torch.device | None,
+        placed: Placement | None,
     ) -> None:
         self.size = config.tensor_parallel_size
-        first, *others = split_cpus(self.size, "tensor_parallel_size: {} ranks")
+        self._failure: str | None = None
+        self._listeners: list[Callable[[str], None]] = []
+        self._lock = threading.Lock()
+        self._members: list[Member] = []
+        #: Where those of one host meet; None if a launcher has started them.
+        self.group: RankGroup | None = None
+        #: Of torch; None with the native decoder, whose group adds nothing up.
+        self.collective: Collective | None = None
+        self._store_port = 0
+        self._store: Any = None
+        self._restore: Callable[[], None] = lambda: None
         board = board_bytes(
             resolved.max_num_batched_tokens,
             resolved.max_num_seqs,
@@ -97,42 +144,81 @@ class Ranks:
             resolved.block_tokens,
             num_kinds,
         )
-        descriptor = os.memfd_create("vmserve-ranks")
-        self._failure: str | None = None
-        self._listeners: list[Callable[[str], None]] = []
-        self._lock = threading.Lock()
-        self._members: list[_Member] = []
-        self._restore = keep_to(first)
+        common = RankOrders(
+            rank=0,
+            size=self.size,
+            parent_pid=os.getpid(),
+            cpus=(),
+            log_level=logging.getLogger("vmserve").getEffectiveLevel(),
+            path=str(path),
+            dtype=dtype,
+            max_model_len=resolved.max_model_len,
+            native=native,
+            store_port=0,
+            quantization=config.quantization,
+            device="cpu" if device is None else device.type,
+            kv_driver=config.kv_driver,
+            attention_backend=config.attention_backend,
+            board_bytes=board,
+        )
         try:
-            os.ftruncate(descriptor, 2 * board + _rows_bytes(model, resolved))
-            #: Where they meet.
-            self.group = _core.RankGroup(descriptor, 0, self.size, board)
-            told = weakref.WeakMethod(self._ended)
-            for rank, cpus in enumerate(others, start=1):
-                orders = RankOrders(
-                    rank=rank,
-                    size=self.size,
-                    parent_pid=os.getpid(),
-                    cpus=cpus,
-                    log_level=logging.getLogger("vmserve").getEffectiveLevel(),
-                    path=str(path),
-                    dtype=dtype,
-                    max_model_len=resolved.max_model_len,
-                    native=True,
-                    quantization=config.quantization,
-                    device="cpu",
-                    kv_driver=config.kv_driver,
-                    attention_backend=config.attention_backend,
-                    board_bytes=board,
-                )
-                self._members.append(_Member(orders, descriptor, told))
+            if placed is None:
+                rows = _rows_bytes(model, resolved) if native else 1 << 13
+                self._start(common, rows, device)
+            else:
+                assert device is not None, "torch computes what a launcher has started"
+                self._meet(common, placed, device)
         except BaseException:
             self.close()
             raise
-        finally:
-            os.close(descriptor)
         # One that nobody closes ends with what uses it.
         self._finalizer = weakref.finalize(self, _end, self.group, self._members)
+
+    def _start(self, common: RankOrders, rows_bytes: int, device: torch.device | None) -> None:
+        cpus: list[tuple[int, ...]] = [()] * self.size
+        if common.device == "cpu":
+            cpus = split_cpus(self.size, "tensor_parallel_size: {} ranks")
+            self._restore = keep_to(cpus[0])
+        elif (num_gpus := _num_gpus()) < self.size:
+            raise ConfigurationError(
+                f"tensor_parallel_size: {self.size} ranks need {self.size} GPUs, and there are "
+                f"{num_gpus}: lower --tensor-parallel-size, or start ranks on several hosts"
+            )
+        if not common.native:
+            # Imported late: the native decoder does without torch.
+            from vmserve.parallel.meeting import local_store  # noqa: PLC0415
+
+            self._store, port = local_store()
+            common = msgspec.structs.replace(common, store_port=port)
+        told = weakref.WeakMethod(self._ended)
+        descriptor = os.memfd_create("vmserve-ranks")
+        try:
+            os.ftruncate(descriptor, 2 * common.board_bytes + (1 << 13) + rows_bytes)
+            self.group = RankGroup(descriptor, 0, self.size, common.board_bytes)
+            for rank in range(1, self.size):
+                orders = msgspec.structs.replace(common, rank=rank, cpus=cpus[rank])
+                self._members.append(LocalMember(orders, descriptor, told))
+        finally:
+            os.close(descriptor)
+        if device is not None and not common.native:
+            self._join(self._store, device)
+
+    def _meet(self, common: RankOrders, placed: Placement, device: torch.device) -> None:
+        from vmserve.parallel.meeting import Host  # noqa: PLC0415 - as above
+
+        common = msgspec.structs.replace(common, parent_pid=0)
+        self._store = host = Host(placed)
+        told = weakref.WeakMethod(self._ended)
+        for rank in range(1, self.size):
+            orders = msgspec.structs.replace(common, rank=rank)
+            link = host.accept("orders", rank)
+            self._members.append(LaunchedMember(orders, link, host.accept, told))
+        self._join(host.store, device, host.address)
+
+    def _join(self, store: Any, device: torch.device, host: str = "127.0.0.1") -> None:
+        from vmserve.models.torch_collective import TorchCollective  # noqa: PLC0415 - as above
+
+        self.collective = TorchCollective(store, 0, self.size, device=device, host=host)
 
     @property
     def pids(self) -> list[int]:
@@ -160,7 +246,7 @@ class Ranks:
         self._tables = [memory.block_tables(kind) for kind in range(memory.num_token_kinds)]
         self._block_tokens = memory.layout.block_tokens
 
-    def _answer(self, member: _Member, expected: str) -> None:
+    def _answer(self, member: Member, expected: str) -> None:
         try:
             message, _ = member.link.receive()
         except EngineDeadError as error:
@@ -172,12 +258,17 @@ class Ranks:
     # -- steps ----------------------------------------------------------------------------
 
     def computing(self, columns: StepColumns) -> AbstractContextManager[None]:
+        """See :class:`~vmserve.runner.model_runner.Followers`."""
         return self._computing(encode(columns, self._tables, self._block_tokens))
 
     @contextlib.contextmanager
     def _computing(self, told: bytes) -> Iterator[None]:
         try:
-            self.group.publish(told)
+            if self.group is not None:
+                self.group.publish(told)
+            else:
+                for member in self._members:
+                    member.link.send(told)
             yield
         except Exception as error:
             raise self.lost(error) from error
@@ -208,19 +299,18 @@ class Ranks:
         assert self._failure is not None
         return RankLostError(self._failure)
 
-    def _ended(self, member: _Member, status: int) -> None:
-        self.group.lose(member.rank)
-        self._fail(
-            f"rank {member.rank} of {self.size} (process {member.pid}) has ended "
-            f"({describe_end(status)}), and the engine with it"
-        )
+    def _ended(self, member: Member, how: str) -> None:
+        if self.group is not None:
+            self.group.lose(member.rank)
+        self._fail(f"rank {member.rank} of {self.size} {how}, and the engine with it")
 
     def _fail(self, reason: str) -> None:
         with self._lock:
             if self._failure is not None:
                 return
             self._failure = reason
-        self.group.fail()
+        if self.group is not None:
+            self.group.fail()
         for listener in self._listeners:
             listener(reason)
 
@@ -228,20 +318,29 @@ class Ranks:
         """End them, and let this thread use all CPUs again."""
         with self._lock:
             failed, self._failure = self._failure is not None, self._failure or "it is closed"
-        if failed:
-            for member in self._members:  # one may be stopped
-                member.kill()
-        _end(getattr(self, "group", None), self._members)
+        for member in self._members:
+            if failed:
+                member.kill()  # it may be stopped
+            else:
+                with contextlib.suppress(OSError):
+                    member.link.send("end")
+        _end(self.group, self._members)
         self._restore()
 
 
-def _end(group: _core.RankGroup | None, members: Sequence[_Member]) -> None:
+def _end(group: RankGroup | None, members: Sequence[Member]) -> None:
     if group is not None:
         group.fail()
     for member in members:
         member.link.close()  # which ends it, wherever it is
     for member in members:
         member.reap()
+
+
+def _num_gpus() -> int:
+    import torch  # noqa: PLC0415 - the native decoder does without
+
+    return torch.cuda.device_count()
 
 
 def _rows_bytes(model: ModelConfig, resolved: ResolvedConfig) -> int:
@@ -255,89 +354,3 @@ def _rows_bytes(model: ModelConfig, resolved: ResolvedConfig) -> int:
     rows = 2 * resolved.max_num_batched_tokens + resolved.max_num_seqs
     width = 2 * network.hidden_size + network.q_heads * network.head_dim + mlp + model.vocab_size
     return 4 * rows * width + (1 << 20)
-
-
-_Told = Callable[["_Member", int], None]
-
-
-class _Member:
-    """A rank's process. A thread waits for its end, with which the process would end, too."""
-
-    def __init__(
-        self,
-        orders: RankOrders,
-        descriptor: int,
-        told: Callable[[], _Told | None],
-    ) -> None:
-        self.rank = orders.rank
-        self.cpus = orders.cpus
-        self.ended = threading.Event()
-        ours, theirs = Link.pair()
-        self.link = Link(ours)
-        self._started = threading.Event()
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._error: OSError | None = None
-        with theirs:
-            self._thread = threading.Thread(
-                target=self._run,
-                args=(theirs.fileno(), descriptor, told),
-                name=f"vmserve-rank-{self.rank}",
-                daemon=True,
-            )
-            self._thread.start()
-            self._started.wait()
-        if self._error is not None:
-            raise VmserveError(f"rank {self.rank} cannot be started: {self._error}")
-        with contextlib.suppress(BrokenPipeError):  # it is dead: who waits for it is told
-            self.link.send(orders)
-
-    @property
-    def pid(self) -> int:
-        assert self._popen is not None
-        return self._popen.pid
-
-    def attach(self, ring_fd: int) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.link.send("ring", [ring_fd])
-
-    def kill(self) -> None:
-        assert self._popen is not None
-        if not self.ended.is_set():
-            self._popen.kill()
-
-    def reap(self) -> None:
-        """Wait for its end; kill it if it takes too long."""
-        if not self.ended.wait(_CLOSE_SECONDS):
-            self.kill()
-            self.ended.wait()
-
-    def _run(
-        self,
-        sock: int,
-        descriptor: int,
-        told: Callable[[], _Told | None],
-    ) -> None:
-        try:
-            self._popen = popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "vmserve.parallel.rank_main",
-                    f"{sock}",
-                    f"{descriptor}",
-                ],
-                pass_fds=[sock, descriptor],
-                env=child_environment(),
-                stdin=subprocess.DEVNULL,
-                process_group=0,
-            )
-        except OSError as error:
-            self._error = error
-            return
-        finally:
-            self._started.set()
-        status = popen.wait()
-        self.ended.set()
-        if (listener := told()) is not None:
-            listener(self, status)
