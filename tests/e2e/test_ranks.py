@@ -152,7 +152,7 @@ def test_streams_are_told_of_a_rank_that_ends(server: Server, how: str) -> None:
     assert len(told) == 3
     for last, at in told:
         assert "rank 1 of 2" in json.loads(last)["error"]["message"]
-        assert at - ended < 10, "the figure is in the log of a quiet machine"
+        assert at - ended < 20  # a busy machine: it is some 1.5 s
     until(lambda: not psutil.pid_exists(engine) and not rank.is_running(), 30, "all have ended")
     until(lambda: server.http.get("/health").status_code == 200, 60, "it serves again")
     server.until_idle()

@@ -41,7 +41,7 @@ def load_fleet(
     _check_device(options)
     watched = supervision or Supervision()
     shared = {**options, "kv_cache_memory": _total(options) // size}
-    parts = split_cpus(size)
+    parts = _cpus(size, int(options.get("tensor_parallel_size") or 1))
     clients: list[ProcessLLM] = []
     # All start before the first is waited for. Weights are pages of one file, which they share.
     starting = [ProcessLLM.begin(replace(watched, cpus=cpus), **shared) for cpus in parts]
@@ -62,6 +62,17 @@ def load_fleet(
         for process in starting:
             process.close()
         raise
+
+
+def _cpus(size: int, num_ranks: int) -> list[tuple[int, ...]]:
+    """The CPUs of each engine, which are whole cores for each of its ranks."""
+    if num_ranks == 1:
+        return split_cpus(size)
+    each = split_cpus(
+        size * num_ranks, f"data_parallel_size: {size} engines of {num_ranks} ranks, {{}} in all,"
+    )
+    firsts = range(0, size * num_ranks, num_ranks)
+    return [tuple(cpu for part in each[i : i + num_ranks] for cpu in part) for i in firsts]
 
 
 def _check_device(options: dict[str, Any]) -> None:
