@@ -1,6 +1,6 @@
 """What sharing a pool costs: a model alone, and one that takes memory from another.
 
-    python -m benchmarks.models.pool [--section alone,switch,halves] [--model PATH] [--out -]
+    python -m benchmarks.models.pool [--section alone,switch,halves,server] [--model PATH] [--out -]
 
 ``alone``: answers by an engine with memory of its own, and by one that a pool lends the same
 memory, in turns. ``switch``: two engines in processes of their own take turns over a pool that
@@ -8,7 +8,8 @@ holds the requests of one. Each turn has new prompts, so every other one begins 
 the other's prefix cache has. The time to the first token is compared with that of the next turn of
 the same engine. Sums of grants and of committed bytes are sampled. ``halves``: two engines over a
 pool against two with half of it each, where one has nearly all requests, and where both have as
-many; the pool holds a fourth of them. Writes
+many; the pool holds a fourth of them. ``server``: a server of one model, and one whose only model
+has its memory from a pool (``--models-config``), in turns over HTTP. Writes
 ``results/<date>-<device>/`` beside this file, or prints only with ``--out -``.
 """
 
@@ -16,18 +17,26 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import datetime
+import json
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 import vmserve
-from vmserve.bench.lab.machine import machine_info
+from vmserve.bench.lab.machine import free_port, machine_info
 from vmserve.bench.lab.report import keep, make_console, results_directory
 from vmserve.bench.lab.rounds import compare
 from vmserve.bench.lab.suite import chosen
@@ -233,10 +242,74 @@ def halves(args: argparse.Namespace) -> SectionResult:
     return SectionResult(data, (table,))
 
 
+class Server:
+    """``vmserve serve`` in a process of its own."""
+
+    def __init__(self, args: argparse.Namespace, *options: str) -> None:
+        url = f"http://127.0.0.1:{free_port()}"
+        size = ("--max-model-len", args.max_model_len, "--max-num-seqs", 4 * _STREAMS)
+        words = ("serve", "--port", url.rpartition(":")[2], "--kv-cache-memory", "512MiB", *size)
+        command = [sys.executable, "-m", "vmserve", *map(str, (*words, *options))]
+        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        self._http = httpx.Client(base_url=url, timeout=600)
+        self._threads = ThreadPoolExecutor(_STREAMS)
+        self._max_tokens = args.max_tokens
+        self._randomness = random.Random(3)
+        while not self._is_ready():
+            if self._process.poll() is not None:
+                raise SystemExit(f"a server did not start: {' '.join(command)}")
+            time.sleep(0.1)
+
+    def _is_ready(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):
+            return self._http.get("/health").is_success
+        return False
+
+    def serve(self) -> None:
+        """Answer new prompts, all at once."""
+        prompts = [prompt(self._randomness) for _ in range(_STREAMS)]
+        list(self._threads.map(self._answer, prompts))
+
+    def _answer(self, token_ids: list[int]) -> None:
+        asked = {"prompt": token_ids, "max_tokens": self._max_tokens, "temperature": 0}
+        self._http.post("/v1/completions", json={**asked, "ignore_eos": True}).raise_for_status()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        self._http.close()
+        self._process.terminate()
+        self._process.wait()
+
+
+def server(args: argparse.Namespace) -> SectionResult:
+    """A server of one model against one whose only model is a member of a pool."""
+    model = args.model or "vmserve-embedded"
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        (directory / "one.toml").write_text(f"[models.one]\nmodel = {json.dumps(model)}\n")
+        kinds = (("--model", model), ("--models-config", str(directory / "one.toml")))
+        calls = []
+        for options in kinds:
+            running = Server(args, *options)
+            stack.callback(running.close)
+            calls.append(running.serve)
+        result = compare(*calls, labels=("alone", "pool of one"), pairs=args.rounds)
+    told = _STREAMS * args.max_tokens
+    rates = (f"{told / each:,.0f}" for each in (result.median_a_s, result.median_b_s))
+    ratio = f"{result.ratio:.4f} [{result.ratio_low:.4f}, {result.ratio_high:.4f}]"
+    table = Table(
+        f"one model behind a server, {_STREAMS} requests of {_PROMPT_TOKENS} + {args.max_tokens}",
+        ("alone, tokens/s", "in a pool of one, tokens/s", "time, pool : alone"),
+        ((*rates, ratio),),
+    )
+    return SectionResult(result.to_dict(), (table,))
+
+
 SECTIONS: dict[str, Callable[[argparse.Namespace], SectionResult]] = {
     "alone": alone,
     "switch": lambda args: asyncio.run(switches(args)),
     "halves": halves,
+    "server": server,
 }
 
 

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -128,6 +129,19 @@ int bits_of(const std::vector<GroupedTensor>& tensors, bool minima) {
     if (least >= lowest && most < lowest + (1 << bits)) return bits;
   }
   return 8;
+}
+
+// Whether codes are numbers of MXFP4, which the table has: bits are 5.
+bool fits_table(const std::vector<GroupedTensor>& tensors, bool minima) {
+  constexpr std::uint32_t kMagnitudes =
+      1U << 0 | 1U << 1 | 1U << 2 | 1U << 3 | 1U << 4 | 1U << 6 | 1U << 8 | 1U << 12;
+  return !minima && std::all_of(tensors.begin(), tensors.end(), [](const GroupedTensor& tensor) {
+    const int zero = tensor.bits == 8 ? 0 : 8;
+    const auto is_known = [&](std::uint8_t code) {
+      return (kMagnitudes >> std::abs(static_cast<std::int8_t>(code) - zero) & 1U) != 0;
+    };
+    return std::all_of(tensor.codes, tensor.codes + tensor.outputs * tensor.inputs, is_known);
+  });
 }
 
 // The smallest format that has the tensors' scales and minima exactly. `group`: of the form.
@@ -283,9 +297,15 @@ const cpu::LinearForm& LinearProducts::grouped_form(const std::vector<GroupedTen
   if (short_groups) {
     form = bits <= 6 ? cpu::kWeightsGrouped6By16 : cpu::kWeightsGrouped8By16;
     bytes = bits <= 6 ? cpu::kWeightsGrouped6By16Bytes : cpu::kWeightsGrouped8By16Bytes;
-  } else if (bits <= 5) {
-    form = bits == 4 ? cpu::kWeightsGrouped4 : cpu::kWeightsGrouped5;
-    bytes = bits == 4 ? cpu::kWeightsGrouped4Bytes : cpu::kWeightsGrouped5Bytes;
+  } else if (bits == 4) {
+    form = cpu::kWeightsGrouped4;
+    bytes = cpu::kWeightsGrouped4Bytes;
+  } else if (bits == 5 && fits_table(tensors, minima)) {
+    form = cpu::kWeightsGroupedTable;
+    bytes = cpu::kWeightsGroupedTableBytes;
+  } else if (bits == 5) {
+    form = cpu::kWeightsGrouped5;
+    bytes = cpu::kWeightsGrouped5Bytes;
   }
   const bool rounds_more = quantization_ == Quantization::kInt8Dynamic;
   return kernels_.forms[rounds_more && kernels_.forms[bytes].multiply != nullptr ? bytes : form];

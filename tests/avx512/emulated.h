@@ -170,6 +170,15 @@ inline __m512i _mm512_ternarylogic_epi32(__m512i a, __m512i b, __m512i c, int ta
   return to;
 }
 
+inline __m512i _mm512_broadcast_i32x4(__m128i a) {
+  const __m256i half = _mm256_broadcastsi128_si256(a);
+  return bits_of<__m512i>(Halves<__m256i>{half, half});
+}
+inline __m512i _mm512_shuffle_epi8(__m512i a, __m512i places) {
+  const auto shuffle = [](__m256i x, __m256i y) { return _mm256_shuffle_epi8(x, y); };
+  return bits_of<__m512i>(by_halves<__m256i>(shuffle, a, places));
+}
+
 inline __mmask16 mask_of(Ints lanes) {
   unsigned mask = 0;
   for (int i = 0; i < 16; ++i) mask |= lanes[i] != 0 ? 1U << i : 0;

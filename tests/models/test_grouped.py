@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +28,23 @@ class Format:
     scales: str  # "half", "float" or "steps" of 8 groups
     minima: bool
     stored: int = 0  # bits of the packed codes, where it is not `bits`: all codes are so short
+    table: tuple[int, ...] = ()  # all codes, where a packed one is a place in a table
 
     @property
     def packed_bits(self) -> int:
         return self.stored or self.bits
 
     @property
-    def codes(self) -> range:
+    def codes(self) -> Sequence[int]:
+        if self.table:
+            return self.table
         if self.bits == 4 or (self.minima and self.stored):
             return range(1 << self.packed_bits)
         return range(-(1 << (self.packed_bits - 1)), 1 << (self.packed_bits - 1))
+
+    def draw(self, rng: np.random.Generator, shape: tuple[int, int]) -> NDArray[np.int64]:
+        codes: NDArray[np.int64] = np.array(self.codes)[rng.integers(len(self.codes), size=shape)]
+        return codes
 
     @property
     def bits_per_weight(self) -> float:
@@ -45,6 +53,7 @@ class Format:
         return self.packed_bits + numbers * size / min(self.group, 32)
 
 
+MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, -1, -2, -3, -4, -6, -8, -12)
 FORMATS = [
     Format("q4_0", 4, 32, "half", minima=False),
     Format("q4_1", 4, 32, "half", minima=True),
@@ -53,6 +62,7 @@ FORMATS = [
     Format("q4_by_128", 4, 128, "half", minima=False),
     Format("q8_0", 8, 32, "half", minima=False),
     Format("q8_1", 8, 32, "half", minima=True),
+    Format("mxfp4", 8, 32, "half", minima=False, stored=4, table=MXFP4),
     Format("q5_0", 8, 32, "half", minima=False, stored=5),
     Format("q5_k", 8, 32, "steps", minima=True, stored=5),
     Format("q6_k", 8, 16, "steps", minima=False, stored=6),
@@ -60,6 +70,9 @@ FORMATS = [
     Format("q8_float_by_16", 8, 16, "float", minima=True),
 ]
 SHORT = [form for form in FORMATS if form.stored]
+ODD = [form for form in FORMATS if form.scales == "half" and form.group <= 32]
+ODD += [Format("q5_1", 8, 32, "half", minima=True, stored=5)]
+ODD += [Format(f"q6_by_16_{minima}", 8, 16, "half", minima, 6) for minima in (False, True)]
 
 
 @dataclass
@@ -89,7 +102,7 @@ def scales_of(
 def matrix_of(form: Format, outputs: int, inputs: int, seed: int = 0) -> Matrix:
     rng = np.random.default_rng(seed)
     groups = -(-inputs // form.group)
-    codes = rng.integers(form.codes.start, form.codes.stop, (outputs, inputs))
+    codes = form.draw(rng, (outputs, inputs))
     scales, steps = scales_of(rng, form, outputs, groups, 63 if form.bits == 4 else 127)
     minima, minimum_steps = None, None
     if form.minima:
@@ -188,17 +201,14 @@ def test_what_rounding_rows_costs(form: Format, isa: str) -> None:
 
 
 @pytest.mark.parametrize("inputs", [16, 54, 83, 288, 1000])
-@pytest.mark.parametrize("stored", [4, 5, 6, 8])
-@pytest.mark.parametrize("minima", [False, True])
-def test_odd_depths(inputs: int, stored: int, minima: bool, isa: str) -> None:
-    bits, group = 4 if stored == 4 else 8, 16 if stored == 6 else 32
-    form = Format("odd", bits, group, "half", minima, stored % 8)
+@pytest.mark.parametrize("form", ODD, ids=lambda form: form.name)
+def test_odd_depths(inputs: int, form: Format, isa: str) -> None:
     matrix = matrix_of(form, 35, inputs)
     for quantization in ("none", "int8-dynamic"):
         linear = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa)
         most = 127 if linear.row_type == "int8" else 32767
         rows = rows_of(5, inputs)
-        rounded = rounded_rows(rows, most, group)
+        rounded = rounded_rows(rows, most, form.group)
         error = np.abs(linear.multiply(rows) - rounded @ matrix.exact.T)
         assert np.all(error <= bound(rounded, matrix, form))
 
@@ -226,7 +236,7 @@ def test_short_codes_have_the_bits_of_long_ones(form: Format, quantization: str,
     """One output with a code of 8 bits has the others stored in 8 bits too."""
     rng = np.random.default_rng(3)
     groups = 512 // form.group
-    codes = rng.integers(form.codes.start, form.codes.stop, (97, 512)).astype(np.int8)
+    codes = form.draw(rng, (97, 512)).astype(np.int8)
     scales, steps = scales_of(rng, form, 97, groups, 63)
     minima, minimum_steps = scales_of(rng, form, 97, groups, 63) if form.minima else (None, None)
     outs, sizes = [], []
@@ -296,7 +306,7 @@ def test_every_half_is_kept_exactly() -> None:
             own[0x3C00] = largest
             weights = _core.GroupedWeights(codes=codes, bits=8, group=32, scales=own)
             linear = _core.CpuLinear(weights, isa=isa)
-            assert linear.weight_bytes * 8 == codes.size * 5 + scales.size * bits
+            assert linear.weight_bytes * 8 == codes.size * 4 + scales.size * bits
             np.testing.assert_allclose(linear.multiply(row)[0], own[:, 0], rtol=2e-7)
 
 

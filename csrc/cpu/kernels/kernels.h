@@ -145,6 +145,8 @@ enum WeightForm : std::int32_t {
   // group of 32 or 16 elements (linear_grouped.h); rows of int16, or of int8 (...Bytes).
   kWeightsGrouped4,
   kWeightsGrouped4Bytes,
+  kWeightsGroupedTable,  // codes that are numbers of MXFP4, in 4 bits
+  kWeightsGroupedTableBytes,
   kWeightsGrouped5,
   kWeightsGrouped5Bytes,
   kWeightsGrouped8,

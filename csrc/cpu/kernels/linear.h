@@ -154,7 +154,8 @@ void grouped_rows(const LinearArgs& a, const char* weights, std::int32_t first_p
 
 // Wide vectors unpack codes beside their products.
 template <class G>
-constexpr bool kWidensCodes = (G::kNumBits == 5 || G::kNumBits == 6) && Vec::kWidth < 16;
+constexpr bool kWidensCodes =
+    (G::kNumBits == 5 || G::kNumBits == 6 || G::kByTable) && Vec::kWidth < 16;
 
 template <class G>
 void multiply_grouped(const LinearArgs& a) {
@@ -179,20 +180,22 @@ void multiply_grouped(const LinearArgs& a) {
   grouped_rows<G>(a, from, a.first_panel, a.num_panels);
 }
 
-template <class Row, int kBits, int kGroup>
+template <class Row, int kBits, int kGroup, int kZeroBits = kBits>
 constexpr LinearForm grouped_form() {
-  using G = Grouped<Row, kBits, kGroup>;
+  using G = Grouped<Row, kBits, kGroup, kZeroBits>;
   return {G::kRows, false, &grouped_panel_bytes<G>, &pack_grouped<G>, &multiply_grouped<G>};
 }
 
 constexpr void set_grouped_forms(LinearKernels& kernels) {
   kernels.forms[kWeightsGrouped4] = grouped_form<std::int16_t, 4, 32>();
   kernels.forms[kWeightsGrouped4Bytes] = grouped_form<std::int8_t, 4, 32>();
+  kernels.forms[kWeightsGroupedTable] = grouped_form<std::int16_t, 4, 32, 5>();
   kernels.forms[kWeightsGrouped5] = grouped_form<std::int16_t, 5, 32>();
   kernels.forms[kWeightsGrouped8] = grouped_form<std::int16_t, 8, 32>();
   kernels.forms[kWeightsGrouped6By16] = grouped_form<std::int16_t, 6, 16>();
   kernels.forms[kWeightsGrouped8By16] = grouped_form<std::int16_t, 8, 16>();
   if constexpr (Vec::kDotsBytes) {
+    kernels.forms[kWeightsGroupedTableBytes] = grouped_form<std::int8_t, 4, 32, 5>();
     kernels.forms[kWeightsGrouped5Bytes] = grouped_form<std::int8_t, 5, 32>();
     kernels.forms[kWeightsGrouped8Bytes] = grouped_form<std::int8_t, 8, 32>();
     kernels.forms[kWeightsGrouped6By16Bytes] = grouped_form<std::int8_t, 6, 16>();

@@ -13,7 +13,8 @@
 // elements of the depth in the order 0, 2, 1, 3 (linear_int8.h), a byte for each; a lane stores
 // those of a group in words of 4 bytes:
 //
-//   4 bits  lower halves of the bytes are one code word, upper halves the next
+//   4 bits  lower halves of the bytes are one code word, upper halves the next; of codes by a table
+//           (MXFP4: kTableCodes) they are places in it
 //   5 bits  likewise, and one word more: bit i of its bytes is the fifth of code word i
 //   6 bits  one code word each, three times; the fourth is in their upper two bits, lowest first
 //
@@ -27,21 +28,28 @@
 namespace vmserve::cpu {
 namespace {
 
-// kZeroBits: of the codes as they are packed, if they have been widened since.
+// The numbers of MXFP4 (e2m1) times 2, in its order, with a zero in the middle of 5 bits.
+constexpr std::uint8_t kTableCodes[16] = {16, 17, 18, 19, 20, 22, 24, 28,
+                                          16, 15, 14, 13, 12, 10, 8,  4};
+
+// kZeroBits: of the codes, if that is not what they are stored in: they have been widened, or 4
+// bits are a place in the table.
 template <class R, int kBits, int kGroup, int kZeroBits = kBits>
 struct Grouped {
   using Row = R;
   static constexpr int kNumBits = kBits;
+  static constexpr int kCodeBits = kBits == 8 ? 8 : kZeroBits;  // of codes when they are packed
   static constexpr std::int64_t kDepth = kGroup;
   static constexpr int kZero = 1 << (kZeroBits - 1);   // of codes without minima
   static constexpr bool kAlwaysZero = kZeroBits == 8;  // with minima too
-  using Widened = Grouped<R, 8, kGroup, kBits>;
+  static constexpr bool kByTable = kBits == 4 && kZeroBits == 5;
+  using Widened = Grouped<R, 8, kGroup, kZeroBits>;
   static constexpr bool kOfBytes = sizeof(R) == 1;
   static constexpr RowType kRows = kGroup == 32 ? (kOfBytes ? kRowsInt8By32 : kRowsInt16By32)
                                                 : (kOfBytes ? kRowsInt8By16 : kRowsInt16By16);
   static constexpr std::int64_t kCodeBytes = kDepth * kPanelOutputs * kBits / 8;
   // Whether products are added in int16 first.
-  static constexpr bool kShortSums = kOfBytes && kBits == 4 && !Vec::kDotsBytes;
+  static constexpr bool kShortSums = kOfBytes && kBits == 4 && !kByTable && !Vec::kDotsBytes;
 };
 
 inline std::int64_t scale_bytes(ScaleFormat format) {
@@ -110,6 +118,7 @@ VMSERVE_WITH_SUMS Vec::S code_word(const char* codes) {
     return Vec::merged(more, Vec::shifted<-2>(stored(2)), 0x30);
   } else {
     const Vec::S low = Vec::masked(Vec::shifted<kWord % 2 * -4>(stored(kWord / 2)), 0x0f);
+    if constexpr (G::kByTable) return Vec::looked_up(kTableCodes, low);
     if constexpr (G::kNumBits == 4) return low;
     return Vec::merged(low, Vec::shifted<4 - kWord>(stored(4)), 0x10);
   }
@@ -367,6 +376,17 @@ inline void put_scale(ScaleType type, char* to, int lane, float value, float ste
   }
 }
 
+// Places of four codes in the table.
+inline std::uint32_t table_places(std::uint32_t codes) {
+  std::uint32_t places = 0;
+  for (int i = 0; i < 32; i += 8) {
+    std::uint32_t place = 0;
+    while (place < 16 && kTableCodes[place] != (codes >> i & 0xff)) ++place;
+    places |= place % 16 << i;  // 0 behind the depth
+  }
+  return places;
+}
+
 // Stores code word `word` of a group. `lane`: the stored words of the group and lane.
 template <class G>
 void put_codes(char* lane, std::int64_t word, std::uint32_t codes) {
@@ -383,6 +403,7 @@ void put_codes(char* lane, std::int64_t word, std::uint32_t codes) {
     if (word % 4 < 3) return add(word, codes);
     for (int i = 0; i < 3; ++i) add(i, (codes >> 2 * i & 0x03030303U) << 6);
   } else {
+    if (G::kByTable) codes = table_places(codes);
     add(word / 2, (codes & 0x0f0f0f0fU) << word % 2 * 4);
     if (G::kNumBits == 5) add(4, (codes >> 4 & 0x01010101U) << word);
   }
@@ -417,7 +438,7 @@ void pack_grouped_lane(const PackArgs& a, const GroupedLane& from, int lane, cha
     at += scale_bytes(format);
     for (std::int64_t word = 0; inside && word < G::kDepth / 4; ++word) {
       put_codes<G>(at + (vector * Vec::kWidth + i) * 4, word,
-                   interleaved(from.codes(first + 4 * word, G::kNumBits, format.minima)));
+                   interleaved(from.codes(first + 4 * word, G::kCodeBits, format.minima)));
     }
     at += G::kCodeBytes;
   }

@@ -27,6 +27,7 @@
 //               second and third of each four exchanged
 //   masked      those bits of each byte; merged: these of b beside all of a
 //   shifted     words of 16 bits, to the left
+//   looked_up   a byte of the table for each byte of `places`, which are below 16
 //   load_halves, load_int8  kWidth numbers of half precision, or int8
 //
 // With kDotsPairs, a lane has two bfloat16 as load_bits loads them:
@@ -226,6 +227,10 @@ struct Vec {
   static S shifted(S a) {
     return kLeft < 0 ? _mm256_srli_epi16(a, kLeft < 0 ? -kLeft : 0)
                      : _mm256_slli_epi16(a, kLeft < 0 ? 0 : kLeft);
+  }
+  static S looked_up(const std::uint8_t (&table)[16], S places) {
+    const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), places);
   }
   static R load_halves(const void* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));

@@ -238,6 +238,10 @@ struct Vec {
     return kLeft < 0 ? _mm512_srli_epi16(a, kLeft < 0 ? -kLeft : 0)
                      : _mm512_slli_epi16(a, kLeft < 0 ? 0 : kLeft);
   }
+  static S looked_up(const std::uint8_t (&table)[16], S places) {
+    const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), places);
+  }
   static R load_halves(const void* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
   }

@@ -306,6 +306,12 @@ struct Vec {
     }
     return a;
   }
+  static S looked_up(const std::uint8_t (&table)[16], S places) {
+    for (std::uint16_t& x : places.x) {
+      x = static_cast<std::uint16_t>(table[x & 15] | table[x >> 8 & 15] << 8);
+    }
+    return places;
+  }
   static R load_halves(const void* from) {
     R r;
     for (int i = 0; i < kWidth; ++i) {

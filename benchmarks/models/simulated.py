@@ -1,0 +1,185 @@
+"""Two simulated engines over a pool against two with half of it each: what the policy costs.
+
+    python -m benchmarks.models.simulated [--seeds 8]
+
+The engines, their schedulers, leases and the pool are the real ones; steps take virtual time, so
+nothing depends on the machine. Orders reach an engine between two of its steps. Requests come all
+at once, or from half as many clients, which ask again when they have their answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import vmserve
+from vmserve.bench.lab.report import make_console
+from vmserve.bench.lab.table import Table, print_table
+from vmserve.client.core import ClientCore
+from vmserve.client.messages import Lend, MemoryReport
+from vmserve.config import LEAST
+from vmserve.dtypes import DType
+from vmserve.memory.layout import plan_layout
+from vmserve.scheduler.profile import DeviceProfile, KernelCosts
+from vmserve.simulation.engine import SimulatedEngine, SimulationConfig
+from vmserve.simulation.requests import VOCAB_SIZE, Asked
+
+_NUM_REQUESTS, _PROMPTS, _ANSWERS = 64, (32, 160), (20, 140)
+#: How long an engine sleeps that waits for memory.
+_PAUSE = 2e-4
+#: 4 KiB a token, pages of 64.
+_LAYOUT = plan_layout(8, 2, 32, DType.FLOAT32, 4096, layers_per_group=1, page_bytes=32768)
+_TOKEN_BYTES = _LAYOUT.total_page_bytes // _LAYOUT.page_tokens
+_KERNELS = KernelCosts(call=1e-5, sequence=2e-6, read=5e-8, pair=2e-8)
+#: Seconds to read the weights, and of a token: where many tokens cost much more than one, and
+#: where they cost next to nothing more.
+_DEVICES = {"CPU": (1.5e-3, 1.5e-4), "GPU": (8e-3, 2e-5)}
+
+
+class Job(NamedTuple):
+    prompt: int
+    answer: int
+
+
+class Outcome(NamedTuple):
+    seconds: float
+    num_tokens: int
+    num_preemptions: int
+
+
+class _Client:
+    """What a pool needs of a client."""
+
+    def __init__(self, engine: SimulatedEngine, least: int) -> None:
+        self.config = SimpleNamespace(kv_cache_memory=LEAST)
+        self.resolved = SimpleNamespace(kv_limit_bytes=least)
+        self.lender: Any = None
+        self._engine = engine
+
+    def lend(self, order: Lend) -> None:
+        self._engine.engine.lend(order.limit_bytes, reclaim=order.reclaim)
+        if not self._engine.has_unfinished:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._engine.engine.lease is not None:
+            for holding, is_answer in self._engine.engine.memory_news():
+                self.lender.told(MemoryReport(holding, is_answer))
+
+
+class Engine:
+    """One engine and the requests that it still gets."""
+
+    def __init__(
+        self, device: str, limit: int, jobs: list[Job], pool: vmserve.KVPool | None
+    ) -> None:
+        weights, token = _DEVICES[device]
+        profile = DeviceProfile(
+            name=device, virtual=_KERNELS, paged=_KERNELS, step=1e-4, weights=weights, token=token,
+            map_page=0.0, map_page_hidden=0.0, copy_bytes_per_second=5e9, swap_bytes_per_second=5e9,
+        )  # fmt: skip
+        config = SimulationConfig(
+            layout=_LAYOUT, limit_bytes=limit, profile=profile, max_model_len=512, max_num_seqs=32,
+            regime="paged", mapper="off",
+        )  # fmt: skip
+        self.sim = SimulatedEngine(config)
+        self._jobs = list(enumerate(jobs))
+        self._random = random.Random(len(jobs))
+        self._client: _Client | None = None
+        if pool is not None:
+            least = self.sim.engine.kv_bounds()[1]
+            self.sim.memory.set_limit(least)
+            self._client = _Client(self.sim, least)
+            pool.join_now(cast("ClientCore", self._client), pool.unused_name("engine"))
+
+    def add(self, count: int) -> None:
+        for number, job in self._jobs[:count]:
+            prompt = tuple(self._random.randrange(VOCAB_SIZE) for _ in range(job.prompt))
+            name = str(number)
+            self.sim.add(Asked(name=name, prompt=prompt, outputs=(job.answer,), seed=number))
+        del self._jobs[:count]
+
+    def flush(self) -> None:
+        if self._client is not None:
+            self._client.flush()
+
+    def step(self, *, asks_again: bool) -> None:
+        before, num_open = self.sim.now, len(self.sim.open_names)
+        self.sim.step()
+        if asks_again:
+            self.add(num_open - len(self.sim.open_names))
+        self.flush()
+        if self.sim.now == before:
+            self.sim.now += _PAUSE
+
+
+def serve(device: str, jobs: list[list[Job]], *, shares: bool, asks_again: bool) -> Outcome:
+    size = _NUM_REQUESTS // 4 * (sum(_PROMPTS) + sum(_ANSWERS)) // 2 * _TOKEN_BYTES
+    pool = vmserve.KVPool(size) if shares else None
+    engines = [Engine(device, size if shares else size // 2, each, pool) for each in jobs]
+    for engine, each in zip(engines, jobs, strict=True):
+        engine.add(max(1, len(each) // 4) if asks_again else len(each))
+    for engine in engines:
+        engine.flush()
+    while running := [each for each in engines if each.sim.has_unfinished]:
+        min(running, key=lambda each: each.sim.now).step(asks_again=asks_again)
+    runs = [each.sim for each in engines]
+    outcome = Outcome(
+        max(sim.now for sim in runs),
+        sum(step.num_tokens for sim in runs for step in sim.run.steps),
+        sum(sim.scheduler.num_preemptions_total for sim in runs),
+    )
+    for sim in runs:
+        sim.close()
+    return outcome
+
+
+def row(device: str, split: tuple[int, int], seeds: int, *, asks_again: bool) -> tuple[str, ...]:
+    rates, tokens, preemptions = [], [], []
+    for seed in range(seeds):
+        chance = random.Random(seed)
+        factor = 2 if asks_again else 1
+        jobs = [
+            [
+                Job(chance.randrange(*_PROMPTS), chance.randrange(*_ANSWERS))
+                for _ in range(factor * n)
+            ]
+            for n in split
+        ]
+        halves, pool = (
+            serve(device, jobs, shares=shares, asks_again=asks_again) for shares in (False, True)
+        )
+        rates.append(halves.seconds / pool.seconds)
+        tokens.append(pool.num_tokens / halves.num_tokens)
+        preemptions.append((halves.num_preemptions, pool.num_preemptions))
+    before, after = (statistics.mean(each) for each in zip(*preemptions, strict=True))
+    return (
+        device,
+        f"{split[0]} : {split[1]}",
+        "clients" if asks_again else "at once",
+        f"{statistics.mean(rates):.3f} ({min(rates):.3f} to {max(rates):.3f})",
+        f"{statistics.mean(tokens):.3f}",
+        f"{before:.1f}, {after:.1f}",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=8)
+    args = parser.parse_args()
+    rows = tuple(
+        row(device, split, args.seeds, asks_again=asks_again)
+        for device in _DEVICES
+        for split in ((32, 32), (60, 4))
+        for asks_again in (False, True)
+    )
+    head = ("device", "requests", "come", "speed, pool : halves", "tokens", "preemptions")
+    note = "Tokens computed, pool : halves; preemptions with halves and with a pool."
+    print_table(make_console(), Table("two engines over a pool, simulated", head, rows, note))
+
+
+if __name__ == "__main__":
+    main()
