@@ -10,6 +10,7 @@ import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,13 @@ from vmserve.client.async_llm import AsyncLLM
 from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.fleet.remote import connect_engines
 from vmserve.client.remote import handshake
-from vmserve.client.remote.handshake import HandshakeError, TakenError, greet_engine, greet_server
+from vmserve.client.remote.handshake import (
+    HandshakeError,
+    SessionKeys,
+    TakenError,
+    greet_engine,
+    greet_server,
+)
 from vmserve.client.remote.host import EngineHost, _Strangers
 from vmserve.client.remote.identity import (
     SentFile,
@@ -37,7 +44,7 @@ from vmserve.engine.engine import LLMEngine
 from vmserve.models.hub import resolve_model
 from vmserve.text.tokenizer import load_tokenizer
 
-KEY = b"a key of more than sixteen bytes"
+KEY = b"a key of exactly thirty-two byte"
 OPTIONS = {"dtype": "float32", "kv_cache_memory": "64MiB", "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
@@ -110,6 +117,117 @@ def test_an_impostor_that_repeats_what_the_server_says_is_found() -> None:
         sock.sendall(b"\0" + proof)
 
     with listening(echo) as address, pytest.raises(HandshakeError, match="does not know the key"):
+        Link(address, KEY).wait_ready(lambda *_: None)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.booleans(), st.integers(0, 74 + 33 - 1), st.integers(0, 7))
+def test_a_bit_changed_in_a_handshake_lets_nobody_in(
+    is_of_engine: bool, place: int, bit: int
+) -> None:
+    """Also a downgrade: versions are in the hellos, which proofs and keys are made of."""
+    (ours, server_end), (engine_end, theirs) = socket.socketpair(), socket.socketpair()
+    keys: list[SessionKeys] = []
+
+    def greet(sock: socket.socket, side: Callable[[socket.socket], SessionKeys]) -> None:
+        with sock, contextlib.suppress(HandshakeError):
+            keys.append(side(sock))
+
+    def relay(source: socket.socket, target: socket.socket, place: int | None) -> None:
+        num_passed = 0
+        while data := bytearray(source.recv(4096)):
+            if place is not None and 0 <= (index := place - num_passed) < len(data):
+                data[index] ^= 1 << bit
+            num_passed += len(data)
+            with contextlib.suppress(OSError):
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    if not is_of_engine:
+        place = min(place, 74 + 32 - 1)
+    threads = [
+        threading.Thread(target=greet, args=(ours, lambda sock: greet_engine(sock, KEY))),
+        threading.Thread(
+            target=greet,
+            args=(theirs, lambda sock: greet_server(sock, KEY, lambda: True, lambda: None)),
+        ),
+        threading.Thread(
+            target=relay, args=(server_end, engine_end, None if is_of_engine else place)
+        ),
+        threading.Thread(
+            target=relay, args=(engine_end, server_end, place if is_of_engine else None)
+        ),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for end in (server_end, engine_end):
+        end.close()
+    # The engine answers a proof that is right before it can know that its answer will be changed.
+    assert len(keys) == int(is_of_engine and place >= 74)
+
+
+def test_a_recorded_handshake_opens_no_door() -> None:
+    def session(server: Callable[[socket.socket], bytes]) -> tuple[bytes, Exception | None]:
+        ours, theirs = socket.socketpair()
+        found: list[Exception] = []
+
+        def engine() -> None:
+            with theirs:
+                try:
+                    greet_server(theirs, KEY, lambda: True, lambda: None)
+                except HandshakeError as error:
+                    found.append(error)
+
+        thread = threading.Thread(target=engine)
+        thread.start()
+        with ours:
+            said = server(ours)
+        thread.join()
+        return said, found[0] if found else None
+
+    class Recorder:
+        """A socket that keeps what is sent."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self._sock = sock
+            self.said = b""
+
+        def sendall(self, data: bytes) -> None:
+            self.said += data
+            self._sock.sendall(data)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._sock, name)
+
+    def honest(sock: socket.socket) -> bytes:
+        recorder: Any = Recorder(sock)
+        greet_engine(recorder, KEY)
+        return bytes(recorder.said)
+
+    said, error = session(honest)
+    assert error is None
+
+    def repeat(sock: socket.socket) -> bytes:
+        sock.sendall(said)
+        while sock.recv(4096):
+            pass
+        return b""
+
+    _, error = session(repeat)
+    assert "has another key" in str(error)
+
+
+def test_a_key_that_agrees_with_all_is_refused() -> None:
+    def weak(sock: socket.socket) -> None:
+        hello = bytearray(sock.recv(4096))
+        hello[-32:] = bytes(32)
+        sock.sendall(hello)
+        sock.recv(4096)
+
+    with listening(weak) as address, pytest.raises(HandshakeError, match="a key that is none"):
         Link(address, KEY).wait_ready(lambda *_: None)
 
 
@@ -202,6 +320,16 @@ def test_frames_cannot_be_repeated_left_out_or_sent_back() -> None:
             list(Opener(KEY).feed(wrong))
     with pytest.raises(BrokenSealError):
         list(Opener(KEY[::-1]).feed(first))
+
+
+def test_frames_are_secret_and_a_cut_stream_gives_whole_ones_only() -> None:
+    sealer, secret = Sealer(KEY), b"what nobody reads" * 10
+    stream = sealer.seal(secret) + sealer.seal(secret)
+    assert all(stream.count(secret[i : i + 5]) == 0 for i in range(17))
+    size = len(stream) // 2
+    assert stream[:size] != stream[size:]
+    for end in range(len(stream)):
+        assert list(Opener(KEY).feed(stream[:end])) == [secret] * (end // size)
 
 
 # -- the model's identity ---------------------------------------------------------------------

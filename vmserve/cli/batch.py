@@ -24,9 +24,11 @@ import typer
 from vmserve.batch.lines import Index, read_lines
 from vmserve.batch.output import Output
 from vmserve.batch.run import Batch, Figures, default_concurrency
+from vmserve.cli.engines import EngineChoice
 from vmserve.cli.options import ENGINE_OPTIONS, parameters_of, with_parameters
 from vmserve.cli.serve import ServeCommand, server_config
-from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.client.fleet.fleet import FleetLLM
+from vmserve.client.process_llm import Supervision
 from vmserve.errors import ConfigurationError
 from vmserve.imports import import_quickly
 from vmserve.logs import configure_logging
@@ -53,6 +55,9 @@ _SERVER: Final = {
         "shutdown_timeout",
     }
 }
+_ENGINES: Final = declared_options(EngineChoice)
+#: Of one of several engines, or the run would go on with fewer.
+_RESTARTS: Final = 10
 #: Between two lines of progress where nobody watches.
 _SECONDS_UNWATCHED: Final = 15.0
 
@@ -64,7 +69,7 @@ class SummaryFormat(enum.StrEnum):
 
 @with_parameters(
     [
-        *parameters_of(_SERVER.values(), keep_defaults=True),
+        *parameters_of([*_SERVER.values(), *_ENGINES.values()], keep_defaults=True),
         *parameters_of(ENGINE_OPTIONS.values()),
     ]
 )
@@ -98,6 +103,13 @@ def batch_command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Begin anew, without the replies in OUTPUT.")
     ] = False,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray",
+            help="Spread the lines over a Ray cluster: the same as --distributed-executor ray.",
+        ),
+    ] = False,
     summary: Annotated[
         SummaryFormat,
         typer.Option("--format", help="Summary at the end: text, or JSON on standard output."),
@@ -111,6 +123,10 @@ def batch_command(
     """
     configure_logging(logging.WARNING, "text")
     server = {name: options.pop(name) for name in _SERVER if name in options}
+    if ray:
+        options["distributed_executor"] = "ray"
+    engines = EngineChoice(**{name: options.pop(name) for name in _ENGINES if name in options})
+    engines.check(options)
     if summary is SummaryFormat.json and str(target) == "-":
         raise ConfigurationError("--format json writes to standard output: give OUTPUT a name")
     # What may wait here is bounded by the concurrency.
@@ -126,7 +142,7 @@ def batch_command(
         figures = Figures(index.num_lines, index.num_lines - index.num_left, num_failed)
         if index.num_left:
             file.seek(0)
-            _run(config, options, file, index, output, figures, concurrency)
+            _run(config, options, engines, file, index, output, figures, concurrency)
     _tell(figures, summary)
     if figures.num_finished < figures.num_lines:
         raise typer.Exit(130)
@@ -147,19 +163,25 @@ def _open_input(source: Path) -> BinaryIO:
 def _run(
     config: ServerConfig,
     engine_options: dict[str, Any],
+    engines: EngineChoice,
     file: BinaryIO,
     index: Index,
     output: Output,
     figures: Figures,
     concurrency: int | None,
 ) -> None:
+    restarts = 0 if engines.is_one_process else _RESTARTS
     with loading_progress(sys.stderr.isatty()) as progress:
-        engine = ProcessLLM(
-            **engine_options,
+        engine, name = engines.start(
+            engine_options,
             progress=progress,
-            supervision=Supervision(log_level=logging.WARNING),
+            supervision=Supervision(log_level=logging.WARNING, restarts=restarts),
             meanwhile=_import_server,
         )
+    if name is not None and config.served_model_names == (EMBEDDED_NAME,):
+        config = dataclasses.replace(config, served_model_names=(name,))
+    size = len(engine.members) if isinstance(engine, FleetLLM) else 1
+    most = size * default_concurrency(engine.resolved.max_num_seqs)
 
     async def answer() -> None:
         from vmserve.server.app import create_app  # noqa: PLC0415 - while the engine starts
@@ -176,7 +198,7 @@ def _run(
                 index,
                 output,
                 figures,
-                concurrency=concurrency or default_concurrency(engine.resolved.max_num_seqs),
+                concurrency=concurrency or most,
                 report=_progress(),
             )
             with stop_on_signals(stop):

@@ -15,19 +15,19 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
+from vmserve.cli.engines import EngineChoice
 from vmserve.cli.options import ENGINE_OPTIONS, parameters_of, with_parameters
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.errors import ConfigurationError
 from vmserve.imports import import_quickly
 from vmserve.logs import LOG_FORMATS, configure_logging
-from vmserve.models.hub import EMBEDDED_NAME, is_embedded
-from vmserve.options import Bounds, Option, check_options, declared_options, read_text
-from vmserve.router.policy import Policy
+from vmserve.models.hub import EMBEDDED_NAME
+from vmserve.options import Option, check_options, declared_options, read_text
 from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import API, LIMITS, NETWORK, PROCESSES, ServerConfig, is_loopback
 from vmserve.server.listen import (
@@ -116,41 +116,6 @@ class ServeOptions:
             PROCESSES,
         ),
     ] = Supervision.hang_timeout
-    data_parallel_size: Annotated[
-        int,
-        Option(
-            "Engines of the model, each with its own cores and part of --kv-cache-memory.",
-            PROCESSES,
-            Bounds(1, 1024, integer=True),
-        ),
-    ] = 1
-    router: Annotated[
-        str,
-        Option(
-            "Which engine gets a request: the one that should have most of its prompt cached and "
-            "is not much busier (prefix), each in turn, or the least busy.",
-            PROCESSES,
-            choices=get_args(Policy),
-        ),
-    ] = "prefix"
-    engines: Annotated[
-        tuple[str, ...],
-        Option(
-            "Use the engine that listens there (vmserve engine) instead of starting one; options "
-            "of the engine are given to it. Repeatable: engines of one model.",
-            PROCESSES,
-            flags=("--engine",),
-            metavar="HOST:PORT",
-        ),
-    ] = ()
-    engine_key_file: Annotated[
-        Path | None,
-        Option(
-            "File with the key that --engine was started with.",
-            PROCESSES,
-            metavar="FILE",
-        ),
-    ] = None
     log_format: Annotated[
         str,
         Option(
@@ -170,6 +135,7 @@ _REMEDIES = {
     "pin_prefix": ": give pin_prefix in tables of --models-config",
 }
 _OWN = declared_options(ServeOptions)
+_ENGINES = declared_options(EngineChoice)
 _SERVER = declared_options(ServerConfig)
 
 
@@ -209,7 +175,8 @@ _MODELS = dataclasses.replace(
 )
 #: The options of ``vmserve serve`` without those of the engine, by group.
 SERVE_OPTIONS = sorted(
-    [*_SERVER.values(), *_OWN.values()], key=lambda option: _GROUPS.index(option.option.group)
+    [*_SERVER.values(), *_OWN.values(), *_ENGINES.values()],
+    key=lambda option: _GROUPS.index(option.option.group),
 )
 
 
@@ -228,6 +195,7 @@ def serve_command(
 ) -> None:
     """Serve models over HTTP, with the OpenAI API."""
     own = ServeOptions(**{name: options.pop(name) for name in _OWN if name in options})
+    engines = EngineChoice(**{name: options.pop(name) for name in _ENGINES if name in options})
     configure_logging(logging.INFO, own.log_format)
     server = {name: options.pop(name) for name in _SERVER if name in options}
     models = [
@@ -246,76 +214,38 @@ def serve_command(
         hang_timeout=own.engine_hang_timeout,
         log_format=own.log_format,
     )
-    _check_together(own, server, bool(several))
-    remote = _remote(own, options) if own.engines else None
+    _check_together(own, engines, server, bool(several))
+    engines.check(options)
     _run(
         server_config(name, server),
         options,
         own.pin_prefixes,
         show_tokenizer=own.enable_tokenizer_info_endpoint,
         supervision=None if own.in_process_engine else supervision,
-        remote=remote,
         several=several,
-        replicas=(own.data_parallel_size, cast("Policy", own.router)),
+        engines=engines,
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Remote:
-    """Engines that somebody else started: where they listen, and the key of all."""
-
-    addresses: tuple[str, ...]
-    key: bytes
-    tokenizer: Path | None
-
-
-def _remote(own: ServeOptions, options: dict[str, Any]) -> Remote:
-    """Read what ``--engine`` needs. Raises :class:`~vmserve.errors.ConfigurationError`."""
-    from vmserve.client.remote.handshake import read_key  # noqa: PLC0415 - most start their engine
-    from vmserve.client.remote.link import parse_address  # noqa: PLC0415 - as above
-
-    places = [parse_address(address, "engine") for address in own.engines]
-    for address, place in zip(own.engines, places, strict=True):
-        if places.count(place) > 1:
-            raise ConfigurationError(f"engine: {address} is given twice")
-    if own.engine_key_file is None:
-        raise ConfigurationError("engine: --engine-key-file FILE is missing: the engine's key")
-    others = sorted(name for name in options if name not in ("model", "tokenizer"))
-    if options["model"] is not None:
-        others.insert(0, "model")
-    if others:
-        raise ConfigurationError(
-            f"{others[0]}: options of the engine are given to `vmserve engine`, not with --engine"
-        )
-    tokenizer = options.get("tokenizer")
-    key = read_key(own.engine_key_file, "engine_key_file")
-    return Remote(own.engines, key, None if tokenizer is None else Path(tokenizer))
-
-
-def _check_together(own: ServeOptions, server: dict[str, Any], are_several: bool) -> None:
+def _check_together(
+    own: ServeOptions, engines: EngineChoice, server: dict[str, Any], are_several: bool
+) -> None:
     """Refuse options that do not go together."""
-    if own.engines:
-        for option, is_wrong in (
-            ("in_process_engine", own.in_process_engine),
-            ("models_config", own.models_config is not None),
-            ("engine_restarts", own.engine_restarts != 0),
-            ("data_parallel_size", own.data_parallel_size > 1),
-            ("idle_unload", "idle_unload" in server),
-            ("model", are_several),
-        ):
-            if is_wrong:
-                raise ConfigurationError(
-                    f"{option}: --{option.replace('_', '-')} is for engines that the server "
-                    "starts, not for --engine"
-                )
-    elif own.engine_key_file is not None:
-        raise ConfigurationError("engine_key_file: --engine HOST:PORT is missing")
+    engines.refuse_other(
+        {
+            "in_process_engine": own.in_process_engine,
+            "models_config": own.models_config is not None,
+            "engine_restarts": own.engine_restarts != 0,
+            "idle_unload": "idle_unload" in server,
+            "model": are_several,
+        }
+    )
     if own.in_process_engine and "idle_unload" in server:
         raise ConfigurationError(
             "idle_unload: an engine in the server's own process cannot be ended: leave out "
             "--in-process-engine"
         )
-    if own.in_process_engine and own.data_parallel_size > 1:
+    if own.in_process_engine and not engines.is_one_process:
         raise ConfigurationError(
             "data_parallel_size: an engine in the server's own process is the only one: leave out "
             "--in-process-engine"
@@ -326,7 +256,7 @@ def _check_together(own: ServeOptions, server: dict[str, Any], are_several: bool
         ("served_model_name", bool(server.get("served_model_names"))),
         ("pin_prefix", bool(own.pin_prefixes)),
         ("in_process_engine", own.in_process_engine),
-        ("data_parallel_size", own.data_parallel_size > 1),
+        ("data_parallel_size", not engines.is_one_process),
     ):
         if is_given:
             raise ConfigurationError(
@@ -364,8 +294,7 @@ def _run(
     show_tokenizer: bool,
     supervision: Supervision | None,
     several: Sequence[ModelSpec],
-    replicas: tuple[int, Policy],
-    remote: Remote | None,
+    engines: EngineChoice,
 ) -> None:
     """Load the model and serve it until stopped. Without ``supervision`` the engine runs here.
 
@@ -404,8 +333,7 @@ def _run(
                 show_tokenizer,
                 supervision,
                 listener,
-                replicas,
-                remote,
+                engines,
             )
     logger.info("stopped")
 
@@ -418,21 +346,15 @@ def _serve_one(
     show_tokenizer: bool,
     supervision: Supervision | None,
     listener: socket.socket,
-    replicas: tuple[int, Policy],
-    remote: Remote | None,
+    engines: EngineChoice,
 ) -> None:
     """Load one model, with its prefixes, and serve it."""
     from vmserve.server.tokenizer_info import with_tokenizer  # noqa: PLC0415 - see _import_server
 
     began = time.monotonic()
-    engine: AsyncLLM | ProcessLLM | FleetLLM
-    if remote is None:
-        model = engine_options["model"]
-        logger.info("loading %s", "the embedded model" if is_embedded(model) else model)
-        engine = _start_engine(engine_options, supervision, *replicas)
-    else:
-        logger.info("connecting to the engine at %s", ", ".join(remote.addresses))
-        engine, config = _join_engines(remote, supervision, config, replicas[1])
+    engine, name = _start_engine(engine_options, supervision, engines)
+    if name is not None and config.served_model_names == (EMBEDDED_NAME,):
+        config = dataclasses.replace(config, served_model_names=(name,))
     resolved = engine.resolved
     logger.info(
         "loaded in %.1f s; reserved: KV cache of up to %s, context of %d tokens, "
@@ -464,8 +386,7 @@ def _serve_one(
         )
         return loader.make, pool
 
-    is_alone = supervision is not None and replicas[0] == 1 and remote is None
-    may_share = share if is_alone else None
+    may_share = share if supervision is not None and engines.is_one_process else None
 
     async def pin() -> None:
         await prefixes.pin(engine, tokens)
@@ -501,49 +422,17 @@ async def _serve_several(
 
 
 def _start_engine(
-    options: dict[str, Any], supervision: Supervision | None, size: int, policy: Policy
-) -> AsyncLLM | ProcessLLM | FleetLLM:
+    options: dict[str, Any], supervision: Supervision | None, engines: EngineChoice
+) -> tuple[AsyncLLM | ProcessLLM | FleetLLM, str | None]:
+    """As :meth:`EngineChoice.start`. Without ``supervision`` the engine runs here."""
     if supervision is None:
         # Imported here since the server's own process usually has no engine.
         from vmserve.client.async_llm import AsyncLLM  # noqa: PLC0415
 
-        return AsyncLLM(**options, progress=_report_phases())
-    if size > 1:
-        from vmserve.client.fleet.local import load_fleet  # noqa: PLC0415 - most have one engine
-
-        return load_fleet(
-            size,
-            policy,
-            **options,
-            progress=_report_phases(),
-            supervision=supervision,
-            meanwhile=_import_server,
-        )
-    return ProcessLLM(
-        **options,
-        progress=_report_phases(),
-        supervision=supervision,
-        meanwhile=_import_server,
+        return AsyncLLM(**options, progress=_report_phases()), None
+    return engines.start(
+        options, supervision=supervision, progress=_report_phases(), meanwhile=_import_server
     )
-
-
-def _join_engines(
-    remote: Remote, supervision: Supervision | None, config: ServerConfig, policy: Policy
-) -> tuple[ProcessLLM | FleetLLM, ServerConfig]:
-    """Connect to engines, which give the model its name unless options do."""
-    from vmserve.client.fleet.remote import connect_engines  # noqa: PLC0415 - most start their own
-
-    engine, name = connect_engines(
-        remote.addresses,
-        remote.key,
-        policy,
-        supervision=supervision,
-        tokenizer=remote.tokenizer,
-    )
-    if config.served_model_names == (EMBEDDED_NAME,):
-        config = dataclasses.replace(config, served_model_names=(name,))
-    _import_server()
-    return engine, config
 
 
 def _import_server() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from vmserve.client.remote.remote_llm import RemoteLLM, until_connected
 from vmserve.errors import EngineDeadError
 from vmserve.router.policy import Policy
 
-__all__ = ["connect_engines"]
+__all__ = ["connect_engines", "join_engines"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,29 +34,42 @@ def connect_engines(
     differ raise :class:`~vmserve.errors.ConfigurationError`.
     """
     connect = partial(RemoteLLM, key=key, supervision=supervision, tokenizer=tokenizer)
-    if len(addresses) == 1:
-        only = connect(addresses[0])
-        return only, only.name
+    client = join_engines({each: partial(connect, each) for each in addresses}, policy)
+    first = client.members[0].client if isinstance(client, FleetLLM) else client
+    assert isinstance(first, RemoteLLM)
+    return client, first.name
+
+
+def join_engines(
+    connecting: Mapping[str, Callable[[], RemoteLLM]], policy: Policy
+) -> RemoteLLM | FleetLLM:
+    """Connect to each engine, by the name that it has in the log.
+
+    One alone is no fleet. One that is not there joins when it is, if another is there now.
+    """
+    if len(connecting) == 1:
+        [connect] = connecting.values()
+        return connect()
     clients: list[RemoteLLM] = []
     absent: dict[str, EngineDeadError] = {}
     try:
-        for address in addresses:
+        for name, connect in connecting.items():
             try:
-                clients.append(connect(address))
+                clients.append(connect())
             except EngineDeadError as error:
-                absent[address] = error
+                absent[name] = error
             else:
-                logger.info("engine %d: %s", len(clients) - 1, address)
+                logger.info("engine %d: %s", len(clients) - 1, clients[-1].address)
         if not clients:
             raise next(iter(absent.values()))
         fleet = FleetLLM(clients, policy)
     except BaseException:
         asyncio.run(_end(clients))
         raise
-    for address, why in absent.items():
+    for name, why in absent.items():
         logger.warning("%s; it joins when it answers", why)
-        fleet.meanwhile(_joining(fleet, address, partial(connect, address)))
-    return fleet, clients[0].name
+        fleet.meanwhile(_joining(fleet, name, connecting[name]))
+    return fleet
 
 
 async def _end(clients: Iterable[RemoteLLM]) -> None:

@@ -1,21 +1,26 @@
-"""How a server and an engine prove to each other that both know a key.
+"""How a server and an engine prove to each other that both know a key, and get keys of a session.
 
-Server: hello (version, nonce). Engine: hello. Server: proof. Engine: verdict and proof. Both hellos
-have one fixed length, so that nothing that a stranger sends is parsed. A proof is an HMAC of both
-hellos under the prover's role, so that none can be replayed or sent back.
+Server: hello (version, ephemeral X25519 key). Engine: hello. Server: proof. Engine: verdict and
+proof. Both hellos have one fixed length, so that nothing that a stranger sends is parsed. Proofs
+and keys are HKDF-SHA256 of what the ephemeral keys agree on, salted with the shared key, for both
+hellos and the prover's role: none can be replayed or sent back, and who learns the shared key later
+cannot decrypt what was recorded.
 """
 
 from __future__ import annotations
 
 import enum
 import hmac
-import secrets
 import socket
 import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.version import __version__
@@ -32,17 +37,16 @@ __all__ = [
 ]
 
 #: Changes when messages or frames do.
-PROTOCOL = 1
+PROTOCOL = 2
 #: Both sides have so long in all.
 HANDSHAKE_SECONDS = 5.0
 _SHORTEST_KEY = 16
 _LONGEST_KEY = 4096
 
 _MAGIC = b"vmserve\0"
-#: Magic, protocol, version of vmserve, nonce.
+#: Magic, protocol, version of vmserve, ephemeral key.
 _HELLO = struct.Struct(">8sH32s32s")
 _PROOF_BYTES = 32
-_DIGEST = "sha256"
 
 
 class HandshakeError(VmserveError):
@@ -90,21 +94,22 @@ def read_key(path: Path, option: str) -> bytes:
 def greet_engine(sock: socket.socket, key: bytes) -> SessionKeys:
     """Do the server's part on a connected socket. Raises :class:`HandshakeError`."""
     stream = _Deadline(sock, "the engine")
-    ours = _hello()
+    ephemeral = X25519PrivateKey.generate()
+    ours = _hello(ephemeral)
     stream.send(ours)
     theirs = stream.receive(_HELLO.size)
     _check_hello(theirs, "the engine")
-    transcript = ours + theirs
-    stream.send(_mac(key, b"server", transcript))
+    agreed = _Agreed(key, ephemeral, theirs, ours + theirs)
+    stream.send(agreed.derive(b"server"))
     [code] = stream.receive(1)
     proof = stream.receive(_PROOF_BYTES)
     if code == Verdict.WRONG_KEY:
         raise HandshakeError("the engine has another key: give both sides the same key file")
-    if not hmac.compare_digest(proof, _mac(key, b"engine" + bytes([code]), transcript)):
+    if not hmac.compare_digest(proof, agreed.derive(b"engine" + bytes([code]))):
         raise HandshakeError("the engine does not know the key: it may be an impostor")
     if code == Verdict.TAKEN:
         raise TakenError("the engine serves another server; an engine has one at a time")
-    return _session(key, transcript)
+    return agreed.session()
 
 
 def greet_server(
@@ -120,28 +125,30 @@ def greet_server(
     theirs = stream.receive(_HELLO.size)
     if not theirs.startswith(_MAGIC):
         raise HandshakeError("what connected is no vmserve server")
-    ours = _hello()
+    ephemeral = X25519PrivateKey.generate()
+    ours = _hello(ephemeral)
     stream.send(ours)  # also to another version: each side says so
     _check_hello(theirs, "the server")
-    transcript = theirs + ours
+    agreed = _Agreed(key, ephemeral, theirs, theirs + ours)
     proof = stream.receive(_PROOF_BYTES)
-    if not hmac.compare_digest(proof, _mac(key, b"server", transcript)):
+    if not hmac.compare_digest(proof, agreed.derive(b"server")):
         stream.send(bytes([Verdict.WRONG_KEY]) + bytes(_PROOF_BYTES))
         raise HandshakeError("the server has another key: give both sides the same key file")
     verdict = Verdict.WELCOME if claim() else Verdict.TAKEN
     try:
-        stream.send(bytes([verdict]) + _mac(key, b"engine" + bytes([verdict]), transcript))
+        stream.send(bytes([verdict]) + agreed.derive(b"engine" + bytes([verdict])))
     except BaseException:
         if verdict is Verdict.WELCOME:
             release()
         raise
     if verdict is Verdict.TAKEN:
         raise TakenError("refused: this engine serves another server")
-    return _session(key, transcript)
+    return agreed.session()
 
 
-def _hello() -> bytes:
-    return _HELLO.pack(_MAGIC, PROTOCOL, __version__.encode()[:32], secrets.token_bytes(32))
+def _hello(ephemeral: X25519PrivateKey) -> bytes:
+    public = ephemeral.public_key().public_bytes_raw()
+    return _HELLO.pack(_MAGIC, PROTOCOL, __version__.encode()[:32], public)
 
 
 def _check_hello(data: bytes, whose: str) -> None:
@@ -157,14 +164,27 @@ def _check_hello(data: bytes, whose: str) -> None:
         )
 
 
-def _mac(key: bytes, label: bytes, transcript: bytes) -> bytes:
-    return hmac.digest(key, b"vmserve " + label + b"\0" + transcript, _DIGEST)
+class _Agreed:
+    """What both sides can compute, and nobody else, once each has the other's hello."""
 
+    def __init__(
+        self, key: bytes, ephemeral: X25519PrivateKey, their_hello: bytes, hellos: bytes
+    ) -> None:
+        *_, public = _HELLO.unpack(their_hello)
+        try:
+            self._shared = ephemeral.exchange(X25519PublicKey.from_public_bytes(public))
+        except ValueError as error:  # a point with which all agree on the same
+            raise HandshakeError("the other side sent a key that is none") from error
+        self._key = key
+        self._hellos = hellos
 
-def _session(key: bytes, transcript: bytes) -> SessionKeys:
-    return SessionKeys(
-        _mac(key, b"frames to engine", transcript), _mac(key, b"frames from engine", transcript)
-    )
+    def derive(self, label: bytes) -> bytes:
+        """32 bytes for one purpose."""
+        info = b"vmserve " + label + b"\0" + self._hellos
+        return HKDF(SHA256(), _PROOF_BYTES, self._key, info).derive(self._shared)
+
+    def session(self) -> SessionKeys:
+        return SessionKeys(self.derive(b"frames to engine"), self.derive(b"frames from engine"))
 
 
 class _Deadline:

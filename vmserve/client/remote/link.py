@@ -8,7 +8,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -26,11 +26,14 @@ from vmserve.client.remote.identity import MOST_TOKENIZER_BYTES, SentFile, diges
 from vmserve.client.remote.sealed import BrokenSealError, Opener, Sealer
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 
-__all__ = ["Link", "parse_address", "prepare_socket"]
+__all__ = ["Link", "Place", "parse_address", "prepare_socket"]
 
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
+
+#: Where an engine listens: ``HOST:PORT``, or what finds out, which may block and raise an error.
+Place: TypeAlias = str | Callable[[], str]
 
 
 def parse_address(text: str, option: str) -> tuple[str, int]:
@@ -56,10 +59,11 @@ class Link:
 
     pid = 0
 
-    def __init__(self, address: str, key: bytes) -> None:
-        self.address = address
+    def __init__(self, place: Place, key: bytes) -> None:
+        self._place = place
+        #: For messages.
+        self.address = place if isinstance(place, str) else "an unknown address"
         self._key = key
-        self._host, self._port = parse_address(address, "engine")
         self._sock: socket.socket | None = None
         self._received: deque[FromEngine] = deque()
 
@@ -68,8 +72,11 @@ class Link:
 
         Raises :class:`~vmserve.errors.EngineDeadError` if there is no such engine.
         """
+        if not isinstance(self._place, str):
+            self.address = self._place()
         try:
-            sock = socket.create_connection((self._host, self._port), HANDSHAKE_SECONDS)
+            where = parse_address(self.address, "engine")
+            sock = socket.create_connection(where, HANDSHAKE_SECONDS)
         except OSError as error:
             why = "no answer" if isinstance(error, TimeoutError) else error.strerror or error
             raise EngineDeadError(f"no engine at {self.address}: {why}") from error

@@ -14,7 +14,7 @@ from typing import Any
 from vmserve.client.messages import FromEngine, Ping, Pong, Ready
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.client.remote.identity import write_files
-from vmserve.client.remote.link import Link
+from vmserve.client.remote.link import Link, Place
 from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.text.tokenizer import load_tokenizer
@@ -31,7 +31,7 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.25, 5.0
 
 
 class RemoteLLM(ProcessLLM):
-    """Does as :class:`ProcessLLM`, over TCP to the engine at ``address`` (``HOST:PORT``).
+    """Does as :class:`ProcessLLM`, over TCP to the engine at ``place``.
 
     The engine was started, and is ended, by others. A connection that is lost is made again, with
     pauses, until :meth:`shutdown`; requests fail meanwhile with
@@ -45,20 +45,19 @@ class RemoteLLM(ProcessLLM):
 
     def __init__(
         self,
-        address: str,
+        place: Place,
         key: bytes,
         *,
         supervision: Supervision | None = None,
         tokenizer: Path | None = None,
     ) -> None:
-        self._address = address
+        self._place = place
         self._key = key
         self._supervision = supervision or Supervision()
         self._options = {}
         directory = Path(tempfile.mkdtemp(prefix="vmserve-tokenizer-"))
         weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-        link = Link(address, key)
-        self._process = link
+        self._process = link = self._spawn()
         try:
             ready = link.wait_ready(lambda phase, done, total: None)
             source = tokenizer or write_files(link.fetch_tokenizer(ready.tokenizer), directory)
@@ -74,8 +73,14 @@ class RemoteLLM(ProcessLLM):
         self.weights = ready.weights
         self._num_cut = 0
 
+    @property
+    def address(self) -> str:
+        """Where the engine listens, or did last."""
+        return self._link.address
+
     def _spawn(self) -> Link:
-        return Link(self._address, self._key)
+        self._link = Link(self._place, self._key)
+        return self._link
 
     async def _connect(self) -> None:
         self._num_cut = 0
@@ -91,7 +96,7 @@ class RemoteLLM(ProcessLLM):
     def _end_silent(self, seconds: float) -> None:
         logger.error(
             "nothing was heard of the engine at %s for %g s; ending the connection",
-            self._address,
+            self.address,
             seconds,
         )
         self._process.kill()
@@ -102,10 +107,10 @@ class RemoteLLM(ProcessLLM):
             super()._receive(message)
 
     async def _after_death(self) -> None:
-        logger.error("lost the engine at %s; connecting again", self._address)
+        logger.error("lost the engine at %s; connecting again", self.address)
         await until_connected(self._restart)
         self._num_restarts += 1
-        logger.info("connected to the engine at %s again", self._address)
+        logger.info("connected to the engine at %s again", self.address)
 
     def facts(self) -> dict[str, Any]:
         return {**super().facts(), "content of the weights": self.weights}
@@ -114,7 +119,7 @@ class RemoteLLM(ProcessLLM):
         same = (ready.model, ready.limits, ready.tokenizer, ready.weights)
         if same != (self.model_config, self._limits, self._digest, self.weights):
             raise ConfigurationError(
-                f"the engine at {self._address} has another model than before: restart the server"
+                f"the engine at {self.address} has another model than before: restart the server"
             )
 
 

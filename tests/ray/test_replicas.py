@@ -1,0 +1,73 @@
+"""``--distributed-executor ray``: engines on the nodes of a cluster, one of which is lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.chaos.harness import Server, until
+from tests.ray.nodes import Nodes
+from vmserve import LLM, SamplingParams
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]
+
+PROMPTS = [[5 + index] * (40 + 7 * index) for index in range(4)]
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    made = Nodes(3)
+    before = os.environ.get("RAY_ADDRESS")
+    os.environ["RAY_ADDRESS"] = made.address
+    yield made
+    made.close()
+    os.environ.pop("RAY_ADDRESS")
+    if before is not None:
+        os.environ["RAY_ADDRESS"] = before
+
+
+def texts(server: Server) -> list[str]:
+    def ask(prompt: list[int]) -> Any:
+        body = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+        reply = server.http.post("/v1/completions", json=body)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["choices"][0]["text"]
+
+    return [ask(prompt) for prompt in PROMPTS]
+
+
+def test_a_lost_node_is_replaced_without_a_hand(nodes: Nodes, tmp_path: Path) -> None:
+    with LLM(kv_cache_memory="32MiB", max_model_len=1024) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12)
+        expected = [result.outputs[0].text for result in llm.generate(PROMPTS, params)]
+    options = ("--distributed-executor", "ray", "--data-parallel-size", "2")
+    server = Server(tmp_path / "log", *options)
+    try:
+        assert texts(server) == expected
+        one, other = nodes.engines()
+        assert one.ppid() != other.ppid()  # on two nodes
+
+        def engines() -> list[str]:
+            [states] = server.http.get("/health").json()["engines"].values()
+            return list(states.values())
+
+        nodes.kill(nodes.node_of(one))
+        noticed = until(lambda: "down" in engines(), 20, "the loss is noticed")
+        assert texts(server) == expected
+        back = until(lambda: engines() == ["ready", "ready"], 120, "the engine is back")
+        print(f"a lost node: noticed after {noticed:.2f} s, replaced after {back:.1f} s")
+        assert texts(server) == expected
+        assert one.pid not in [each.pid for each in nodes.engines()]
+
+        [victim] = [each for each in nodes.engines() if each.pid != other.pid]
+        victim.kill()
+        until(lambda: "down" in engines(), 20, "the loss is noticed")
+        back = until(lambda: engines() == ["ready", "ready"], 120, "the engine is back")
+        print(f"a killed engine: replaced after {back:.1f} s")
+    finally:
+        server.close()
+    until(lambda: not nodes.engines(), 30, "the engines have ended")

@@ -1,0 +1,202 @@
+"""Which engines a command uses: its own, Ray's, or those that somebody else started."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+
+from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.errors import ConfigurationError
+from vmserve.models.hub import is_embedded
+from vmserve.options import Bounds, Option, check_options
+from vmserve.router.policy import Policy
+from vmserve.server.config import PROCESSES
+
+if TYPE_CHECKING:
+    from vmserve.client.fleet.fleet import FleetLLM
+
+__all__ = ["EngineChoice"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineChoice:
+    """Options of commands that have engines outside their own process.
+
+    Raises :class:`~vmserve.errors.ConfigurationError`.
+    """
+
+    data_parallel_size: Annotated[
+        int | None,
+        Option(
+            "Engines of the model, each with its own cores and part of --kv-cache-memory.",
+            PROCESSES,
+            Bounds(1, 1024, integer=True),
+            default="1; with Ray, one for each node",
+        ),
+    ] = None
+    router: Annotated[
+        str,
+        Option(
+            "Which engine gets a request: the one that should have most of its prompt cached and "
+            "is not much busier (prefix), each in turn, or the least busy.",
+            PROCESSES,
+            choices=get_args(Policy),
+        ),
+    ] = "prefix"
+    distributed_executor: Annotated[
+        Literal["process", "ray"],
+        Option(
+            "Who starts engines: this command, as processes, or Ray, as actors on its nodes.",
+            PROCESSES,
+        ),
+    ] = "process"
+    ray_num_cpus: Annotated[
+        int | None,
+        Option(
+            "CPUs that Ray reserves for each engine, which is its number of threads.",
+            PROCESSES,
+            Bounds(1, 4096, integer=True),
+            default="an equal part of the smallest node",
+        ),
+    ] = None
+    engines: Annotated[
+        tuple[str, ...],
+        Option(
+            "Use the engine that listens there (vmserve engine) instead of starting one; options "
+            "of the engine are given to it. Repeatable: engines of one model.",
+            PROCESSES,
+            flags=("--engine",),
+            metavar="HOST:PORT",
+        ),
+    ] = ()
+    engine_key_file: Annotated[
+        Path | None,
+        Option(
+            "File with the key that --engine was started with.",
+            PROCESSES,
+            metavar="FILE",
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.engine_key_file is not None and not self.engines:
+            raise ConfigurationError("engine_key_file: --engine HOST:PORT is missing")
+        if self.ray_num_cpus is not None and not self.uses_ray:
+            raise ConfigurationError("ray_num_cpus: --distributed-executor ray is missing")
+
+    @property
+    def uses_ray(self) -> bool:
+        return self.distributed_executor == "ray"
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether there is one engine, which this command starts itself."""
+        return not (self.engines or self.uses_ray or (self.data_parallel_size or 1) > 1)
+
+    def refuse_other(self, given: Mapping[str, bool]) -> None:
+        """Refuse options, by whether they were given, that go with one engine of our own only.
+
+        Raises :class:`~vmserve.errors.ConfigurationError`.
+        """
+        whose = "--engine" if self.engines else "--distributed-executor ray"
+        if not (self.engines or self.uses_ray):
+            return
+        for option, is_given in given.items():
+            if is_given:
+                raise ConfigurationError(
+                    f"{option}: --{option.replace('_', '-')} is for engines that the server "
+                    f"starts, not for {whose}"
+                )
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Check all that can be checked before anything is started, also ``options`` of engines.
+
+        Raises :class:`~vmserve.errors.ConfigurationError`.
+        """
+        if not self.engines:
+            return
+        self.refuse_other(
+            {
+                "distributed_executor": self.uses_ray,
+                "data_parallel_size": self.data_parallel_size is not None,
+            }
+        )
+        self._remote(options)
+
+    def _remote(self, options: Mapping[str, Any]) -> tuple[bytes, Path | None]:
+        """What ``--engine`` needs: the key, and a tokenizer of our own if there is one."""
+        from vmserve.client.remote.handshake import (  # noqa: PLC0415 - most start their engine
+            read_key,
+        )
+        from vmserve.client.remote.link import parse_address  # noqa: PLC0415 - as above
+
+        places = [parse_address(address, "engine") for address in self.engines]
+        for address, place in zip(self.engines, places, strict=True):
+            if places.count(place) > 1:
+                raise ConfigurationError(f"engine: {address} is given twice")
+        if self.engine_key_file is None:
+            raise ConfigurationError("engine: --engine-key-file FILE is missing: the engine's key")
+        others = sorted(name for name in options if name not in ("model", "tokenizer"))
+        if options.get("model") is not None:
+            others.insert(0, "model")
+        if others:
+            raise ConfigurationError(
+                f"{others[0]}: options of the engine are given to `vmserve engine`, not with "
+                "--engine"
+            )
+        tokenizer = options.get("tokenizer")
+        key = read_key(self.engine_key_file, "engine_key_file")
+        return key, None if tokenizer is None else Path(tokenizer)
+
+    def start(
+        self,
+        options: Mapping[str, Any],
+        *,
+        supervision: Supervision,
+        progress: Callable[[str, int, int], None],
+        meanwhile: Callable[[], None],
+    ) -> tuple[ProcessLLM | FleetLLM, str | None]:
+        """Start or find the engines; returns a client, and the model's name if engines said it.
+
+        ``options``: those of an engine. Raises what loading and connecting raise.
+        """
+        policy = cast("Policy", self.router)
+        if self.engines:
+            from vmserve.client.fleet.remote import connect_engines  # noqa: PLC0415 - as above
+
+            key, tokenizer = self._remote(options)
+            logger.info("connecting to the engine at %s", ", ".join(self.engines))
+            found = connect_engines(
+                self.engines, key, policy, supervision=supervision, tokenizer=tokenizer
+            )
+            meanwhile()
+            return found
+        model = options.get("model")
+        logger.info("loading %s", "the embedded model" if is_embedded(model) else model)
+        if self.uses_ray:
+            from vmserve.client.fleet.on_ray import num_nodes, place_engines  # noqa: PLC0415
+
+            placed = place_engines(
+                self.data_parallel_size or num_nodes(),
+                policy,
+                num_cpus=self.ray_num_cpus,
+                supervision=supervision,
+                **options,
+            )
+            meanwhile()
+            return placed, None
+        size = self.data_parallel_size or 1
+        watched: dict[str, Any] = {
+            "progress": progress, "supervision": supervision, "meanwhile": meanwhile
+        }  # fmt: skip
+        if size == 1:
+            return ProcessLLM(**options, **watched), None
+        from vmserve.client.fleet.local import load_fleet  # noqa: PLC0415 - most have one engine
+
+        return load_fleet(size, policy, **options, **watched), None
