@@ -94,7 +94,8 @@ def wires() -> tuple[SealedWire, SealedWire]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
-    return SealedWire(near, b"to the rank", b"from it"), SealedWire(far, b"from it", b"to the rank")
+    there, back = b"t" * 32, b"b" * 32
+    return SealedWire(near, there, back), SealedWire(far, back, there)
 
 
 def half_remote(frame_bytes: int, num_frames: int) -> _core.PageDriver:

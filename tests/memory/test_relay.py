@@ -107,8 +107,8 @@ def test_closing_the_driver_frees_the_memory() -> None:
 
 def test_a_wire_with_another_key_is_ended() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        near = SealedWire(socket.create_connection(listener.getsockname()), b"a", b"b")
-        far = SealedWire(listener.accept()[0], b"c", b"a")
+        near = SealedWire(socket.create_connection(listener.getsockname()), b"a" * 32, b"b" * 32)
+        far = SealedWire(listener.accept()[0], b"c" * 32, b"a" * 32)
     loop, thread = relay.serve(_core.HostDriver(PAGE, 4), far)
     ring = _core.make_ring(PAGE, 4)
     Relay(ring, near)

@@ -16,9 +16,9 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "120"
 #: Ray would put this machine's address in the place of 127.0.0.1.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-pytest.importorskip("ray", reason="needs Ray: pip install 'vmserve[ray]'")
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vmserve[ray]'")
 
-from ray.cluster_utils import Cluster  # only now: it reads the variables
+cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 __all__ = ["Nodes"]
 
@@ -33,7 +33,9 @@ class Nodes:
     """A head without CPUs, and ``size`` nodes with one each. For the commands' own processes."""
 
     def __init__(self, size: int) -> None:
-        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **_NODE})
+        self._cluster = cluster_utils.Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, **_NODE}
+        )
         self.address = str(self._cluster.address)
         self.nodes = [self.add() for _ in range(size)]
 
@@ -66,5 +68,6 @@ class Nodes:
         raise LookupError(engine.pid)
 
     def close(self) -> None:
+        ray.shutdown()
         with contextlib.suppress(subprocess.SubprocessError):
             self._cluster.shutdown()

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from tests.batch.commands import check_killed_runs
 from tests.chaos.harness import Server, until
 from tests.ray.nodes import Nodes
-from vmserve import LLM, SamplingParams
+from vmserve import LLM, ConfigurationError, SamplingParams
+from vmserve.client.fleet.on_ray import place_engines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.filterwarnings("default")]
 
@@ -71,3 +74,37 @@ def test_a_lost_node_is_replaced_without_a_hand(nodes: Nodes, tmp_path: Path) ->
     finally:
         server.close()
     until(lambda: not nodes.engines(), 30, "the engines have ended")
+
+
+def test_an_engine_of_two_ranks_is_on_one_node(nodes: Nodes, tmp_path: Path) -> None:
+    options = ("--distributed-executor", "ray", "--data-parallel-size", "1")
+    server = Server(tmp_path / "log", *options, "--tensor-parallel-size", "2")
+    try:
+        texts(server)
+        [engine] = nodes.engines()
+        assert sum("rank_main" in " ".join(each.cmdline()) for each in engine.children()) == 1
+    finally:
+        server.close()
+    until(lambda: not nodes.engines(), 30, "the engine has ended")
+
+
+def test_a_batch_over_the_cluster_loses_and_repeats_no_line(nodes: Nodes, tmp_path: Path) -> None:
+    def kill_an_engine(command: psutil.Process) -> None:
+        nodes.engines()[0].kill()
+
+    # Engines of a command that was killed end before the next run's are placed.
+    check_killed_runs(tmp_path, "--ray", "--data-parallel-size", "2", during=kill_an_engine)
+
+
+def test_what_a_node_refuses_and_what_has_no_room_is_one_line(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ("--distributed-executor", "ray", "--data-parallel-size", "1")
+    with pytest.raises(AssertionError, match="no model here"):
+        Server(tmp_path / "log", *options, "--model", str(tmp_path / "no model here"))
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    until(lambda: not nodes.engines(), 30, "the engine has ended")
+    monkeypatch.setattr("vmserve.client.fleet.on_ray.PLACE_SECONDS", 0.0)
+    monkeypatch.setattr("vmserve.client.fleet.on_ray._REMIND_SECONDS", 0.1)
+    with pytest.raises(ConfigurationError, match="no room for 1 engines of 64 CPUs"):
+        place_engines(1, num_cpus=64)

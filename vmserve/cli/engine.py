@@ -16,7 +16,6 @@ import typer
 from vmserve.cli.options import with_engine_options
 from vmserve.errors import ConfigurationError
 from vmserve.logs import LOG_FORMATS, configure_logging
-from vmserve.server.config import is_loopback
 
 __all__ = ["engine_command"]
 
@@ -38,7 +37,7 @@ def engine_command(
         typer.Option(
             metavar="FILE",
             help="File with a key that the server has too (its --engine-key-file); make one with "
-            "`openssl rand -hex 32`. Frames are authenticated with it, and not encrypted.",
+            "`openssl rand -hex 32`. What is sent is encrypted.",
         ),
     ] = None,
     log_format: Annotated[str, typer.Option(help="Format of the log: text or json.")] = "text",
@@ -103,8 +102,6 @@ def _serve(options: dict[str, Any], listener: socket.socket, key: bytes) -> None
         listener.listen()
         where, port = listener.getsockname()[:2]
         logger.info("loaded in %.1f s; listening on %s:%d", time.monotonic() - began, where, port)
-        if not is_loopback(where):
-            logger.warning("what is sent is authenticated and not encrypted: use a private network")
         host.run()
     finally:
         engine.close()

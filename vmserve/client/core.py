@@ -28,7 +28,7 @@ from vmserve.engine.limits import RequestLimits
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.sampling import GenerationParams, SamplingParams
 from vmserve.text.assembly import RequestAssembly
-from vmserve.text.prompts import PromptLike, encode_prompt
+from vmserve.text.prompts import Prompt, PromptLike, encode_prompt
 from vmserve.text.tokenizer import Tokenizer
 from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
 
@@ -233,12 +233,7 @@ class ClientCore:
 
         Raises :class:`~vmserve.errors.InvalidRequestError`.
         """
-        encoded = encode_prompt(prompt, self.tokenizer)
-        asked = SamplingParams(**self._default_sampling) if params is None else params
-        if isinstance(asked, SamplingParams) and isinstance(asked.prediction, str):
-            predicted = self.tokenizer.encode(asked.prediction, add_special_tokens=False)
-            asked = replace(asked, prediction=predicted)
-        self._limits.check(encoded.token_ids, asked)
+        encoded, asked = self.check(prompt, params)
         name = uuid.uuid4().hex if request_id is None else request_id
         assembly = RequestAssembly(
             self.tokenizer,
@@ -252,6 +247,21 @@ class ClientCore:
         sent_terms = replace(terms, stream=True) if self._sends_each_step else terms
         add = Add(next(self._handles), name, encoded.token_ids, asked, sent_terms, terms.stream)
         return OpenRequest(add, assembly, self._transport.future, self._most_at_once)
+
+    def check(
+        self, prompt: PromptLike, params: GenerationParams | None
+    ) -> tuple[Prompt, GenerationParams]:
+        """Return a request as it would be sent.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError`.
+        """
+        encoded = encode_prompt(prompt, self.tokenizer)
+        asked = SamplingParams(**self._default_sampling) if params is None else params
+        if isinstance(asked, SamplingParams) and isinstance(asked.prediction, str):
+            predicted = self.tokenizer.encode(asked.prediction, add_special_tokens=False)
+            asked = replace(asked, prediction=predicted)
+        self._limits.check(encoded.token_ids, asked)
+        return encoded, asked
 
     @contextlib.contextmanager
     def _sent(self, request: OpenRequest) -> Iterator[None]:

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from vmserve.client.core import ClientCore
 from vmserve.client.inbox import OpenRequest
 from vmserve.client.inline import InlineTransport
 from vmserve.client.lending import KVPool
+from vmserve.client.process_llm import Supervision
 from vmserve.config import LEAST, EngineConfig
 from vmserve.engine.build import Progress
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.progress import generation_progress
+from vmserve.router.policy import Policy
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.sampling.params import Pooling
 from vmserve.text.prompts import Prompt, PromptLike, encode_prompt, split_prompts
+from vmserve.text.tokenizer import Tokenizer
 from vmserve.types import (
     EmbeddingOutput,
     PinnedPrefix,
@@ -34,8 +38,14 @@ from vmserve.types import (
 
 __all__ = ["LLM"]
 
+if TYPE_CHECKING:
+    from vmserve.client.fleet.blocking import BlockingFleet, OfflineRequest
+    from vmserve.client.fleet.fleet import FleetLLM
+
 T = TypeVar("T")
 Message = Mapping[str, Any]
+#: How often within an hour an engine of several is started again.
+_RESTARTS = 10
 
 
 class LLM:
@@ -53,6 +63,12 @@ class LLM:
             [result] = llm.generate("Once upon a time", SamplingParams(temperature=0))
             print(result.outputs[0].text)
 
+    ``data_parallel_size``: so many engines, in processes of their own, each with its own cores and
+    an equal part of ``kv_cache_memory``. ``router`` ("prefix", "least-loaded" or "round-robin")
+    chooses for each request. With ``distributed_executor="ray"`` they are on the nodes of a Ray
+    cluster, each with ``ray_num_cpus``. Answers are the same; a grammar that cannot be compiled is
+    found when other requests may have begun.
+
     Raises :class:`~vmserve.errors.ConfigurationError` or
     :class:`~vmserve.errors.OutOfMemoryError`. Calls of several threads run one after another: use
     :class:`vmserve.AsyncLLM` for several callers at once.
@@ -67,8 +83,25 @@ class LLM:
         kv_weight: float = 1.0,
         kv_floor: int | str | None = None,
         kv_cap: int | str | None = None,
+        data_parallel_size: int = 1,
+        router: Policy = "prefix",
+        distributed_executor: Literal["process", "ray"] = "process",
+        ray_num_cpus: int | None = None,
         **engine_options: Any,
     ) -> None:
+        self._ids = itertools.count()
+        self._engine: LLMEngine | None = None
+        self._fleet: BlockingFleet | None = None
+        self._pool = kv_pool
+        if data_parallel_size != 1 or distributed_executor != "process":
+            if kv_pool is not None:
+                raise ConfigurationError("kv_pool: a pool lends to one engine, not to several")
+            self._fleet = _several(
+                data_parallel_size, router, distributed_executor, ray_num_cpus,
+                {"model": model, "progress": progress, **engine_options},
+            )  # fmt: skip
+            self._client: ClientCore | FleetLLM = self._fleet.client
+            return
         if kv_pool is not None:
             if "kv_cache_memory" in engine_options:
                 raise ConfigurationError(
@@ -77,9 +110,8 @@ class LLM:
                 )
             engine_options["kv_cache_memory"] = LEAST
         config = EngineConfig.from_options({"model": model, **engine_options})
-        self._engine: LLMEngine | None = LLMEngine(config, progress=progress)
-        engine = self._engine
-        self._client = ClientCore(
+        self._engine = engine = LLMEngine(config, progress=progress)
+        self._client = core = ClientCore(
             config,
             engine.resolved,
             engine.limits,
@@ -87,24 +119,31 @@ class LLM:
             engine.model_config.default_sampling,
         )
         self._transport = InlineTransport(engine, self._obey_pool)
-        self._client.attach(self._transport)
-        self._ids = itertools.count()
+        core.attach(self._transport)
         #: Held while a thread steps the engine or closes it.
         self._turn = threading.RLock()
-        self._pool = kv_pool
         if kv_pool is not None:
             self._name = kv_pool.unused_name(Path(config.model or EMBEDDED_NAME).name)
             terms: dict[str, Any] = {"weight": kv_weight, "floor": kv_floor, "cap": kv_cap}
             try:
-                kv_pool.join_now(self._client, self._name, **terms)
+                kv_pool.join_now(core, self._name, **terms)
             except ConfigurationError:
                 engine.close()
                 raise
 
     @property
     def engine(self) -> LLMEngine:
-        """The engine (memory, scheduler, counters). Raises an error after :meth:`close`."""
+        """The engine (memory, scheduler, counters).
+
+        Raises an error after :meth:`close`, and where there are several.
+        """
+        if self._fleet is not None:
+            raise ConfigurationError("engine: the engines of this LLM are in other processes")
         return self._opened()
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._opened().tokenizer if self._fleet is None else self._client.tokenizer
 
     def _opened(self) -> LLMEngine:
         if self._engine is None:
@@ -127,7 +166,7 @@ class LLM:
         Raises :class:`~vmserve.errors.InvalidRequestError` if one prompt or more cannot be served;
         nothing is computed then.
         """
-        encoded = [encode_prompt(p, self.engine.tokenizer) for p in split_prompts(prompts)]
+        encoded = [encode_prompt(p, self._tokenizer) for p in split_prompts(prompts)]
         return self._run(encoded, sampling_params, priority, use_tqdm)
 
     def chat(
@@ -150,7 +189,7 @@ class LLM:
         conversations = _conversations(messages)
         encoded = []
         for conversation in conversations:
-            text, token_ids = self.engine.tokenizer.apply_chat_template(
+            text, token_ids = self._tokenizer.apply_chat_template(
                 conversation,
                 tools=tools,
                 chat_template=chat_template,
@@ -181,7 +220,7 @@ class LLM:
             raise InvalidRequestError(
                 f"beam_search takes BeamSearchParams, not {type(given).__name__}", "params"
             )
-        encoded = [encode_prompt(p, self.engine.tokenizer) for p in split_prompts(prompts)]
+        encoded = [encode_prompt(p, self._tokenizer) for p in split_prompts(prompts)]
         return self._run(encoded, params, None, use_tqdm)
 
     def embed(
@@ -201,7 +240,7 @@ class LLM:
 
         Raises :class:`~vmserve.errors.InvalidRequestError`.
         """
-        encoded = [encode_prompt(p, self.engine.tokenizer) for p in split_prompts(prompts)]
+        encoded = [encode_prompt(p, self._tokenizer) for p in split_prompts(prompts)]
         params = SamplingParams(max_tokens=0, pooling=pooling, detokenize=False)
         outputs = []
         for result in self._run(encoded, params, None, use_tqdm):
@@ -221,7 +260,7 @@ class LLM:
         Raises :class:`~vmserve.errors.InvalidRequestError` for a prompt that cannot be served,
         without prefix caching, and if too many prefixes are pinned.
         """
-        token_ids = encode_prompt(prompt, self.engine.tokenizer).token_ids
+        token_ids = encode_prompt(prompt, self._tokenizer).token_ids
         return self._wait(lambda: self._client.pin_prefix(token_ids, cache_salt=cache_salt))
 
     def unpin_prefix(self, handle: int) -> None:
@@ -241,27 +280,30 @@ class LLM:
         self._wait(self._client.reset_prefix_cache)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self.engine.tokenizer.decode(
-            list(token_ids), skip_special_tokens=skip_special_tokens
-        )
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def get_tokenizer(self) -> Any:
         """The ``transformers`` tokenizer."""
-        return self.engine.tokenizer.hf
+        return self._tokenizer.hf
 
     def default_sampling_params(self, **changes: Any) -> SamplingParams:
         """The sampling parameters of the model's generation_config.json, with ``changes``."""
-        return SamplingParams(**{**self.engine.model_config.default_sampling, **changes})
+        return SamplingParams(**{**self._client.default_sampling, **changes})
 
     def stats(self) -> dict[str, float | int]:
         """The engine's metrics by name (``num_requests_running``, ``pages_mapped_total``, ...)."""
+        if self._fleet is not None:
+            return self._fleet.wait(self._fleet.client.fetch_stats)
         return self.engine.stats()
 
     def close(self) -> None:
         """Free all memory. Any other call afterwards raises an error; closing twice does not."""
+        if self._fleet is not None:
+            self._fleet.close()
+            return
         with self._turn:
             if self._engine is not None:
                 self._engine.close()
@@ -301,6 +343,8 @@ class LLM:
 
     def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run one call of the client, and step the engine while it waits."""
+        if self._fleet is not None:
+            return self._fleet.wait(work)
         with self._in_turn():
             [result] = self._transport.run([work()])
             return result
@@ -315,30 +359,68 @@ class LLM:
         each_priority = _one_each(
             0 if priority is None else priority, int, len(prompts), "priority"
         )
+        each_params: Sequence[GenerationParams]
+        if isinstance(params, BeamSearchParams):
+            each_params = [params] * len(prompts)
+        else:
+            given = self.default_sampling_params() if params is None else params
+            each_params = _one_each(given, SamplingParams, len(prompts), "sampling_params")
+        requests = [
+            (prompt, one, str(next(self._ids)), RequestTerms(priority=on))
+            for prompt, one, on in zip(prompts, each_params, each_priority, strict=True)
+        ]
+        with generation_progress(len(requests), show_progress) as report:
+            if self._fleet is not None:
+                return self._fleet.answer(requests, report)
+            return self._answer(requests, report)
+
+    def _answer(
+        self, requests: Sequence[OfflineRequest], report: Callable[[int], None]
+    ) -> list[RequestOutput]:
         with self._in_turn() as engine:
-            each_params: Sequence[GenerationParams]
-            if isinstance(params, BeamSearchParams):
-                each_params = [params] * len(prompts)
-            else:
-                given = self.default_sampling_params() if params is None else params
-                each_params = _one_each(given, SamplingParams, len(prompts), "sampling_params")
             # All requests are checked before the first is queued.
+            assert isinstance(self._client, ClientCore)
             opened = [
-                self._client.open(
-                    prompt, one, request_id=str(next(self._ids)), terms=RequestTerms(priority=on)
-                )
-                for prompt, one, on in zip(prompts, each_params, each_priority, strict=True)
+                self._client.open(prompt, params, request_id=name, terms=terms)
+                for prompt, params, name, terms in requests
             ]
-            for one in each_params:
-                if one.structured_outputs is not None:
-                    engine.structured.check(one.structured_outputs)
-            with generation_progress(len(opened), show_progress) as report:
-                return self._transport.run([self._complete(each, report) for each in opened])
+            for _, params, _, _ in requests:
+                if params.structured_outputs is not None:
+                    engine.structured.check(params.structured_outputs)
+            return self._transport.run([self._complete(each, report) for each in opened])
 
     async def _complete(self, request: OpenRequest, report: Callable[[int], None]) -> RequestOutput:
+        assert isinstance(self._client, ClientCore)
         output = await self._client.complete(request)
         report(sum(len(choice.token_ids) for choice in output.outputs))
         return output
+
+
+def _several(
+    size: int,
+    router: Policy,
+    executor: Literal["process", "ray"],
+    ray_num_cpus: int | None,
+    options: dict[str, Any],
+) -> BlockingFleet:
+    from vmserve.client.fleet.blocking import BlockingFleet  # noqa: PLC0415 - most have one engine
+    from vmserve.client.fleet.local import load_fleet  # noqa: PLC0415 - as above
+
+    if not 1 <= size <= 1024:
+        raise ConfigurationError(f"data_parallel_size: {size} is not between 1 and 1024")
+    if router not in get_args(Policy):
+        raise ConfigurationError(f"router: {router!r} is not one of {', '.join(get_args(Policy))}")
+    quiet = Supervision(log_level=logging.WARNING, restarts=_RESTARTS)
+    if executor == "process":
+        return BlockingFleet(lambda: load_fleet(size, router, supervision=quiet, **options))
+    if executor != "ray":
+        raise ConfigurationError(f"distributed_executor: {executor!r} is not process or ray")
+    from vmserve.client.fleet.on_ray import place_engines  # noqa: PLC0415 - as above
+
+    del options["progress"]
+    return BlockingFleet(
+        lambda: place_engines(size, router, num_cpus=ray_num_cpus, supervision=quiet, **options)
+    )
 
 
 def _conversations(messages: Any) -> list[list[Any]]:

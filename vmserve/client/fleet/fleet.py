@@ -53,6 +53,9 @@ class Replica(Protocol):
     def errored(self) -> bool: ...
     def facts(self) -> Mapping[str, Any]: ...
     async def start(self) -> None: ...
+    def check(
+        self, prompt: PromptLike, params: GenerationParams | None
+    ) -> tuple[Prompt, GenerationParams]: ...
     def serve(
         self,
         prompt: PromptLike,
@@ -218,6 +221,16 @@ class FleetLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Generate as :meth:`vmserve.AsyncLLM.generate` does."""
         return self.serve(prompt, params, request_id=request_id, terms=RequestTerms(**terms))
+
+    def check(
+        self, prompt: PromptLike, params: GenerationParams | None
+    ) -> tuple[Prompt, GenerationParams]:
+        """Return a request as any member would send it.
+
+        Raises :class:`~vmserve.errors.InvalidRequestError`.
+        """
+        [member, *_] = self.members
+        return member.client.check(prompt, params)
 
     async def serve(
         self,

@@ -282,7 +282,8 @@ class EngineActor:
 
 def _listen(options: dict[str, Any], key: bytes, num_cpus: int, per_node: int) -> str:
     """Load an engine and have a thread serve it on this node's address, which is returned."""
-    os.environ["OMP_NUM_THREADS"] = str(num_cpus)
+    ranks = int(options.get("tensor_parallel_size", 1))
+    os.environ["OMP_NUM_THREADS"] = str(max(1, num_cpus // ranks))
     configure_logging(logging.INFO, "text", "engine")
     if per_node > 1 and "kv_cache_memory" not in options:
         options = {

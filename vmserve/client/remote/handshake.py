@@ -181,7 +181,8 @@ class _Agreed:
     def derive(self, label: bytes) -> bytes:
         """32 bytes for one purpose."""
         info = b"vmserve " + label + b"\0" + self._hellos
-        return HKDF(SHA256(), _PROOF_BYTES, self._key, info).derive(self._shared)
+        derived: bytes = HKDF(SHA256(), _PROOF_BYTES, self._key, info).derive(self._shared)
+        return derived
 
     def session(self) -> SessionKeys:
         return SessionKeys(self.derive(b"frames to engine"), self.derive(b"frames from engine"))

@@ -44,7 +44,8 @@ class Sealer:
         return self._encrypt(_LENGTH.pack(length)) + self._encrypt(payload)
 
     def _encrypt(self, text: bytes) -> bytes:
-        return self._cipher.encrypt(_NONCE.pack(next(self._numbers)), text, None)
+        sealed: bytes = self._cipher.encrypt(_NONCE.pack(next(self._numbers)), text, None)
+        return sealed
 
 
 class Opener:
@@ -79,7 +80,7 @@ class Opener:
         sealed = bytes(memoryview(self._buffer)[:num_bytes])
         del self._buffer[:num_bytes]
         try:
-            text = self._cipher.decrypt(_NONCE.pack(self._number), sealed, None)
+            text: bytes = self._cipher.decrypt(_NONCE.pack(self._number), sealed, None)
         except InvalidTag:
             raise BrokenSealError(
                 f"frame {self._number // 2} was changed on its way, repeated or left out"
