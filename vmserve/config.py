@@ -8,6 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
+from vmserve.dtypes import DType, row_bytes
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.limits import available_memory
 from vmserve.models.footprint import activation_bytes, state_copy_bytes, weight_bytes
@@ -38,6 +39,7 @@ LinearBackend = Literal["auto", "native", "torch"]
 #: "int8-dynamic": 8-bit activations too, if the processor multiplies those faster.
 Quantization = Literal["none", "int8", "int8-dynamic"]
 KVMapper = Literal["auto", "off", "thread"]
+KVCacheDType = Literal["auto", "int8"]
 Preemption = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority", "v0"]
 #: Where drafts come from; "auto": as far as they pay.
@@ -179,6 +181,16 @@ class EngineConfig:
             "more launches",
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        KVCacheDType,
+        Option(
+            "int8 stores keys and values in 8 bits, with a scale for each token and head: half "
+            "the memory of bfloat16, so about twice the requests at once. `vmserve bench quality` "
+            "measures what it costs your model. Only on a CPU, with our own attention kernels.",
+            _KV,
+            default="auto, the model's own",
+        ),
+    ] = "auto"
     kv_cache_memory: Annotated[
         int | str | None,
         Option(
@@ -483,6 +495,7 @@ class ResolvedConfig:
     max_num_batched_tokens: int
     max_logprobs: int
     kv_regime: KVRegime
+    kv_cache_dtype: KVCacheDType
     #: :data:`LEAST_BYTES` until the memory is made, if the least was asked for.
     kv_limit_bytes: int
     kv_page_bytes: int | None
@@ -564,6 +577,7 @@ def resolve(
         # Two regimes in one batch take two kernels a layer; on a GPU such a step can be captured
         # only in pieces.
         kv_regime=config.kv_regime or ("virtual" if on_gpu else "auto"),
+        kv_cache_dtype=config.kv_cache_dtype,
         kv_limit_bytes=kv_limit_bytes,
         kv_page_bytes=None if page is None else parse_size(page, "kv_page_size"),
         kv_zero_pages=config.kv_zero_pages,
@@ -621,7 +635,11 @@ def _swap_bytes(config: EngineConfig, model: ModelConfig) -> int:
     Raises :class:`ConfigurationError` for a size below one block or above the machine's memory.
     """
     size = parse_size(config.swap_space, "swap_space")
-    block = config.block_size * model.kv_elements * _itemsize(config, model)
+    elements = config.block_size * model.kv_elements
+    if config.kv_cache_dtype == "int8":
+        block = elements // model.head_dim * row_bytes(model.head_dim, DType.INT8)
+    else:
+        block = elements * _itemsize(config, model)
     if 0 < size < block:
         raise ConfigurationError(
             f"swap_space: {format_size(size)} holds no KV block of {format_size(block)}; a number "

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from vmserve.errors import ConfigurationError
 
-__all__ = ["DType"]
+__all__ = ["DType", "row_bytes"]
 
 
 class DType(StrEnum):
@@ -18,6 +18,8 @@ class DType(StrEnum):
     FLOAT16 = "float16"
     FLOAT32 = "float32"
     FLOAT64 = "float64"
+    #: Of a KV cache alone, whose rows have a scale (:func:`row_bytes`).
+    INT8 = "int8"
 
     @property
     def itemsize(self) -> int:
@@ -44,4 +46,11 @@ _ITEMSIZE = {
     DType.FLOAT16: 2,
     DType.FLOAT32: 4,
     DType.FLOAT64: 8,
+    DType.INT8: 1,
 }
+_SCALE_BYTES = 4
+
+
+def row_bytes(head_dim: int, dtype: DType) -> int:
+    """Bytes of K or V of one token and head in a KV cache; of int8 with its float32 scale."""
+    return head_dim * dtype.itemsize + (_SCALE_BYTES if dtype is DType.INT8 else 0)

@@ -140,6 +140,7 @@ class _Shape:
     max_num_seqs: int = 128
     vocab_size: int = VOCAB_SIZE
     request_timeout: float | None = None
+    kv_cache_dtype: str = "auto"
 
 
 def scripted(text: str) -> Callable[[list[int], int], list[int]]:

@@ -37,6 +37,8 @@ inline TensorRef as_tensor(TensorTuple&& tuple) {
     tensor.dtype = DType::kFloat32;
   } else if (dtype == "bfloat16") {
     tensor.dtype = DType::kBFloat16;
+  } else if (dtype == "int8") {
+    tensor.dtype = DType::kInt8;
   } else {
     throw MisuseError("the CPU kernels have no dtype " + std::string(dtype));
   }

@@ -24,12 +24,9 @@ constexpr std::int64_t kNoWindow = std::int64_t{1} << 40;
 // Tokens of one item of the write.
 constexpr std::int64_t kWriteTokens = 16;
 
-const cpu::Kernels& kernels_for(const cpu::KernelTable& table, DType dtype) {
-  return dtype == DType::kFloat32 ? table.f32 : table.bf16;
-}
-
-std::int64_t item_bytes(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : 2;
+const cpu::Kernels& kernels_for(const cpu::KernelTable& table, DType rows, DType cache) {
+  if (cache == DType::kInt8) return rows == DType::kFloat32 ? table.f32_int8 : table.bf16_int8;
+  return rows == DType::kFloat32 ? table.f32 : table.bf16;
 }
 
 void require(bool condition, const std::string& what) {
@@ -48,7 +45,7 @@ void check_tensor(const TensorRef& tensor, const char* name, DType dtype,
     throw MisuseError(std::string(name) + " is " + shape_text(tensor.shape) + ", not " +
                       shape_text(shape));
   }
-  require(tensor.dtype == dtype, std::string(name) + " and the KV cache differ in dtype");
+  require(tensor.dtype == dtype, std::string(name) + " and q differ in dtype");
   require(tensor.strides.size() == shape.size() && tensor.strides.back() == 1,
           std::string(name) + ": the last dimension must be contiguous");
 }
@@ -68,15 +65,17 @@ void check_call(const CpuBatch& batch, const CpuLayerCall& call) {
   require(q_heads > 0 && q_heads % view.kv_heads() == 0 && q_heads <= 1 << 16,
           std::to_string(q_heads) + " query heads are no multiple of " +
               std::to_string(view.kv_heads()) + " KV heads");
-  check_tensor(call.q, "q", view.dtype(), {tokens, q_heads, dim});
-  check_tensor(call.k, "k", view.dtype(), {tokens, view.kv_heads(), dim});
+  const DType dtype = call.q.dtype;
+  require(view.takes(dtype), "q and the KV cache differ in dtype");
+  check_tensor(call.q, "q", dtype, {tokens, q_heads, dim});
+  check_tensor(call.k, "k", dtype, {tokens, view.kv_heads(), dim});
   if (!view.values_in_keys()) {
-    check_tensor(call.v, "v", view.dtype(), {tokens, view.kv_heads(), dim});
+    check_tensor(call.v, "v", dtype, {tokens, view.kv_heads(), dim});
   }
   const std::int64_t value_dim = view.values_in_keys() ? width_of(call.out) : dim;
   require(value_dim > 0 && value_dim <= dim && value_dim % 8 == 0,
           "values of " + std::to_string(value_dim) + " elements in keys of " + std::to_string(dim));
-  check_tensor(call.out, "out", view.dtype(), {tokens, q_heads, value_dim});
+  check_tensor(call.out, "out", dtype, {tokens, q_heads, value_dim});
   require(call.out.strides[1] == value_dim && call.out.strides[0] >= q_heads * value_dim,
           "the heads of a row of out must be contiguous");
   require(std::isfinite(call.scale) && std::isfinite(call.softcap) && call.softcap >= 0.0F,
@@ -89,8 +88,8 @@ void check_call(const CpuBatch& batch, const CpuLayerCall& call) {
   require(rotary_dim > 0 && rotary_dim % 2 == 0 && rotary_dim <= dim,
           "a rotation of " + std::to_string(rotary_dim) + " of " + std::to_string(dim) +
               " components: it must be even");
-  check_tensor(*call.cos, "cos", view.dtype(), {tokens, 1, rotary_dim});
-  check_tensor(*call.sin, "sin", view.dtype(), {tokens, 1, rotary_dim});
+  check_tensor(*call.cos, "cos", dtype, {tokens, 1, rotary_dim});
+  check_tensor(*call.sin, "sin", dtype, {tokens, 1, rotary_dim});
 }
 
 struct WriteItem {
@@ -140,8 +139,7 @@ void do_write(void* context, std::int64_t index, int) {
     args.sin = row_of(*call.sin, row);
     args.cos_stride = call.cos->strides[0];
     args.sin_stride = call.sin->strides[0];
-    args.q_out =
-        run.rotated + row * args.q_heads * args.head_dim * item_bytes(run.batch.view().dtype());
+    args.q_out = run.rotated + row * args.q_heads * args.head_dim * item_bytes(call.q.dtype);
   }
   run.kernels.write(args);
 }
@@ -163,7 +161,7 @@ cpu::Output output_at(const AttendRun& run, std::int64_t seq, std::int64_t row, 
   const std::int64_t stride = run.call.out.strides[0], at = run.batch.start(seq) + row;
   const std::int64_t first = at * q_heads + head;
   cpu::Output out{};
-  out.rows = run.call.out.data + (at * stride + head * dim) * item_bytes(run.batch.view().dtype());
+  out.rows = run.call.out.data + (at * stride + head * dim) * item_bytes(run.call.out.dtype);
   out.sinks = run.call.sinks == nullptr ? nullptr : run.call.sinks + head;
   out.lse = run.call.lse == nullptr ? nullptr : run.call.lse + first;
   out.row_stride = stride;
@@ -312,14 +310,14 @@ std::uint64_t CpuAttention::fold(const char* data, std::size_t bytes) const {
 }
 
 void CpuAttention::write(const CpuBatch& batch, const CpuLayerCall& call) {
-  const DType dtype = batch.view().dtype();
+  const DType dtype = call.q.dtype;
   const std::int64_t row_elements = call.q.shape[1] * call.q.shape[2];
   if (call.cos) {
     const auto bytes =
         static_cast<std::size_t>(batch.num_tokens() * row_elements * item_bytes(dtype));
     if (rotated_.size() < bytes) rotated_.resize(bytes);
   }
-  WriteRun run{batch, call, kernels_for(*table_, dtype), rotated_.data(), {}};
+  WriteRun run{batch, call, kernels_for(*table_, dtype, batch.view().dtype()), rotated_.data(), {}};
   for (std::int32_t seq = 0; seq < batch.num_sequences(); ++seq) {
     for (std::int64_t token = 0; token < batch.num_new(seq); token += kWriteTokens) {
       run.items.push_back({seq, token});
@@ -332,7 +330,6 @@ void CpuAttention::write(const CpuBatch& batch, const CpuLayerCall& call) {
 }
 
 void CpuAttention::attend(const CpuBatch& batch, const CpuLayerCall& call, cpu::Plan& plan) {
-  const DType dtype = batch.view().dtype();
   const auto head_dim = static_cast<std::int32_t>(batch.view().head_dim());
   const std::size_t floats =
       std::max(table_->decode_scratch(
@@ -348,8 +345,14 @@ void CpuAttention::attend(const CpuBatch& batch, const CpuLayerCall& call, cpu::
     q.data = rotated_.data();
     q.strides = {call.q.shape[1] * call.q.shape[2], call.q.shape[2], 1};
   }
-  AttendRun run{batch,   call,          kernels_for(*table_, dtype), plan, q, partials,
-                scratch, scratch_floats};
+  AttendRun run{batch,
+                call,
+                kernels_for(*table_, q.dtype, batch.view().dtype()),
+                plan,
+                q,
+                partials,
+                scratch,
+                scratch_floats};
   plan.restart();
   const std::int64_t serial_work = pool_->is_awake() ? kSerialWorkAwake : kSerialWork;
   pool_->run(static_cast<std::int64_t>(plan.items.size()),

@@ -26,7 +26,12 @@ struct KernelTable;
 struct Sequence;
 }  // namespace cpu
 
-enum class DType { kFloat32, kBFloat16 };
+// kInt8: of a KV cache alone, whose rows have a scale behind them (cpu::Code).
+enum class DType { kFloat32, kBFloat16, kInt8 };
+
+constexpr std::int64_t item_bytes(DType dtype) {
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kBFloat16 ? 2 : 1;
+}
 
 // A strided tensor that the caller owns. Strides in elements.
 struct TensorRef {
@@ -64,6 +69,10 @@ class CpuKvView {
   std::int64_t state_floats() const { return states_.shape.empty() ? 0 : states_.shape[1]; }
   std::int64_t num_layers() const { return static_cast<std::int64_t>(keys_.size()); }
   DType dtype() const { return keys_[0].dtype; }
+  // Whether it takes keys and values of this type, which are rounded if it has 8 bits.
+  bool takes(DType rows) const {
+    return rows == dtype() || (dtype() == DType::kInt8 && rows != DType::kInt8);
+  }
   std::int64_t kv_heads() const { return keys_[0].shape[2]; }
   std::int64_t head_dim() const { return keys_[0].shape[3]; }
   // Whether values are parts of the keys' rows: latents. They are not written.

@@ -80,7 +80,7 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids,
   for (const Part& part : parts) {
     rows += part.batch->num_tokens();
     const CpuKvView& view = part.batch->view();
-    require(view.dtype() == kv_dtype_ && view.kv_heads() == shape_.kv_heads &&
+    require(view.takes(kv_dtype_) && view.kv_heads() == shape_.kv_heads &&
                 view.values_in_keys() == (shape_.latent.rank > 0) &&
                 view.head_dim() == shape_.head_dim &&
                 view.num_layers() + num_deltas_ == static_cast<std::int64_t>(layers_.size()) &&

@@ -153,7 +153,8 @@ class CpuDecoder {
   // logits have the same bits. The heads of `shape` are those of this rank, and so are q, k, v,
   // their biases and sinks; all ranks have equally many query heads. Of `output`, `down` and their
   // biases, of `gate`, `up` and theirs, and of the head a rank has RankGroup::slice. Norms and
-  // routers are whole. Gated attention, latents and delta layers are refused.
+  // routers are whole. `kv_dtype`: of rows of q, k and v, and of the KV cache if it has not 8 bits.
+  // Gated attention, latents and delta layers are refused.
   CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization quantization, int num_threads,
              const std::string& isa, std::shared_ptr<RankGroup> group = nullptr);
   ~CpuDecoder();

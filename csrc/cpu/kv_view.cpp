@@ -83,6 +83,9 @@ void CpuKvView::check_tensors() const {
                   std::equal(like.begin() + 1, like.end(), keys_[0].shape.begin() + 1),
               "keys and values of all layers must have one shape and dtype");
       require(tensor.strides[3] == 1, "head_dim of keys and values must be contiguous");
+      require(
+          tensor.dtype != DType::kInt8 || tensor.strides[2] >= tensor.shape[3] + cpu::kScaleBytes,
+          "rows of 8 bits need 4 bytes behind them for their scale");
     }
   }
   for (const TensorRef& tensor : keys_) {
@@ -217,7 +220,7 @@ cpu::Sequence CpuBatch::sequence(std::int64_t layer, std::int64_t i,
                     nullptr,
                     0,
                     0};
-  seq.v.data += value_offset * (view_->dtype() == DType::kFloat32 ? 4 : 2);
+  seq.v.data += value_offset * item_bytes(view_->dtype());
   if (view_->paged()) {
     seq.blocks = blocks_.data() + block_starts_[table_of(layer) * places_.size() + at];
     seq.block_tokens = static_cast<std::int32_t>(view_->block_tokens_);

@@ -11,10 +11,6 @@
 namespace vmserve {
 namespace {
 
-std::int64_t item_bytes(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : 2;
-}
-
 float widen(std::uint16_t bits) {
   const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
   float x;
@@ -52,6 +48,37 @@ void put(char* row, std::int64_t i, DType dtype, float x) {
     const std::uint16_t bits = narrow(x);
     std::memcpy(at, &bits, sizeof bits);
   }
+}
+
+// Writes a row of the KV cache, of the type of `from` or of 8 bits.
+void put_row(char* row, DType cache, const char* from, DType dtype, std::int64_t dim) {
+  if (cache != DType::kInt8) {
+    std::memcpy(row, from, static_cast<std::size_t>(dim * item_bytes(dtype)));
+    return;
+  }
+  float largest = 0.0F;
+  bool finite = true;
+  for (std::int64_t d = 0; d < dim; ++d) {
+    const float x = get(from, d, dtype);
+    finite = finite && std::isfinite(x);
+    largest = std::max(largest, std::fabs(x));
+  }
+  const bool empty = !finite || largest < std::ldexp(1.0F, -100);
+  for (std::int64_t d = 0; d < dim; ++d) {
+    const float whole = empty ? 0.0F : std::nearbyint(get(from, d, dtype) * (127.0F / largest));
+    row[d] = static_cast<char>(static_cast<std::uint8_t>(static_cast<int>(whole) + 128));
+  }
+  float scale = empty ? 0.0F : largest / 127.0F;
+  if (!finite) scale = std::numeric_limits<float>::quiet_NaN();
+  std::memcpy(row + dim, &scale, sizeof scale);
+}
+
+// A number of a row of the KV cache.
+double get_cached(const char* row, std::int64_t d, DType cache, std::int64_t dim) {
+  if (cache != DType::kInt8) return get(row, d, cache);
+  float scale;
+  std::memcpy(&scale, row + dim, sizeof scale);
+  return static_cast<double>(scale) * (static_cast<std::uint8_t>(row[d]) - 128);
 }
 
 float rounded(float x, DType dtype) {
@@ -99,15 +126,15 @@ struct Query {
   // Attends with one head of one row over positions [begin, end).
   double attend(const cpu::Sequence& seq, const CpuLayerCall& call, const char* q,
                 std::int64_t head, std::int64_t kv_head, std::int64_t begin, std::int64_t end,
-                std::int64_t dim) {
+                std::int64_t dim, DType cache) {
     const DType dtype = call.q.dtype;
     double maximum = -std::numeric_limits<double>::infinity(), total = 0;
     scores.clear();
     for (std::int64_t t = begin; t < end; ++t) {
-      const char* k = cache_row(seq, seq.k, t, kv_head, dtype);
+      const char* k = cache_row(seq, seq.k, t, kv_head, cache);
       double score = 0;
       for (std::int64_t d = 0; d < dim; ++d) {
-        score += static_cast<double>(get(q, d, dtype)) * get(k, d, dtype);
+        score += static_cast<double>(get(q, d, dtype)) * get_cached(k, d, cache, dim);
       }
       score *= call.scale;
       if (call.softcap > 0) score = call.softcap * std::tanh(score / call.softcap);
@@ -119,10 +146,10 @@ struct Query {
     if (call.sinks != nullptr) total += std::exp(call.sinks[head] - maximum);
     sums.assign(static_cast<std::size_t>(dim), 0.0);
     for (std::int64_t t = begin; t < end; ++t) {
-      const char* v = cache_row(seq, seq.v, t, kv_head, dtype);
+      const char* v = cache_row(seq, seq.v, t, kv_head, cache);
       const double weight = scores[static_cast<std::size_t>(t - begin)] / total;
       for (std::int64_t d = 0; d < dim; ++d) {
-        sums[static_cast<std::size_t>(d)] += weight * get(v, d, dtype);
+        sums[static_cast<std::size_t>(d)] += weight * get_cached(v, d, cache, dim);
       }
     }
     return maximum + std::log(total);
@@ -132,7 +159,8 @@ struct Query {
 }  // namespace
 
 void write_reference(const CpuBatch& batch, const CpuLayerCall& call, char* q_out) {
-  const DType dtype = batch.view().dtype();
+  const DType dtype = call.q.dtype, cache = batch.view().dtype();
+  std::vector<char> rotated(static_cast<std::size_t>(batch.view().head_dim() * item_bytes(dtype)));
   const std::int64_t kv_heads = batch.view().kv_heads(), dim = batch.view().head_dim();
   const std::int64_t q_heads = call.q.shape[1];
   for (std::int64_t i = 0; i < batch.num_sequences(); ++i) {
@@ -140,10 +168,10 @@ void write_reference(const CpuBatch& batch, const CpuLayerCall& call, char* q_ou
     for (std::int64_t n = 0; n < batch.num_new(i); ++n) {
       const std::int64_t token = batch.start(i) + n, position = batch.num_past(i) + n;
       for (std::int64_t h = 0; h < kv_heads; ++h) {
-        rotate(call, token, row_of(call.k, token, h), dim,
-               cache_row(seq, seq.k, position, h, dtype));
-        std::memcpy(cache_row(seq, seq.v, position, h, dtype), row_of(call.v, token, h),
-                    static_cast<std::size_t>(dim * item_bytes(dtype)));
+        rotate(call, token, row_of(call.k, token, h), dim, rotated.data());
+        put_row(cache_row(seq, seq.k, position, h, cache), cache, rotated.data(), dtype, dim);
+        put_row(cache_row(seq, seq.v, position, h, cache), cache, row_of(call.v, token, h), dtype,
+                dim);
       }
       for (std::int64_t h = 0; h < q_heads; ++h) {
         rotate(call, token, row_of(call.q, token, h), dim,
@@ -164,7 +192,8 @@ void attend_reference(const CpuBatch& batch, const CpuLayerCall& call, double* o
       const std::int64_t begin = call.window > 0 ? std::max<std::int64_t>(0, end - call.window) : 0;
       for (std::int64_t h = 0; h < q_heads; ++h) {
         const std::int64_t row = token * q_heads + h;
-        lse[row] = query.attend(seq, call, row_of(call.q, token, h), h, h / group, begin, end, dim);
+        lse[row] = query.attend(seq, call, row_of(call.q, token, h), h, h / group, begin, end, dim,
+                                batch.view().dtype());
         std::copy(query.sums.begin(), query.sums.end(), out + row * dim);
       }
     }

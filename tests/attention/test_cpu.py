@@ -697,7 +697,7 @@ def wrong_calls() -> list[tuple[str, str, LayerAttention, dict[str, torch.Tensor
         ("rank", r"q is not \[tokens", plain, {"q": x(3, 64)}),
         ("heads", r"3 query heads are no multiple of 2", plain, {"q": x(3, 3, 16)}),
         ("kv heads", r"k is \[3, 1, 16\], not \[3, 2, 16\]", plain, {"k": x(3, 1, 16)}),
-        ("dtype", r"v and the KV cache differ in dtype", plain, {"v": x(3, 2, 16).bfloat16()}),
+        ("dtype", r"v and q differ in dtype", plain, {"v": x(3, 2, 16).bfloat16()}),
         ("stride", r"k: the last dim", plain, {"k": x(3, 16, 2).transpose(1, 2)}),
         ("scale", r"must be finite", LayerAttention(0, math.inf), {}),
         ("softcap", r"must be finite", LayerAttention(0, 1.0, softcap=-1.0), {}),

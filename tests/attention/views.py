@@ -38,8 +38,8 @@ def paged_view(
 ) -> PagedView:
     """The first ``tokens[row]`` positions of each slot of ``dense``, in blocks placed at random.
 
-    Pages are padded, every other number in them is NaN, and entries of the table that stand for
-    nothing are garbage: ids outside the arena, or of somebody else's block.
+    Pages are padded, every other number in them is NaN (of int8 -1), and entries of the table that
+    stand for nothing are garbage: ids outside the arena, or of somebody else's block.
     """
     rng = random.Random(seed)
     num_layers = len(dense.keys)
@@ -49,7 +49,9 @@ def paged_view(
     num_blocks = num_pages * blocks_per_page
     token_floats = num_layers * 2 * kv_heads * head_dim
     page_floats = blocks_per_page * block_tokens * token_floats + 48
-    memory = torch.full((num_pages, page_floats), float("nan"), dtype=dense.keys[0].dtype)
+    dtype = dense.keys[0].dtype
+    other = float("nan") if dtype.is_floating_point else -1  # the bytes of a NaN
+    memory = torch.full((num_pages, page_floats), other, dtype=dtype)
     shape = (num_pages, blocks_per_page * block_tokens, num_layers, 2, kv_heads, head_dim)
     strides = (page_floats, token_floats, 2 * kv_heads * head_dim, kv_heads * head_dim, head_dim, 1)
     arena = memory.as_strided(shape, strides)

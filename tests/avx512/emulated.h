@@ -220,6 +220,14 @@ inline __m512i _mm512_slli_epi16(__m512i a, int count) {
 inline __m512i _mm512_srli_epi16(__m512i a, int count) {
   return bits_of<__m512i>(bits_of<ShortWords>(a) >> count);
 }
+inline __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) {
+  return bits_of<__m512i>(
+      by_halves<__m256i>([](__m256i x, __m256i y) { return _mm256_unpacklo_epi16(x, y); }, a, b));
+}
+inline __m512i _mm512_unpackhi_epi16(__m512i a, __m512i b) {
+  return bits_of<__m512i>(
+      by_halves<__m256i>([](__m256i x, __m256i y) { return _mm256_unpackhi_epi16(x, y); }, a, b));
+}
 inline __m512i _mm512_madd_epi16(__m512i a, __m512i b) {
   return bits_of<__m512i>(
       by_halves<__m256i>([](__m256i x, __m256i y) { return _mm256_madd_epi16(x, y); }, a, b));

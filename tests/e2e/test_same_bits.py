@@ -60,6 +60,7 @@ KINDS = {
     "float32": {"dtype": "float32"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8-dynamic": {"dtype": "bfloat16", "quantization": "int8-dynamic"},
+    "kv-int8": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
     "q4": {"dtype": "bfloat16"},
     "phi3": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
     "gpt-oss": {"dtype": "bfloat16", "tokenizer": EMBEDDED},
@@ -74,6 +75,8 @@ if RANKS > 1:
 if "VMSERVE_BITS" in os.environ:
     KINDS["q4-dynamic"] = {"dtype": "bfloat16", "quantization": "int8-dynamic"}
     KINDS["gptq"] = {"dtype": "bfloat16"}
+    for family in ("gemma3", "gpt-oss", "deepseek-v3", "qwen3-next"):
+        KINDS[f"kv-int8-{family}"] = {**KINDS[family], "kv_cache_dtype": "int8"}
 
 
 def bits_of(result: RequestOutput) -> Bits:
@@ -150,8 +153,8 @@ def checkpoint(kind: str, directory: Path) -> str | None:
     """The embedded model as a GGUF file or in GPTQ's format, for the kinds of 4 bits; or another
     family's."""
     path, embedded = directory / kind, Path(EMBEDDED)
-    if kind in FAMILIES:
-        save(FAMILIES[kind], path)
+    if (family := kind.removeprefix("kv-int8-")) in FAMILIES:
+        save(FAMILIES[family], path)
     elif kind == "gptq":
         scheme = quantized_checkpoints.SCHEMES["gptq-asymmetric"]
         quantized_checkpoints.convert(embedded, path, directory / "plain", scheme)

@@ -24,6 +24,15 @@ KIB, MIB = 1 << 10, 1 << 20
 QWEN = (28, 4, 128, "bfloat16")
 
 
+def test_rows_of_8_bits_have_their_scale_behind_them() -> None:
+    layout = plan_layout(4, 3, 64, "int8", HOST_GRANULARITY, layers_per_group=2)
+    assert layout.row_bytes == 64 + 4
+    assert [layout.key_location(layer) for layer in (0, 1, 2)] == [(0, 0), (0, 2 * 204), (1, 0)]
+    assert layout.value_location(3) == (1, 3 * 204)
+    half = plan_layout(4, 3, 64, "bfloat16", HOST_GRANULARITY, layers_per_group=2)
+    assert half.token_stride / layout.token_stride > 1.8
+
+
 def test_all_layers_of_qwen_fit_256_tokens_exactly_in_14_mib() -> None:
     layout = plan_layout(*QWEN, CUDA_GRANULARITY, layers_per_group=28)
     assert (layout.page_bytes, layout.page_tokens, layout.num_groups) == (14 * MIB, 256, 1)
@@ -55,6 +64,9 @@ def test_the_host_takes_64_tokens_of_one_layer() -> None:
         ((1, 1, 6, "bfloat16"), HOST_GRANULARITY, 1, 3 * 4096, 512, 0),
         ((60, 8, 128, "bfloat16"), CUDA_GRANULARITY, 3, 6 * MIB, 512, 0),
         ((1, 2, 64, "float8_e4m3fn"), HOST_GRANULARITY, 1, 16 * KIB, 64, 0),
+        # 2 * 3 heads of 64 bytes and a scale of 4: 408, at a distance of 416
+        ((30, 3, 64, "int8"), HOST_GRANULARITY, 1, 52 * KIB, 128, 8 / 416),
+        ((32, 8, 128, "int8"), HOST_GRANULARITY, 1, 132 * KIB, 64, 0),
     ],
 )
 def test_the_planner_pads_as_little_as_it_can(

@@ -112,7 +112,11 @@ def test_the_cache_in_labels(start: Start) -> None:
     stats = engine.stats
     engine.stats = lambda: {**stats(), "limit_pages": 100, "page_tokens": 64}  # type: ignore[method-assign]
     values = scrape(start(engine))
-    key = (("kv_cache_max_concurrency", "25.00"), ("kv_cache_size_tokens", "6400"))
+    key = (
+        ("cache_dtype", "auto"),
+        ("kv_cache_max_concurrency", "25.00"),
+        ("kv_cache_size_tokens", "6400"),
+    )
     assert values["vmserve:cache_config_info"] == {key: 1.0}
     assert values["vmserve:limit_pages"] == {(): 100.0}
 

@@ -61,13 +61,14 @@ def create_backend(
     dtype: str | torch.dtype = DType.FLOAT32,
     layers: Sequence[LayerAttention] = (),
     device: str = "cpu",
+    kv_dtype: DType | None = None,
 ) -> AttentionBackend:
     """The backend called ``name`` if it reads the regime's view, else the best one that does.
 
     "auto" is the best one for the type of ``device`` that supports the head size and dtype. On a
     CPU: our own kernels, which are faster there than the stock ones (benchmarks/kernels), then the
     stock ones, then the slow but general reference. On a GPU: FlashAttention over the slots.
-    ``layers``: the model's needs.
+    ``layers``: the model's needs. ``kv_dtype``: of the KV cache (default: ``dtype``).
 
     Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name, or a backend that cannot
     serve such heads on that device, and :class:`~vmserve.errors.UnsupportedError` for one that
@@ -85,6 +86,8 @@ def create_backend(
         )
     kind = DType.of(dtype)
     view = ContiguousView if regime is Regime.VIRTUAL else PagedView
+    if kv_dtype in (None, kind):
+        kv_dtype = None
     for chosen in (name, *able):
         if chosen not in BACKENDS:
             continue
@@ -93,7 +96,14 @@ def create_backend(
             continue
         if chosen == name:
             check_backend(backend, layers)
-        elif not _suits(backend, layers):
+            if kv_dtype is not None and kv_dtype not in backend.kv_dtypes:
+                raise UnsupportedError(
+                    f"kv_cache_dtype: the {name} backend reads no KV cache of {kv_dtype}: use "
+                    "--attention-backend auto, or --kv-cache-dtype auto"
+                )
+        elif not _suits(backend, layers) or (
+            kv_dtype is not None and kv_dtype not in backend.kv_dtypes
+        ):
             continue
         refusal = backend.refusal(head_dim, kind)
         if refusal is None:
@@ -103,7 +113,11 @@ def create_backend(
                 f"attention_backend: {name} cannot serve a head_dim of {head_dim} in {kind}: "
                 f"{refusal}; use auto"
             )
-    raise AssertionError("the reference serves everything")
+    assert kv_dtype is not None, "the reference serves everything else"
+    raise UnsupportedError(
+        f"kv_cache_dtype: no kernels read a KV cache of {kv_dtype} on the device {device} for "
+        "this model: use auto"
+    )
 
 
 def _suits(backend: AttentionBackend, layers: Sequence[LayerAttention]) -> bool:

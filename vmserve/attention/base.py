@@ -158,6 +158,8 @@ class AttentionBackend(Protocol):
     sinks: bool
     #: Whether it supports ``LayerAttention.value_dim``.
     latents: bool
+    #: Types of a KV cache beside that of q, k and v.
+    kv_dtypes: frozenset[DType]
 
     @property
     def views(self) -> tuple[type[KVView], ...]:

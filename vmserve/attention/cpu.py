@@ -29,6 +29,7 @@ MAX_HEAD_DIM = 576
 ISA_VARIABLE = "VMSERVE_CPU_ISA"
 
 CPU_DTYPES = frozenset((DType.FLOAT32, DType.BFLOAT16))
+_CACHE_DTYPES = CPU_DTYPES | {DType.INT8}
 
 
 def head_refusal(head_dim: int, dtype: DType) -> str | None:
@@ -54,6 +55,7 @@ class CpuBackend:
     softcap = True
     sinks = True
     latents = True
+    kv_dtypes: frozenset[DType] = frozenset((DType.INT8,))
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView, HostView)
 
     def __init__(self, *, num_threads: int | None = None, isa: str | None = None) -> None:
@@ -153,18 +155,18 @@ class CpuCall:
 
 def _host_view(view: TensorView) -> HostView:
     """Addresses and strides of a view of tensors, for the kernels."""
-    keys = [tensor_tuple(tensor) for tensor in view.keys]
-    values = [tensor_tuple(tensor) for tensor in view.values]
+    keys = [tensor_tuple(tensor, _CACHE_DTYPES) for tensor in view.keys]
+    values = [tensor_tuple(tensor, _CACHE_DTYPES) for tensor in view.values]
     if isinstance(view, ContiguousView):
         return HostView(_core.CpuKvView(keys, values), view)
     tables = view.block_tables.numpy()
     return HostView(_core.CpuKvView(keys, values, tables, view.block_tokens), view)
 
 
-def tensor_tuple(tensor: torch.Tensor) -> TensorTuple:
+def tensor_tuple(tensor: torch.Tensor, dtypes: frozenset[DType] = CPU_DTYPES) -> TensorTuple:
     """``(address, dtype, shape, strides)`` of a CPU tensor, as the C++ core takes it."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in CPU_DTYPES or not tensor.is_cpu:
+    if dtype not in dtypes or not tensor.is_cpu:
         raise UnsupportedError(
             f"a tensor of {tensor.dtype} on {tensor.device}: the cpu backend has kernels for "
             "float32 and bfloat16 on the CPU"

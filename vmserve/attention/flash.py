@@ -319,6 +319,7 @@ class FlashBackend:
 
     views: tuple[type[KVView], ...] = (ContiguousView,)
     plans_by_length = True
+    kv_dtypes: frozenset[DType] = frozenset()
 
     def __init__(self, kernel: SlotKernel) -> None:
         self.kernel = kernel

@@ -139,6 +139,7 @@ class FlashInferBackend:
     softcap = True
     sinks = False
     latents = False
+    kv_dtypes: frozenset[DType] = frozenset()
     views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
 
     def __init__(self, module: Any = None) -> None:

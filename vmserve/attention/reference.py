@@ -23,6 +23,7 @@ class ReferenceBackend:
     softcap = True
     sinks = True
     latents = True
+    kv_dtypes: frozenset[DType] = frozenset()
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:

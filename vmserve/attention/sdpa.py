@@ -51,6 +51,7 @@ class SdpaBackend:
     softcap = False
     sinks = True
     latents = True
+    kv_dtypes: frozenset[DType] = frozenset()
     views: tuple[type[KVView], ...] = (ContiguousView,)
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:

@@ -181,6 +181,7 @@ class ProcessLLM(ClientCore):
             "chat template": self.tokenizer.chat_template_text,
             "default sampling": self.default_sampling,
             "block size": self.resolved.block_tokens,
+            "type of the KV cache": self.resolved.kv_cache_dtype,
         }
 
     def stats(self) -> dict[str, float | int]:

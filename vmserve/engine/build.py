@@ -17,6 +17,7 @@ from vmserve.engine.parts import (
     attention_backends,
     cost_model,
     create_memory,
+    kv_dtype,
     linear_backend,
     widest_window,
 )
@@ -172,7 +173,7 @@ def _build(
     memory = create_memory(
         resolved,
         own_heads,
-        dtype,
+        kv_dtype(config, dtype),
         slack,
         pages,
         separates_kinds=native and not resolved.async_scheduling,

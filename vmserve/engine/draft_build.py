@@ -11,7 +11,7 @@ from vmserve.attention.cpu import CpuBackend
 from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.dtypes import DType
 from vmserve.engine.draft_model import DraftModel
-from vmserve.engine.parts import create_memory, widest_window
+from vmserve.engine.parts import create_memory, kv_dtype, widest_window
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 from vmserve.models import asked_dtype, load_model, resolve_model
@@ -134,7 +134,12 @@ def load_draft(
     )
     try:
         memory = create_memory(
-            resolved, model_config, choice.dtype, 0, runtime.memory(), separates_kinds=True
+            resolved,
+            model_config,
+            kv_dtype(config, choice.dtype),
+            0,
+            runtime.memory(),
+            separates_kinds=True,
         )
     except ConfigurationError as error:
         raise ConfigurationError(

@@ -35,6 +35,7 @@ __all__ = [
     "attention_backends",
     "cost_model",
     "create_memory",
+    "kv_dtype",
     "linear_backend",
     "widest_window",
 ]
@@ -49,10 +50,21 @@ def attention_backends(
     """The attention backend of each regime; refuses one that cannot serve this model and device."""
     return {
         regime: create_backend(
-            config.attention_backend, regime, model.head_dim, dtype, model.attention, device_type
+            config.attention_backend,
+            regime,
+            model.head_dim,
+            dtype,
+            model.attention,
+            device_type,
+            kv_dtype(config, dtype),
         )
         for regime in Regime
     }
+
+
+def kv_dtype(config: EngineConfig, dtype: DType) -> DType:
+    """The type of the KV cache of a model that computes in ``dtype``."""
+    return dtype if config.kv_cache_dtype == "auto" else DType(config.kv_cache_dtype)
 
 
 def create_memory(
@@ -67,6 +79,7 @@ def create_memory(
 ) -> MemoryManager:
     """The KV memory for these options; refuses a pool that cannot hold the longest sequence.
 
+    ``dtype``: of the KV cache.
     ``separates_kinds``: layers with a sliding window have pages of their own, if others have none.
     ``model``: with the heads of one of ``num_ranks`` ranks, which divide the options' sizes.
     """

@@ -67,7 +67,7 @@ def _layers(
             buffers[group].ctypes.data + offset_bytes,
             layout.dtype,
             shape,
-            (*(each // layout.itemsize for each in strides), layout.head_dim, 1),
+            (*(each // layout.itemsize for each in (*strides, layout.row_bytes)), 1),
         )
 
     layers = range(layout.num_layers)

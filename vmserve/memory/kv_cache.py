@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, Self, get_args
 
 import torch
 
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.base import Fork, Growth, MemoryPlan, Shortfall
 from vmserve.memory.manager import MemoryManager, MemoryOptions
@@ -90,6 +91,11 @@ class KVCache:
         if zero_pages not in get_args(_ZeroPages):
             raise ConfigurationError(
                 f"zero_pages: {zero_pages!r} is not one of {', '.join(get_args(_ZeroPages))}"
+            )
+        if layout.dtype is DType.INT8:
+            raise ConfigurationError(
+                "a KVCache has tensors of numbers, and int8 rows have scales beside them: plan the "
+                "layout with another dtype"
             )
         reserved = num_slots * layout.pages_for(max_len + read_slack_tokens) * layout.page_bytes
         if reserved > _MAX_RESERVATION:

@@ -70,18 +70,21 @@ def _layer_tensors(
     """K and V of every layer: ``[rows, num_tokens, kv_heads, head_dim]`` each.
 
     ``buffers[group]``: uint8 ``[rows, row_bytes]``, a slot or a page per row. The tensors
-    keep the buffers, and so the memory, alive.
+    keep the buffers, and so the memory, alive. With int8 they are the codes, and reach over the
+    scales behind these.
     """
     layout = memory.layout
     dtype = as_torch(layout.dtype)
     flat = [_tensor(memory.device, buffer).view(dtype) for buffer in buffers]
+
+    strides = (layout.token_stride, layout.row_bytes)
 
     def tensor(location: tuple[int, int]) -> torch.Tensor:
         group, offset_bytes = location
         rows = flat[group]
         return rows.as_strided(
             (rows.shape[0], num_tokens, layout.kv_heads, layout.head_dim),
-            (rows.stride(0), layout.token_stride // layout.itemsize, layout.head_dim, 1),
+            (rows.stride(0), *(each // layout.itemsize for each in strides), 1),
             offset_bytes // layout.itemsize,
         )
 

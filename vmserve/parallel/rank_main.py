@@ -229,9 +229,10 @@ class _Rank:
                     orders.attention_backend,
                     regime,
                     config.head_dim,
-                    memory.layout.dtype,
+                    orders.dtype,
                     config.attention,
                     runtime.device_type,
+                    memory.layout.dtype,
                 ),
                 views[regime],
             )

@@ -67,6 +67,9 @@ class _Resolved(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
+    def kv_cache_dtype(self) -> str: ...
+
+    @property
     def max_logprobs(self) -> int: ...
 
     @property

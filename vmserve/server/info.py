@@ -90,6 +90,7 @@ class InfoService:
         return ModelFigures(
             model_name=served.name,
             max_model_len=served.max_model_len if served.is_loaded else None,
+            kv_cache_dtype=served.kv_cache_dtype if served.is_loaded else None,
             telemetry=served.telemetry,
             stats=served.stats(),
             num_rejected=served.num_rejected,

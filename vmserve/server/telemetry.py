@@ -182,6 +182,7 @@ class ModelFigures:
     model_name: str
     #: None if it was never loaded.
     max_model_len: int | None
+    kv_cache_dtype: str | None
     telemetry: Telemetry
     stats: Mapping[str, float | int]
     num_rejected: int
@@ -330,10 +331,11 @@ def _server_families(source: ModelFigures, names: list[str], values: list[str]) 
     tokens = int(source.stats.get("limit_pages", 0) * source.stats.get("page_tokens", 0))
     config = GaugeMetricFamily(
         "cache_config_info",
-        "The KV cache's size, in labels.",
-        labels=[*names, "kv_cache_size_tokens", "kv_cache_max_concurrency"],
+        "The KV cache's size and type, in labels.",
+        labels=[*names, "kv_cache_size_tokens", "kv_cache_max_concurrency", "cache_dtype"],
     )
-    config.add_metric([*values, str(tokens), f"{tokens / source.max_model_len:.2f}"], 1)
+    concurrency = f"{tokens / source.max_model_len:.2f}"
+    config.add_metric([*values, str(tokens), concurrency, source.kv_cache_dtype or "auto"], 1)
     yield config
 
 

@@ -273,6 +273,7 @@ class SimulatedEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_logprobs=0,
             kv_regime=config.regime,
+            kv_cache_dtype="auto",
             kv_limit_bytes=config.limit_bytes,
             kv_page_bytes=config.layout.page_bytes,
             kv_zero_pages="tenant",

@@ -25,7 +25,7 @@ class OpenVinoEngine:
             options.pop("max_num_batched_tokens", BATCHED_TOKENS)
         )
         scheduler.dynamic_split_fuse = True
-        scheduler.enable_prefix_caching = False
+        scheduler.enable_prefix_caching = bool(options.pop("enable_prefix_caching", False))
         scheduler.cache_size = int(options.pop("cache_gib", 0))
         properties: Json = {
             "INFERENCE_NUM_THREADS": job["num_threads"],

@@ -331,6 +331,27 @@ void score_tokens(const DecodeArgs& a, const DecodeScratch& s, QueryRows queries
   }
 }
 
+template <class Scratch>
+void start_sums(const Scratch& s, int q_heads, int stride) {
+  memset(s.sums, 0, sizeof(float) * static_cast<size_t>(q_heads * stride));
+  for (int h = 0; h < DecodeScratch::rounded(q_heads); ++h) {
+    s.maxima[h] = s.new_maxima[h] = kLowest;
+    s.totals[h] = s.added[h] = 0.0F;
+  }
+}
+
+// After a tile: factors for the sums of the tiles before it, and the sums of weights.
+template <class Scratch>
+void update_totals(const Scratch& s, int q_heads) {
+  for (int h = 0; h < q_heads; h += Vec::kWidth) {
+    const Vec::R maxima = Vec::load(s.new_maxima + h);
+    const Vec::R factors = exp2(Vec::sub(Vec::load(s.maxima + h), maxima));
+    Vec::store(s.maxima + h, maxima);
+    Vec::store(s.factors + h, factors);
+    Vec::store(s.totals + h, Vec::fma(Vec::load(s.totals + h), factors, Vec::load(s.added + h)));
+  }
+}
+
 // Softmax of a tile: weights in place of scores, and factors for the sums of the tiles before it.
 template <class T>
 void soften_heads(const DecodeArgs& a, const DecodeScratch& s, QueryRows queries, int begin,
@@ -347,13 +368,7 @@ void soften_heads(const DecodeArgs& a, const DecodeScratch& s, QueryRows queries
     s.new_maxima[h] = softened.maximum;
     s.added[h] = softened.sum;
   }
-  for (int h = 0; h < q_heads; h += Vec::kWidth) {
-    const Vec::R maxima = Vec::load(s.new_maxima + h);
-    const Vec::R factors = exp2(Vec::sub(Vec::load(s.maxima + h), maxima));
-    Vec::store(s.maxima + h, maxima);
-    Vec::store(s.factors + h, factors);
-    Vec::store(s.totals + h, Vec::fma(Vec::load(s.totals + h), factors, Vec::load(s.added + h)));
-  }
+  update_totals(s, q_heads);
 }
 
 template <class T, int kHeads>
@@ -392,17 +407,9 @@ void weigh_tokens(const DecodeArgs& a, const DecodeScratch& s, QueryRows queries
   }
 }
 
-template <class T>
-void decode(const DecodeArgs& a) {
-  const int q_heads = a.kv_heads * a.rows * a.group, stride = padded(a.head_dim);
-  const int q_stride = kDots<T> ? stride / 2 : stride;  // floats
-  const DecodeScratch s(a.scratch, q_heads, stride);
-  prepare_queries<T>(a, s.q, q_stride);
-  memset(s.sums, 0, sizeof(float) * static_cast<size_t>(q_heads * stride));
-  for (int h = 0; h < DecodeScratch::rounded(q_heads); ++h) {
-    s.maxima[h] = s.new_maxima[h] = kLowest;
-    s.totals[h] = s.added[h] = 0.0F;
-  }
+// Calls `attend` with the rows of each tile and the query rows that attend to the same of them.
+template <class T, class Attend>
+void for_each_tile(const DecodeArgs& a, Attend attend) {
   for (std::int64_t at = a.begin, next = 0; at < a.end; at = next) {
     next = (at / kKeys + 1) * kKeys;
     const auto begin_of = [&](int row) {
@@ -421,11 +428,23 @@ void decode(const DecodeArgs& a) {
       if (begin >= least(end, next)) continue;
       TileRows<T> rows;
       fill(rows, a.seq, at / kKeys * kKeys, begin, end);
-      score_tokens(a, s, q, rows, q_stride);
-      soften_heads<T>(a, s, q, rows.begin, rows.end);
-      weigh_tokens(a, s, q, rows, stride);
+      attend(q, rows);
     }
   }
+}
+
+template <class T>
+void decode(const DecodeArgs& a) {
+  const int q_heads = a.kv_heads * a.rows * a.group, stride = padded(a.head_dim);
+  const int q_stride = kDots<T> ? stride / 2 : stride;  // floats
+  const DecodeScratch s(a.scratch, q_heads, stride);
+  prepare_queries<T>(a, s.q, q_stride);
+  start_sums(s, q_heads, stride);
+  for_each_tile<T>(a, [&](QueryRows queries, const TileRows<T>& rows) {
+    score_tokens(a, s, queries, rows, q_stride);
+    soften_heads<T>(a, s, queries, rows.begin, rows.end);
+    weigh_tokens(a, s, queries, rows, stride);
+  });
   for (int h = 0; h < q_heads; ++h) {
     const int head = h / (a.rows * a.group) * a.group + h % a.group;
     emit<T>(a.out, h / a.group % a.rows, head, a.kv_heads * a.group, a.head_dim,

@@ -91,7 +91,7 @@ void store_upto(T* to, int count, Vec::R a, Vec::R b) {
 // Exactly 0 below -126, so that a masked position has no weight.
 inline Vec::R exp2(Vec::R x) {
   const Vec::R floor = Vec::set(-126.0F);
-  const Vec::R clipped = Vec::max(x, floor);
+  const Vec::R clipped = Vec::max(floor, x);  // the second if one is NaN
   const Vec::R n = Vec::round(clipped);
   const Vec::R f = Vec::sub(clipped, n);
   Vec::R p = Vec::set(0.00015345808060F);

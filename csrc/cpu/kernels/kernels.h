@@ -20,6 +20,13 @@ struct Bf16 {
   std::uint16_t bits;
 };
 
+// An element of a KV cache of 8 bits: an integer + 128. A row of head_dim elements (one token, one
+// head, keys or values) is followed by its float32 scale: element = scale * (bits - 128).
+struct Code {
+  std::uint8_t bits;
+};
+constexpr std::int64_t kScaleBytes = 4;
+
 // K or V of one layer. Strides in elements; head_dim is contiguous.
 struct Plane {
   char* data;                 // [rows, tokens, kv_heads, head_dim]: rows are slots or arena pages
@@ -319,7 +326,7 @@ struct LinearKernels {
   void (*pack_rows[kNumRowTypes])(const PackRowsArgs&);  // null if no form reads such rows
 };
 
-// One instruction set, for one element type.
+// One instruction set, for one element type of q, k, v and the result, and one of the KV cache.
 struct Kernels {
   void (*decode)(const DecodeArgs&);
   void (*tile)(const TileArgs&);
@@ -330,6 +337,7 @@ struct Kernels {
 struct KernelTable {
   const char* isa;
   Kernels f32, bf16;
+  Kernels f32_int8, bf16_int8;  // with a KV cache of Code
   LinearKernels linear;
   RowKernels rows;
   std::size_t (*decode_scratch)(std::int32_t q_heads, std::int32_t head_dim);  // floats

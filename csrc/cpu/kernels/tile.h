@@ -85,6 +85,7 @@ struct Panel {
   float *folded, *folded_maxima, *folded_totals;  // of the parts before it
   float* factors;                                 // [kPanelLanes], as all that follow
   float *newest, *oldest;                         // range attended to, minus `base`
+  float *q_scales, *weight_scales;                // of integers (tile_int8.h)
 };
 
 struct TileScratch {
@@ -98,7 +99,7 @@ struct TileScratch {
     scores = values + kKeys * v_stride;
     panels = scores + kKeys * kPanelLanes;
   }
-  int panel_floats() const { return (stride + 2 * v_stride + 7) * kPanelLanes; }
+  int panel_floats() const { return (stride + 2 * v_stride + 9) * kPanelLanes; }
 };
 
 inline size_t tile_scratch(std::int32_t rows_and_heads, std::int32_t head_dim,
@@ -126,6 +127,8 @@ inline Panel panel_at(const TileArgs& a, const TileScratch& s, int index) {
   p.factors = p.folded_totals + kPanelLanes;
   p.newest = p.factors + kPanelLanes;
   p.oldest = p.newest + kPanelLanes;
+  p.q_scales = p.oldest + kPanelLanes;
+  p.weight_scales = p.q_scales + kPanelLanes;
   return p;
 }
 
@@ -152,42 +155,28 @@ inline void end_part(const Panel& p, int stride) {
   start_part(p, stride);
 }
 
+// The row of q of a lane.
 template <class T>
-void start_panel(const TileArgs& a, const Panel& p, const TileScratch& s, int index,
-                 std::int64_t base) {
+const T* query_row(const TileArgs& a, int index, int lane) {
+  const int row = index * kPanelLanes + lane;
+  return static_cast<const T*>(a.q) + row / a.group * a.q_row_stride +
+         row % a.group * a.q_head_stride;
+}
+
+// Everything of a panel but q, which is zero.
+inline void start_lanes(const TileArgs& a, const Panel& p, const TileScratch& s, int index,
+                        std::int64_t base) {
   const int width = p.vectors * Vec::kWidth;
   start_part(p, s.v_stride);
   memset(p.q, 0, sizeof(float) * static_cast<size_t>(s.stride * width));
   memset(p.folded, 0, sizeof(float) * static_cast<size_t>(s.v_stride * width));
-  const float factor = prescale(a.scale, a.softcap);
-  float row[kMaxHeadDim];
-  for (int lane = 0; lane < p.lanes; ++lane) {
-    const int r = (index * kPanelLanes + lane) / a.group;
-    const int g = (index * kPanelLanes + lane) % a.group;
-    const T* from = static_cast<const T*>(a.q) + r * a.q_row_stride + g * a.q_head_stride;
-    if constexpr (kDots<T>) {
-      for (int d = 0; d < a.head_dim; d += 2)
-        memcpy(p.q + d / 2 * width + lane, from + d, 2 * sizeof(T));
-    } else {
-      for (int d = 0; d < a.head_dim; d += kPair) {
-        Vec::R x, y;
-        load_upto(from + d, a.head_dim - d, x, y);
-        Vec::store(row + d, x);
-        Vec::store(row + d + Vec::kWidth, y);
-      }
-      for (int d = 0; d < s.stride; ++d) p.q[d * width + lane] = row[d] * factor;
-    }
+  for (int lane = 0; lane < width; ++lane) {
+    const int r = (index * kPanelLanes + least(lane, p.lanes - 1)) / a.group;
     const std::int64_t position = a.first_position + r;
     p.newest[lane] = static_cast<float>(position - base);
     p.oldest[lane] = static_cast<float>(position - base - (a.window - 1));
-  }
-  for (int lane = 0; lane < width; ++lane) {
     p.folded_maxima[lane] = kLowest;
     p.folded_totals[lane] = 0.0F;
-    if (lane >= p.lanes) {
-      p.newest[lane] = p.newest[p.lanes - 1];
-      p.oldest[lane] = p.oldest[p.lanes - 1];
-    }
   }
 }
 
@@ -414,7 +403,7 @@ inline int visible(const TileArgs& a, const Panel& p, std::int64_t at, int count
   return static_cast<int>(least<std::int64_t>(count, p.last_position + 1 - at));
 }
 
-template <class T>
+template <class T, class Tokens>
 void emit_panel(const TileArgs& a, const Output& out, const Panel& p, int index, int stride) {
   const bool is_part = out.partial != nullptr;
   const float* const sums = is_part ? p.sums : p.folded;
@@ -423,7 +412,7 @@ void emit_panel(const TileArgs& a, const Output& out, const Panel& p, int index,
   const int width = p.vectors * Vec::kWidth;
   float row[kMaxHeadDim];
   for (int lane = 0; lane < p.lanes; ++lane) {
-    for (int d = 0; d < stride; ++d) row[d] = sums[d * width + lane];
+    for (int d = 0; d < stride; ++d) row[d] = sums[Tokens::sums_of(d) * width + lane];
     const int r = (index * kPanelLanes + lane) / a.group;
     const int g = (index * kPanelLanes + lane) % a.group;
     emit<T>(out, r, g, a.group, a.value_dim, row, maxima[lane], totals[lane]);
@@ -441,15 +430,66 @@ void locate_head(const TileArgs& a, std::int64_t at, int lead, int count, const 
   }
 }
 
+// The tokens of a tile, as numbers. tile_int8.h has another one.
 template <class T>
-void tile(const TileArgs& a) {
+class Numbers {
+ public:
+  static void start(const TileArgs& a, const Panel& p, const TileScratch& s, int index) {
+    const int width = p.vectors * Vec::kWidth;
+    const float factor = prescale(a.scale, a.softcap);
+    float row[kMaxHeadDim];
+    for (int lane = 0; lane < p.lanes; ++lane) {
+      const T* from = query_row<T>(a, index, lane);
+      if constexpr (kDots<T>) {
+        for (int d = 0; d < a.head_dim; d += 2)
+          memcpy(p.q + d / 2 * width + lane, from + d, 2 * sizeof(T));
+      } else {
+        for (int d = 0; d < a.head_dim; d += kPair) {
+          Vec::R x, y;
+          load_upto(from + d, a.head_dim - d, x, y);
+          Vec::store(row + d, x);
+          Vec::store(row + d + Vec::kWidth, y);
+        }
+        for (int d = 0; d < s.stride; ++d) p.q[d * width + lane] = row[d] * factor;
+      }
+    }
+  }
+
+  // Row of a panel's sums that goes to place d of a row of partial sums.
+  static int sums_of(int d) { return d; }
+
+  // `hides`: some row does not attend to some token.
+  void load(const TileArgs& a, const TileScratch& s, std::int64_t at, int lead, int count,
+            bool hides) {
+    locate_head(a, at, lead, count, k_, v_);
+    copy_keys<Vec>(a, k_, count, s.stride, s.keys);
+    broken_ = hides ? find_broken(a, v_, count) : Broken{};
+    copy_values<Vec>(a, v_, count, s.v_stride, broken_, s.values);
+  }
+
+  template <int kVectors>
+  void attend(const TileArgs& a, const Panel& p, const TileScratch& s, std::int64_t at, int seen,
+              std::int64_t base) const {
+    attend_panel<T, kVectors>(a, p, s, at, seen, base);
+    add_broken(a, p, s.scores, broken_, v_, seen, static_cast<float>(at - base));
+  }
+
+ private:
+  const T *k_[kKeys], *v_[kKeys];
+  Broken broken_;
+};
+
+template <class T, class Tokens>
+void tile_over(const TileArgs& a) {
   const TileScratch s(a.scratch, a.head_dim, a.value_dim);
   const int num_panels = (a.rows * a.group + kPanelLanes - 1) / kPanelLanes;
   // Positions are compared as floats, relative to this one: small integers are exact.
   const std::int64_t base = a.first_position;
   Output out = a.out;
   for (int i = 0; i < num_panels; ++i) {
-    start_panel<T>(a, panel_at(a, s, i), s, i, base);
+    const Panel p = panel_at(a, s, i);
+    start_lanes(a, p, s, i, base);
+    Tokens::start(a, p, s, i);
   }
   for (std::int64_t at = a.begin; at < a.end;) {
     const std::int64_t tile_end = least<std::int64_t>(a.end, (at / kKeys + 1) * kKeys);
@@ -457,37 +497,37 @@ void tile(const TileArgs& a) {
     const int lead = static_cast<int>(at % Vec::kWidth);
     at -= lead;
     const int count = static_cast<int>(tile_end - at);
-    const T *k[kKeys], *v[kKeys];
-    locate_head(a, at, lead, count, k, v);
-    copy_keys<Vec>(a, k, count, s.stride, s.keys);
-    // Masks only if some row does not attend to some token.
     const bool hides =
         tile_end - 1 > a.first_position || at <= a.first_position + a.rows - 1 - a.window;
-    const Broken broken = hides ? find_broken(a, v, count) : Broken{};
-    copy_values<Vec>(a, v, count, s.v_stride, broken, s.values);
+    Tokens tokens;
+    tokens.load(a, s, at, lead, count, hides);
     for (int i = 0; i < num_panels; ++i) {
       const Panel p = panel_at(a, s, i);
       const int seen = visible(a, p, at, count);
       if (seen <= 0) continue;
-      if (p.vectors == 3) attend_panel<T, 3>(a, p, s, at, seen, base);
-      if (p.vectors == 2) attend_panel<T, 2>(a, p, s, at, seen, base);
-      if (p.vectors == 1) attend_panel<T, 1>(a, p, s, at, seen, base);
-      add_broken(a, p, s.scores, broken, v, seen, static_cast<float>(at - base));
+      if (p.vectors == 3) tokens.template attend<3>(a, p, s, at, seen, base);
+      if (p.vectors == 2) tokens.template attend<2>(a, p, s, at, seen, base);
+      if (p.vectors == 1) tokens.template attend<1>(a, p, s, at, seen, base);
     }
     at = tile_end;
     if (at % kPartTokens != 0 && at != a.end) continue;
     for (int i = 0; i < num_panels; ++i) {
       const Panel p = panel_at(a, s, i);
       if (out.partial != nullptr) {
-        emit_panel<T>(a, out, p, i, s.v_stride);
+        emit_panel<T, Tokens>(a, out, p, i, s.v_stride);
         start_part(p, s.v_stride);
       } else {
         end_part(p, s.v_stride);
-        if (at == a.end) emit_panel<T>(a, out, p, i, s.v_stride);
+        if (at == a.end) emit_panel<T, Tokens>(a, out, p, i, s.v_stride);
       }
     }
     if (out.partial != nullptr) out.partial += out.part_stride;
   }
+}
+
+template <class T>
+void tile(const TileArgs& a) {
+  tile_over<T, Numbers<T>>(a);
 }
 
 }  // namespace

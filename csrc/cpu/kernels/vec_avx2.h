@@ -28,6 +28,10 @@
 //   masked      those bits of each byte; merged: these of b beside all of a
 //   shifted     words of 16 bits, to the left
 //   looked_up   a byte of the table for each byte of `places`, which are below 16
+//   bits_of     the bits of each lane
+//   pair_rows   two rows of bytes as words of 16 bits, lane by lane (a byte of a, a byte of b); in
+//               the order of paired_element (int8.h)
+//   pair_whole  lane i of both, whole numbers that are not negative, as a pair of int16
 //   load_halves, load_int8  kWidth numbers of half precision, or int8
 //
 // With kDotsPairs, a lane has two bfloat16 as load_bits loads them:
@@ -231,6 +235,17 @@ struct Vec {
   static S looked_up(const std::uint8_t (&table)[16], S places) {
     const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), places);
+  }
+  static S bits_of(R a) { return _mm256_castps_si256(a); }
+  static void pair_rows(S a, S b, S (&to)[4]) {
+    const S low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
+    to[0] = even_bytes(low);
+    to[1] = odd_bytes(low);
+    to[2] = even_bytes(high);
+    to[3] = odd_bytes(high);
+  }
+  static S pair_whole(R a, R b) {
+    return _mm256_or_si256(_mm256_cvtps_epi32(a), _mm256_slli_epi32(_mm256_cvtps_epi32(b), 16));
   }
   static R load_halves(const void* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(static_cast<const __m128i*>(from)));

@@ -242,6 +242,17 @@ struct Vec {
     const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), places);
   }
+  static S bits_of(R a) { return _mm512_castps_si512(a); }
+  static void pair_rows(S a, S b, S (&to)[4]) {
+    const S low = _mm512_unpacklo_epi16(a, b), high = _mm512_unpackhi_epi16(a, b);
+    to[0] = even_bytes(low);
+    to[1] = odd_bytes(low);
+    to[2] = even_bytes(high);
+    to[3] = odd_bytes(high);
+  }
+  static S pair_whole(R a, R b) {
+    return _mm512_or_si512(_mm512_cvtps_epi32(a), _mm512_slli_epi32(_mm512_cvtps_epi32(b), 16));
+  }
   static R load_halves(const void* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
   }

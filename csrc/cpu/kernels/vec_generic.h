@@ -104,7 +104,8 @@ struct Vec {
     for (int i = 0; i < kWidth; ++i) {
       std::uint32_t bits;
       memcpy(&bits, &a.x[i], sizeof bits);
-      bits += static_cast<std::uint32_t>(static_cast<std::int32_t>(n.x[i])) << 23;
+      if (n.x[i] == n.x[i])
+        bits += static_cast<std::uint32_t>(static_cast<std::int32_t>(n.x[i])) << 23;
       memcpy(&a.x[i], &bits, sizeof bits);
     }
     return a;
@@ -256,7 +257,9 @@ struct Vec {
     return a;
   }
   static I add_products(I sum, S weights, const std::int16_t* pair) {
-    for (int i = 0; i < 2 * kWidth; ++i) sum.x[i / 2] += weights.x[i] * pair[i % 2];
+    for (int i = 0; i < 2 * kWidth; ++i) {
+      sum.x[i / 2] += static_cast<std::int16_t>(weights.x[i]) * pair[i % 2];
+    }
     return sum;
   }
   static I add_products(I sum, S weights, const std::int8_t* quad) {
@@ -311,6 +314,28 @@ struct Vec {
       x = static_cast<std::uint16_t>(table[x & 15] | table[x >> 8 & 15] << 8);
     }
     return places;
+  }
+  static S bits_of(R a) {
+    S s;
+    memcpy(s.x, a.x, sizeof s.x);
+    return s;
+  }
+  static void pair_rows(S a, S b, S (&to)[4]) {
+    for (int i = 0; i < 4; ++i) {
+      for (int lane = 0; lane < kWidth; ++lane) {
+        const int word = lane / 4 * 8 + i / 2 * 4 + lane % 4, shift = i % 2 * 8;
+        to[i].x[2 * lane] = a.x[word] >> shift & 0xff;
+        to[i].x[2 * lane + 1] = b.x[word] >> shift & 0xff;
+      }
+    }
+  }
+  static S pair_whole(R a, R b) {
+    S s;
+    for (int lane = 0; lane < kWidth; ++lane) {
+      s.x[2 * lane] = static_cast<std::uint16_t>(a.x[lane]);
+      s.x[2 * lane + 1] = static_cast<std::uint16_t>(b.x[lane]);
+    }
+    return s;
   }
   static R load_halves(const void* from) {
     R r;

@@ -5,7 +5,7 @@
 // and after the sum (vmserve/attention/rotary.py). Nothing is contracted to an FMA.
 #pragma once
 
-#include "kernel_common.h"
+#include "int8.h"
 
 namespace vmserve::cpu {
 namespace {
@@ -46,22 +46,43 @@ void rotate_row(const T* x, const T* cos, const T* sin, int rotary_dim, int head
   memcpy(to + rotary_dim, x + rotary_dim, sizeof(T) * static_cast<size_t>(head_dim - rotary_dim));
 }
 
+// Keys or values of one head, rotated already, into the KV cache.
 template <class T>
-void write_token(const WriteArgs& a, int token, T* k_to, T* v_to) {
+void store_row(const T* row, int head_dim, T* to) {
+  memcpy(to, row, sizeof(T) * static_cast<size_t>(head_dim));
+}
+template <class T>
+void store_row(const T* row, int head_dim, Code* to) {
+  encode_row(row, head_dim, to);
+}
+
+template <class T>
+void store_rotated(const T* row, const T* cos, const T* sin, int rotary_dim, int head_dim, T* to) {
+  rotate_row(row, cos, sin, rotary_dim, head_dim, to);
+}
+template <class T>
+void store_rotated(const T* row, const T* cos, const T* sin, int rotary_dim, int head_dim,
+                   Code* to) {
+  T rotated[kMaxHeadDim];
+  rotate_row(row, cos, sin, rotary_dim, head_dim, rotated);
+  encode_row(rotated, head_dim, to);
+}
+
+template <class T, class C>
+void write_token(const WriteArgs& a, int token, C* k_to, C* v_to) {
   const T* const cos = static_cast<const T*>(a.cos) + token * a.cos_stride;
   const T* const sin = static_cast<const T*>(a.sin) + token * a.sin_stride;
-  const size_t row_bytes = sizeof(T) * static_cast<size_t>(a.head_dim);
   for (int h = 0; h < a.kv_heads; ++h) {
     const T* k = static_cast<const T*>(a.k) + token * a.k_token_stride + h * a.k_head_stride;
-    T* const to = k_to + h * a.seq.k.head_stride;
+    C* const to = k_to + h * a.seq.k.head_stride;
     if (a.rotary_dim > 0) {
-      rotate_row(k, cos, sin, a.rotary_dim, a.head_dim, to);
+      store_rotated(k, cos, sin, a.rotary_dim, a.head_dim, to);
     } else {
-      memcpy(to, k, row_bytes);
+      store_row(k, a.head_dim, to);
     }
     if (a.v == nullptr) continue;
     const T* v = static_cast<const T*>(a.v) + token * a.v_token_stride + h * a.v_head_stride;
-    memcpy(v_to + h * a.seq.v.head_stride, v, row_bytes);
+    store_row(v, a.head_dim, v_to + h * a.seq.v.head_stride);
   }
   for (int h = 0; a.rotary_dim > 0 && h < a.q_heads; ++h) {
     const T* q = static_cast<const T*>(a.q) + token * a.q_token_stride + h * a.q_head_stride;
@@ -71,12 +92,13 @@ void write_token(const WriteArgs& a, int token, T* k_to, T* v_to) {
   }
 }
 
-template <class T>
+// C: the element of the KV cache.
+template <class T, class C>
 void write(const WriteArgs& a) {
   for (int token = 0; token < a.num_tokens; ++token) {
-    const T *k, *v;
+    const C *k, *v;
     locate(a.seq, a.position + token, 1, &k, &v);
-    write_token(a, token, const_cast<T*>(k), const_cast<T*>(v));
+    write_token<T>(a, token, const_cast<C*>(k), const_cast<C*>(v));
   }
 }
 

@@ -57,6 +57,7 @@ class CudaPagedBackend:
     softcap = True
     sinks = True
     latents = False
+    kv_dtypes: frozenset[DType] = frozenset()
     plans_by_length = False
     views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
 

@@ -30,10 +30,12 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "KNOWN", "SUITE", "Options", "quality_command", "run"]
 
-#: Variants that need no options on the command line: values of --quantization and of --dtype.
+#: Variants that need no options on the command line: values of --quantization and of --dtype, and
+#: of --kv-cache-dtype.
 KNOWN: Mapping[str, Variant] = {
     **{name: Variant(name, {"quantization": name}) for name in get_args(Quantization)},
     **{name: Variant(name, {"dtype": name}) for name in ("float32", "bfloat16")},
+    "kv-int8": Variant("kv-int8", {"kv_cache_dtype": "int8"}),
 }
 _DEFAULT = "none,int8,int8-dynamic"
 #: Share of the progress that loading takes.

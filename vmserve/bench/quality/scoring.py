@@ -203,7 +203,7 @@ class Subject:
             "name": self.name,
             "options": without_paths(self.variant.options),
             "model": self.model_name,
-            "kv_dtype": str(runner.model.dtype),
+            "kv_dtype": str(self.engine.memory.layout.dtype),
             **_weights(runner.model),
         }
 

@@ -133,6 +133,10 @@ class ServedModel:
         return self.engine.resolved.max_model_len
 
     @property
+    def kv_cache_dtype(self) -> str:
+        return self.engine.resolved.kv_cache_dtype
+
+    @property
     def dialect(self) -> ChatDialect:
         """How its chats are written. It is known where :attr:`is_loaded` is true."""
         assert self._dialect is not None

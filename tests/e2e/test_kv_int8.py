@@ -1,0 +1,105 @@
+"""A KV cache of 8 bits: the tokens of ``transformers`` over keys and values rounded likewise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vmserve import LLM, SamplingParams
+from vmserve.attention.sdpa import SdpaBackend
+from vmserve.errors import ConfigurationError, UnsupportedError
+
+import torch  # isort: skip
+from transformers import AutoModelForCausalLM, DynamicCache  # isort: skip
+
+Prompts = Callable[[int, int, int], list[list[int]]]
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """Rows as they are read after they were stored in 8 bits."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return torch.where(scale > 0, (x / scale).round() * scale, 0.0)
+
+
+class RoundingCache(DynamicCache):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().update(rounded(key_states), rounded(value_states), *args, **kwargs)
+
+
+@torch.inference_mode()
+def expected(model: torch.nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
+    cache, tokens, produced = RoundingCache(), torch.tensor([prompt]), []
+    while len(produced) < num_tokens:
+        out = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        produced.append(int(out.logits[0, -1].argmax()))
+        tokens = torch.tensor([[produced[-1]]])
+    return produced
+
+
+@pytest.mark.parametrize("linear_backend", ["native", "torch"])
+def test_tokens_of_the_same_rounding(
+    linear_backend: str, model_dir: Path, prompts: Prompts
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    batch = prompts(6, 400, 31)
+    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with LLM(
+        dtype="float32",
+        kv_cache_dtype="int8",
+        kv_cache_memory="64MiB",
+        max_num_batched_tokens=100,
+        linear_backend=linear_backend,
+    ) as llm:
+        found = [result.outputs[0].token_ids for result in llm.generate(batch, greedy)]
+        layout = llm.engine.memory.layout
+    assert (layout.dtype, layout.token_bytes) == ("int8", 2 * 2 * (64 + 4))
+    assert found == [expected(model, prompt, 24) for prompt in batch]
+
+
+def most_running(dtype: str, batch: list[list[int]], params: SamplingParams) -> int:
+    options = {"kv_cache_memory": "16MiB", "enable_prefix_caching": False, "max_model_len": 512}
+    with LLM(dtype="bfloat16", kv_cache_dtype=dtype, **options) as llm:
+        step, most = llm.engine.step, 0
+
+        def watched() -> object:
+            nonlocal most
+            result = step()
+            most = max(most, llm.engine.scheduler.num_running)
+            return result
+
+        llm.engine.step = watched  # type: ignore[method-assign, assignment]
+        llm.generate(batch, params)
+    return most
+
+
+def test_a_pool_has_room_for_more(prompts: Prompts) -> None:
+    """Requests at once in 16 MiB, of 508 tokens each."""
+    batch = [(prompt * 50)[:448] for prompt in prompts(40, 448, 3)]
+    asked = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+    ours, theirs = (most_running(dtype, batch, asked) for dtype in ("int8", "auto"))
+    assert ours >= 1.8 * theirs
+
+
+def test_kernels_that_read_no_codes_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="the sdpa backend reads no KV cache of int8"):
+        LLM(kv_cache_dtype="int8", attention_backend="sdpa")
+    assert not SdpaBackend().kv_dtypes
+    with pytest.raises(ConfigurationError, match="kv_cache_dtype: 'int4' is not one of"):
+        LLM(kv_cache_dtype="int4")
+
+
+def test_two_ranks_have_the_tokens_of_one(prompts: Prompts) -> None:
+    batch = prompts(4, 200, 9)
+    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    found = []
+    for size in (1, 2):
+        with LLM(kv_cache_dtype="int8", kv_cache_memory="64MiB", tensor_parallel_size=size) as llm:
+            results = llm.generate(batch, asked)
+            found.append(
+                [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in results]
+            )
+    assert found[0] == found[1]
