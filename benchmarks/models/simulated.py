@@ -107,6 +107,7 @@ class Engine:
             self._client.flush()
 
     def step(self, *, asks_again: bool) -> None:
+        self.flush()  # which carries out orders, as a service does before each step
         before, num_open = self.sim.now, len(self.sim.open_names)
         self.sim.step()
         if asks_again:
