@@ -340,3 +340,51 @@ def test_no_request_is_lost_under_ten_thousand_deaths() -> None:
         assert all(not engine.running for engine in engines)
 
     run(test)
+
+
+def test_a_deadline_and_what_belongs_to_a_request_survive_the_death_of_an_engine() -> None:
+    """The time that is left is passed on, and salt, tenant and isolation as they were."""
+
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        one.pause, one.pause_after = asyncio.Event(), 0
+        fleet = fleet_of(one, other)
+        terms = RequestTerms(
+            timeout=30.0, cache_salt="salt", tenant="tenant", isolation="group", priority=3
+        )
+        prompt = Prompt(None, [5] * 9)
+        reading = asyncio.create_task(
+            text_of(fleet.serve(prompt, HELLO, request_id="r", terms=terms))
+        )
+        await until(lambda: bool(one.running))
+        await asyncio.sleep(0.05)
+        one.kill()
+        assert await reading == "hello"
+        [(_, params, before)], [(_, same_params, after)] = one.requests, other.requests
+        assert params == same_params
+        assert before.pop("timeout") == 30.0
+        assert 0 < after.pop("timeout") <= 30.0 - 0.05
+        assert before == after
+        assert before.items() >= {
+            "cache_salt": "salt", "tenant": "tenant", "isolation": "group"
+        }.items()  # fmt: skip
+
+    run(test)
+
+
+def test_requests_of_other_keys_or_salts_are_expected_to_have_nothing() -> None:
+    async def test() -> None:
+        fleet = fleet_of(Engine(), Engine())
+        prompt = Prompt(None, [5] * 40)
+
+        async def expected(**terms: Any) -> float:
+            before = fleet.stats()["router_expected_hit_tokens_total"]
+            stream = fleet.serve(prompt, HELLO, request_id="r", terms=RequestTerms(**terms))
+            await text_of(stream)
+            return fleet.stats()["router_expected_hit_tokens_total"] - before
+
+        for terms in ({}, {"cache_salt": "a"}, {"isolation": "k"}, {"isolation": "l"}):
+            assert await expected(**terms) == 0
+            assert await expected(**terms) == 40
+
+    run(test)

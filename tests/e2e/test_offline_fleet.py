@@ -143,3 +143,20 @@ def test_what_it_refuses_and_its_end() -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(EngineDeadError, match="closed"):
         llm.generate(PROMPTS, GREEDY)
+
+
+def test_prefixes_of_other_salts_are_found_in_no_engine(two: LLM) -> None:
+    fleet: Any = two._fleet
+    prefix = [11] * 96
+
+    async def hits(member: Any, **terms: str) -> int:
+        outputs = member.client.generate([*prefix, 5], GREEDY, **terms)
+        return int([each async for each in outputs][-1].metrics.num_cached_tokens)
+
+    pin = fleet.wait(lambda: fleet.client.pin_prefix(prefix, isolation="k", cache_salt="s"))
+    for member in fleet.client.members:
+        for terms in ({}, {"isolation": "k", "cache_salt": "t"}):
+            assert fleet.wait(lambda m=member, t=terms: hits(m, **t)) == 0
+        own = {"isolation": "k", "cache_salt": "s"}
+        assert fleet.wait(lambda m=member, t=own: hits(m, **t)) == 96
+    fleet.wait(lambda: fleet.client.unpin_prefix(pin.handle))
