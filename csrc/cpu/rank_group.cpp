@@ -1,6 +1,7 @@
 #include "rank_group.h"
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -21,13 +22,15 @@
 namespace vmserve {
 namespace {
 
-// Ranks meet within microseconds of each other if each has cores of its own; if not, whoever spins
-// keeps another from running.
-constexpr std::chrono::microseconds kSpin{50};
+// Ranks with cores of their own meet within some 100 microseconds of each other, and a sleeper
+// takes as long to wake. Whoever spins lets others run now and then, which may be the rank waited
+// for.
+constexpr std::chrono::microseconds kSpin{500};
+constexpr int kPauses = 300;
 // How often a rank that sleeps looks whether the others are alive: at first, and in a long sleep.
 constexpr long kLookNanoseconds = 50'000'000, kLongestLook = 400'000'000;
 // A rank that is waited for and uses no processor for so long hangs. A sleeper may wait for a disk.
-constexpr std::chrono::seconds kStoppedLong{1}, kAsleepLong{10};
+constexpr std::chrono::milliseconds kStoppedLong{700}, kAsleepLong{10'000};
 // Outputs of the widest panel.
 constexpr std::int64_t kUnit = 32;
 constexpr std::size_t kHeaderBytes = 4096;
@@ -213,10 +216,11 @@ void RankGroup::wait() {
   const auto passed = [&] { return shared.generation.load() != mine; };
   const auto until = std::chrono::steady_clock::now() + kSpin;
   do {
-    for (int i = 0; i < 32; ++i) {
+    for (int i = 0; i < kPauses; ++i) {
       if (passed()) return;
       relax();
     }
+    sched_yield();
   } while (std::chrono::steady_clock::now() < until);
   shared.sleepers.fetch_add(1);
   timespec look{0, kLookNanoseconds};

@@ -18,7 +18,7 @@ struct Slice {
 // inherit; it is zeros before the first of them. Ranks may also be threads of one process.
 //
 // A rank that ends, or that calls fail(), ends the group: whoever waits, now or later, is told so.
-// So does one that rank 0 waits for in vain: stopped for 1 s, or asleep for 10 s.
+// So does one that rank 0 waits for in vain: stopped for 0.7 s, or asleep for 10 s.
 class RankGroup {
  public:
   static constexpr int kMaxRanks = 64;

@@ -48,7 +48,7 @@ __all__ = ["Ranks", "for_ranks", "refuse", "share_of"]
 logger = logging.getLogger(__name__)
 
 #: How long a rank that was lost may take to end, so that its status can be told.
-_END_SECONDS = 0.5
+_END_SECONDS = 0.3
 
 
 def share_of(model: ModelConfig, size: int) -> ModelConfig:
