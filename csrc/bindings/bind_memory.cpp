@@ -298,7 +298,13 @@ void bind_sequences(py::class_<Memory>& memory) {
 template <typename Memory>
 void bind_pool(py::class_<Memory>& memory) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
-  memory.def("clear_cache", &Memory::clear_cache, unlocked())
+  memory.def("restore", &Memory::restore, py::arg("seq"), unlocked())
+      .def("finish_restores", &Memory::finish_restores, unlocked())
+      .def("write_when_idle", &Memory::write_when_idle, unlocked())
+      .def("flush", &Memory::flush, py::arg("seconds"), unlocked())
+      .def("persist_message", &Memory::persist_message, unlocked())
+      .def("persist_to", &Memory::persist_to, py::arg("store"), unlocked())
+      .def("clear_cache", &Memory::clear_cache, unlocked())
       .def("trim", &Memory::trim, py::arg("keep_pages") = 0, py::arg("drop_idle") = false,
            unlocked())
       .def("set_limit", &Memory::set_limit, py::arg("limit_pages"), unlocked())
@@ -383,6 +389,7 @@ void bind_memory(py::module_& m) {
            py::arg("driver"))
       .def("compact", &KVMemory::compact, unlocked())
       .def("run_mapper", &KVMemory::run_mapper, py::arg("max_commands"), unlocked())
+      .def("run_store", &KVMemory::run_store, py::arg("max_jobs"), unlocked())
       .def_property_readonly("closed", &KVMemory::closed);
   bind_sequences(memory);
   bind_pool(memory);

@@ -17,5 +17,6 @@ void bind_linear(pybind11::module_& m);
 void bind_decoder(pybind11::module_& m);
 void bind_sampler(pybind11::module_& m);
 void bind_speculation(pybind11::module_& m);
+void bind_store(pybind11::module_& m);
 
 }  // namespace vmserve

@@ -52,6 +52,7 @@ PYBIND11_MODULE(_core, m) {
   vmserve::bind_cuda(m);
   vmserve::bind_plugin(m);
   vmserve::bind_remote(m);
+  vmserve::bind_store(m);
   vmserve::bind_memory(m);
   vmserve::bind_kernels(m);
   vmserve::bind_linear(m);

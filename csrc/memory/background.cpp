@@ -64,6 +64,7 @@ void Background::apply_finished_work() {
   if (!marks_.empty()) apply_reached_marks();
   if (!copies_in_flight_.empty()) apply_finished_copies();
   for (Outcome& outcome : work_.mapper->take_outcomes()) apply_outcome(std::move(outcome));
+  if (persistence_ != nullptr) persistence_->apply_finished();
 }
 
 void Background::apply_reached_marks() {
@@ -142,6 +143,7 @@ void Background::apply_outcome(Outcome outcome) {
 }
 
 void Background::drain_mapper(bool is_waited_for) {
+  if (persistence_ != nullptr) persistence_->finish_restores();
   std::uint64_t settled = 0;
   do {
     settled = work_.mapper->last_id();
@@ -572,6 +574,10 @@ void Background::undo_seal(const Command& command, Unfinished unfinished) {
   if (unfinished.steps.empty()) return;
   repair.steps = std::move(unfinished.steps);
   work_.add_repair(std::move(repair), unfinished.error);
+}
+
+void Background::persist_to(std::shared_ptr<PageStore> store) {
+  persistence_ = std::make_unique<Persistence>(ledger_, work_, copies_in_flight_, std::move(store));
 }
 
 void Background::begin_copies(const Change& change) {

@@ -179,19 +179,28 @@ std::optional<SeqId> KindsMemory::open(Tenant tenant, View view, const std::stri
 std::int64_t KindsMemory::match(SeqId id) const {
   const auto lock = lock_calls();
   const auto locks = enter();
-  std::int64_t matched = 0, before = -1;
+  return num_matched(id, /*stored=*/false) * kinds_[0]->config_.block_tokens;
+}
+
+std::int64_t KindsMemory::num_matched(SeqId id, bool stored) const {
+  const auto of_kind = [&](std::size_t k, std::int64_t most) {
+    const KVMemory& kind = *kinds_[k];
+    const Sequence& seq = kind.ledger_.open_seq(id);
+    return stored ? kind.num_within_reach(seq, most, windows_[k])
+                  : kind.ledger_.num_matched(seq, most, windows_[k]);
+  };
+  const Ledger& first = kinds_[0]->ledger_;
+  std::int64_t matched = first.num_matchable(first.open_seq(id)), before = -1;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
-    const std::int64_t own = kinds_[k]->ledger_.num_matched(kinds_[k]->ledger_.open_seq(id));
-    if (windows_[k] == 0) matched = k == 0 ? own : std::min(matched, own);
+    if (windows_[k] == 0) matched = of_kind(k, matched);
   }
   while (matched != before) {
     before = matched;
     for (std::size_t k = 0; k < kinds_.size(); ++k) {
-      const Ledger& ledger = kinds_[k]->ledger_;
-      if (windows_[k] > 0) matched = ledger.num_matched(ledger.open_seq(id), matched, windows_[k]);
+      if (windows_[k] > 0) matched = of_kind(k, matched);
     }
   }
-  return matched * kinds_[0]->config_.block_tokens;
+  return matched;
 }
 
 void KindsMemory::keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths) {
@@ -301,7 +310,7 @@ std::vector<Plan> KindsMemory::assess(const std::vector<Op>& ops, bool packs) {
 bool KindsMemory::finish_background() {
   bool has_waited = false;
   for (const auto& kind : kinds_) {
-    if (!kind->work_.has_mapper() && kind->work_.repairs.empty()) continue;
+    if (!kind->is_holding_pages()) continue;
     has_waited = true;
     kind->background_.drain_mapper();
     if (kind->work_.failure.empty()) kind->work_.retry_repairs();
@@ -550,6 +559,7 @@ MemoryStats KindsMemory::stats() {
     sum.num_mappings += own.num_mappings;
     sum.free_mappings = std::min(sum.free_mappings, own.free_mappings);
     sum.pending_repairs += own.pending_repairs;
+    sum.persist_waiting_blocks += own.persist_waiting_blocks;
     sum.mapper_seconds_total += own.mapper_seconds_total;
     sum.health = std::max(sum.health, own.health);
 #define VMSERVE_COUNTER(type, name, what) sum.name##_total += own.name##_total;
@@ -562,6 +572,7 @@ MemoryStats KindsMemory::stats() {
   sum.prefix_query_blocks_total = first.prefix_query_blocks_total;
   sum.prefix_hit_blocks_total = first.prefix_hit_blocks_total;
   sum.adopted_slots_total = first.adopted_slots_total;
+  sum.persist_evicted_blocks_total = first.persist_evicted_blocks_total;  // one limit for all
   sum.page_bytes = whole;
   sum.limit_pages = limit_bytes_ / whole;
   std::int64_t* const gauges[] = {&sum.committed_pages,   &sum.free_pages,    &sum.used_pages,

@@ -117,8 +117,14 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
 }
 
 KVMemory::~KVMemory() {
+  if (::getpid() == pid_) {
+    // Before anything goes that its threads use.
+    if (background_.persistence() != nullptr) background_.persistence()->stop();
+    return;
+  }
   // A fork has no mapper thread: joining it would wait for ever.
-  if (::getpid() != pid_) static_cast<void>(work_.mapper.release());
+  static_cast<void>(work_.mapper.release());
+  background_.abandon_persistence();
 }
 
 std::unique_lock<std::mutex> KVMemory::enter() const {
@@ -139,6 +145,7 @@ std::optional<SeqId> KVMemory::open(Tenant tenant, View view, const std::string&
                                     const std::vector<std::int32_t>& tokens) {
   const auto lock = enter();
   work_.require_alive();
+  is_idle_ = false;
   if (ledger_.num_open == config_.max_seqs) return std::nullopt;
   SeqId id = 0;
   while (seqs_[id].open) ++id;
@@ -246,13 +253,19 @@ const Assessed& KVMemory::assess(const std::vector<Op>& ops) {
   merged_ops_ = planner_.merge_grows(ops);
   planner_.validate(merged_ops_);
   assessed_ = planner_.assess(merged_ops_);
-  if (!assessed_.plan.fits() && (work_.has_mapper() || !work_.repairs.empty())) {
+  if (!assessed_.plan.fits() && is_holding_pages()) {
     // Wait for pages that the mapper or a repair holds.
     background_.drain_mapper();
     if (work_.failure.empty()) work_.retry_repairs();
     assessed_ = planner_.assess(merged_ops_);
   }
   return assessed_;
+}
+
+bool KVMemory::is_holding_pages() const {
+  const Persistence* persistence = background_.persistence();
+  return work_.has_mapper() || !work_.repairs.empty() ||
+         (persistence != nullptr && persistence->is_restoring());
 }
 
 Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
@@ -329,6 +342,7 @@ void KVMemory::schedule_work(const Change& change) {
   background_.schedule_work(change.grows);
   background_.restore_write_access();
   room_.try_give_back_excess();
+  if (background_.persistence() != nullptr) background_.persistence()->write_behind();
 }
 
 // Waits for mapper commands that concern the ops; usually there are none. True if outcomes were
@@ -451,6 +465,7 @@ void KVMemory::launched(Epoch epoch) {
 
 void KVMemory::clear_cache() {
   const auto lock = enter();
+  if (background_.persistence() != nullptr) background_.persistence()->disable();
   ++weights_epoch_;
   pool_.clear_index();
   for (Sequence& seq : seqs_) {
@@ -621,7 +636,9 @@ void KVMemory::require_usable() const {
 
 void KVMemory::close() {
   if (::getpid() != pid_) return;  // the parent closes it
+  if (background_.persistence() != nullptr) background_.persistence()->stop();
   const std::lock_guard<std::mutex> lock(mutex_);
+  background_.end_persistence();
   work_.mapper.reset();
   work_.swap.reset();
   work_.space.reset();

@@ -235,6 +235,18 @@ MemoryStats KVMemory::stats() {
 #define VMSERVE_COUNTER(type, name, what) s.name##_total = ledger_.totals.name;
 #include "vmserve/stats.def"
   s.mapper_seconds_total = work_.mapper->cpu_seconds();
+  if (Persistence* const persistence = background_.persistence()) {
+    const StoreStats store = persistence->store().stats();
+    s.persist_bytes = store.bytes;
+    s.persist_waiting_blocks =
+        persistence->num_waiting() + static_cast<std::int64_t>(ledger_.just_published.size());
+    s.persist_written_blocks_total = store.written_blocks;
+    s.persist_written_bytes_total = store.written_bytes;
+    s.persist_read_bytes_total = store.read_bytes;
+    s.persist_broken_blocks_total = store.broken_blocks;
+    s.persist_refused_blocks_total = store.refused_writes;
+    s.persist_evicted_blocks_total = store.evicted_blocks;
+  }
   return s;
 }
 

@@ -58,23 +58,33 @@ void Ledger::extend_digests(Sequence& seq) {
   }
 }
 
-std::int64_t Ledger::num_matched(const Sequence& seq) const {
+// At least one token must be computed: the caller needs its logits.
+std::int64_t Ledger::num_matchable(const Sequence& seq) const {
   if (seq.tokens.empty()) return 0;
-  // At least one token must be computed: the caller needs its logits.
-  const auto most = (static_cast<std::int64_t>(seq.tokens.size()) - 1) / config.block_tokens;
-  const std::int64_t end = std::min(most, static_cast<std::int64_t>(seq.digests.size()));
-  if (config.has_state()) return num_matched(seq, end, kWindowOfState);
-  std::int64_t matched = 0;
-  while (matched < end && pool.find(seq.digests[matched]) != kNoBlock) ++matched;
-  return matched;
+  return std::min((static_cast<std::int64_t>(seq.tokens.size()) - 1) / config.block_tokens,
+                  static_cast<std::int64_t>(seq.digests.size()));
+}
+
+std::int64_t Ledger::num_matched(const Sequence& seq) const {
+  return num_matched(seq, num_matchable(seq), config.has_state() ? kWindowOfState : 0);
 }
 
 std::int64_t Ledger::num_matched(const Sequence& seq, std::int64_t most,
                                  std::int64_t window) const {
+  return num_matched(seq, most, window,
+                     [this](const Digest& digest) { return pool.find(digest) != kNoBlock; });
+}
+
+std::int64_t Ledger::num_matched(const Sequence& seq, std::int64_t most, std::int64_t window,
+                                 const std::function<bool(const Digest&)>& is_there) const {
   std::int64_t matched = 0;
+  if (window == 0) {
+    while (matched < most && is_there(seq.digests[matched])) ++matched;
+    return matched;
+  }
   std::int64_t run_start = 0;  // of the run of cached blocks that ends here
   for (std::int64_t i = 0; i < most; ++i) {
-    if (pool.find(seq.digests[i]) == kNoBlock) run_start = i + 1;
+    if (!is_there(seq.digests[i])) run_start = i + 1;
     const std::int64_t first_token = (i + 1) * config.block_tokens + 1 - window;
     if (std::max<std::int64_t>(0, first_token) / config.block_tokens >= run_start) matched = i + 1;
   }
@@ -115,7 +125,7 @@ void Ledger::publish_state(const Sequence& seq) {
       full > static_cast<std::int64_t>(seq.digests.size())) {
     return;
   }
-  totals.published_blocks += pool.publish(seq.kv.blocks[0], seq.digests[full - 1]) ? 1 : 0;
+  publish_block(seq.kv.blocks[0], seq.digests[full - 1]);
 }
 
 void Ledger::publish(Sequence& seq) {
@@ -124,8 +134,14 @@ void Ledger::publish(Sequence& seq) {
   for (; seq.kv.num_published < full; ++seq.kv.num_published) {
     const BlockId block = seq.kv.blocks[seq.kv.num_published];
     if (block == kNoBlock || pool.is_published(block)) continue;
-    totals.published_blocks += pool.publish(block, seq.digests[seq.kv.num_published]) ? 1 : 0;
+    publish_block(block, seq.digests[seq.kv.num_published]);
   }
+}
+
+void Ledger::publish_block(BlockId block, const Digest& digest) {
+  if (!pool.publish(block, digest)) return;
+  ++totals.published_blocks;
+  if (logs_published) just_published.push_back(digest);
 }
 
 std::vector<BlockId> Ledger::matched_blocks(const Sequence& seq, std::int64_t num_tokens,

@@ -68,6 +68,13 @@ class KindsMemory {
   void keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths);
   void append_tokens(const std::vector<SeqId>& seqs, const std::vector<std::int32_t>& tokens);
   void release(SeqId seq);
+  // One store for each kind.
+  void persist_to(const std::vector<std::shared_ptr<PageStore>>& stores);
+  bool restore(SeqId seq);
+  void finish_restores();
+  void write_when_idle();
+  bool flush(double seconds);
+  std::string persist_message();
   void clear_cache();
   std::int64_t trim(std::int64_t keep_pages, bool drop_idle);
   void set_limit(std::int64_t limit_pages);
@@ -101,6 +108,8 @@ class KindsMemory {
   void allow_all() const;
   void share_limit();
   bool evict_oldest();
+  // Blocks of the longest prefix on which all kinds agree. `stored`: counting those of the stores.
+  std::int64_t num_matched(SeqId seq, bool stored) const;
   // Returns at least `bytes`, if there are as many, of the free pages that kinds do not need.
   void return_free(std::int64_t bytes, const std::vector<std::int64_t>& needed);
   // Evicts and returns pages until each kind can have `needed` free pages.

@@ -118,6 +118,23 @@ class KVMemory {
   // because of the driver; with deferred reclamation, does not call it.
   void release(SeqId seq);
 
+  // Makes published blocks outlive the process. Pre: prefix_caching; called at most once, before
+  // the first sequence is opened.
+  void persist_to(std::shared_ptr<PageStore> store);
+  // Begins to read what the store has of an empty sequence's prefix and the cache has not, as far
+  // as there are pages. True while that is under way; match() finds it when it is false.
+  bool restore(SeqId seq);
+  // Waits for everything that is being read, and helps.
+  void finish_restores();
+  // Nothing runs: from now until the next sequence is opened, blocks are written without a call.
+  void write_when_idle();
+  // Waits until all published blocks are written, for `seconds` at most. False if some are not.
+  bool flush(double seconds);
+  // Why something was not kept or found, told once; empty if there is nothing new.
+  std::string persist_message();
+  // Executes up to `max_jobs` reads and writes on this thread, for tests; returns their number.
+  std::int64_t run_store(std::int64_t max_jobs);
+
   // Clears the prefix cache. Blocks published before are never found again (new weights).
   void clear_cache();
 
@@ -188,6 +205,9 @@ class KVMemory {
   // The parts of plan() and apply(). Pre: locked.
   const Assessed& assess(const std::vector<Op>& ops);
   Assessed assess_again(const std::vector<Op>& ops, std::uint64_t version);
+  // -- parts of restore(). Pre: locked
+  std::int64_t num_within_reach(const Sequence& seq, std::int64_t most, std::int64_t window) const;
+  bool is_holding_pages() const;                    // work in the background may give back pages
   void stage(Change& change, const Assessed& now);  // in the ledger, and what must go before
   void execute(Change& change);                     // finds pages and makes the driver calls
   void undo(Change& change, const Error* error);
@@ -214,6 +234,7 @@ class KVMemory {
   Assessed assessed_;
   Background background_;
   std::uint64_t weights_epoch_ = 0;
+  bool is_idle_ = false;
 };
 
 }  // namespace vmserve

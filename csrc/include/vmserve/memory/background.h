@@ -3,18 +3,14 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "vmserve/memory/driver_work.h"
+#include "vmserve/memory/persistence.h"
 
 namespace vmserve {
-
-// Blocks that are being copied to host memory while kernels run.
-struct InFlightCopies {
-  Mark mark;
-  std::vector<BlockId> blocks;
-};
 
 class Background : LedgerClient {
  public:
@@ -42,6 +38,13 @@ class Background : LedgerClient {
   void record_mark(Epoch epoch) { marks_.emplace_back(epoch, work_.driver->mark()); }
   const std::deque<InFlightCopies>& copies_in_flight() const { return copies_in_flight_; }
   void begin_copies(const Change& change);
+  // Makes blocks outlive the process. At most once.
+  void persist_to(std::shared_ptr<PageStore> store);
+  // Null if there is no store.
+  Persistence* persistence() const { return persistence_.get(); }
+  void end_persistence() { persistence_.reset(); }
+  // In a fork of the process, whose threads are not here: nothing must join them.
+  void abandon_persistence() { static_cast<void>(persistence_.release()); }
 
  private:
   void apply_reached_marks();
@@ -73,6 +76,7 @@ class Background : LedgerClient {
   std::deque<InFlightCopies> copies_in_flight_;
   std::vector<PageId> reclaimed_;  // unmapped by the mapper since the last step began
   bool is_growing_ = false;        // a kGrow command is in flight
+  std::unique_ptr<Persistence> persistence_;
 };
 
 }  // namespace vmserve

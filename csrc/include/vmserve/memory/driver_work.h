@@ -25,6 +25,12 @@ struct Repair {
   std::vector<SlotId> slots;
 };
 
+// Blocks that are being copied to host memory while kernels run.
+struct InFlightCopies {
+  Mark mark;
+  std::vector<BlockId> blocks;
+};
+
 class DriverWork : LedgerClient {
  public:
   DriverWork(std::shared_ptr<PageDriver> page_driver, Ledger& ledger);

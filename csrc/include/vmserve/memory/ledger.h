@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <limits>
 #include <unordered_map>
 #include <utility>
@@ -107,6 +108,11 @@ class Ledger {
   // The largest n <= `most` of which all blocks are cached that a query right behind them sees
   // through the window.
   std::int64_t num_matched(const Sequence& seq, std::int64_t most, std::int64_t window) const;
+  // The same with blocks that `is_there` says are as good as cached. `window` 0: all blocks.
+  std::int64_t num_matched(const Sequence& seq, std::int64_t most, std::int64_t window,
+                           const std::function<bool(const Digest&)>& is_there) const;
+  // Leading blocks of a sequence that another may have computed: one token is left to compute.
+  std::int64_t num_matchable(const Sequence& seq) const;
   void extend_digests(Sequence& seq);
   void seal(SeqId id, std::int64_t length);
   void park(SlotId slot, Epoch retire);
@@ -137,6 +143,7 @@ class Ledger {
            pool.copies(block) > 0;
   }
   void publish(Sequence& seq);
+  void publish_block(BlockId block, const Digest& digest);
   void publish_state(const Sequence& seq);
   bool has_published_from(PageId page, std::int32_t count) const;
   bool zeroing_races_readers(PageId page) const;
@@ -163,6 +170,9 @@ class Ledger {
   bool may_restore_access = false;  // a page may be read-only and no longer shared
   RecentDemand recent;
   MemoryCounters totals;
+  // Digests of blocks that steps published, for a store.
+  bool logs_published = false;
+  std::vector<Digest> just_published;
 };
 
 // Base class with short names for the ledger's parts.

@@ -1,0 +1,42 @@
+// Where blocks of KV memory outlive the process: a map from the digest of a prefix to the bytes of
+// its last block. A store never gives bytes that were not put under the digest.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "vmserve/prefix_digest.h"
+
+namespace vmserve {
+
+struct StoreStats {
+  std::int64_t written_blocks = 0;
+  std::int64_t written_bytes = 0;
+  std::int64_t read_blocks = 0;
+  std::int64_t read_bytes = 0;
+  std::int64_t broken_blocks = 0;   // found to differ from what was put, and removed
+  std::int64_t refused_writes = 0;  // by the system, or because it had refused shortly before
+  // Of all stores with the same limit.
+  std::int64_t evicted_blocks = 0;
+  std::int64_t bytes = 0;
+};
+
+// Thread-safe; no function throws.
+class PageStore {
+ public:
+  virtual ~PageStore() = default;
+  // Whether get() may find the block. Reads no content.
+  virtual bool has(const Digest& digest) noexcept = 0;
+  // Reads the block to `to`. False if it is not there or not whole; then `to` is undefined.
+  virtual bool get(const Digest& digest, void* to, std::size_t bytes) noexcept = 0;
+  // Keeps the block, unless it is there already. False if the system refused.
+  virtual bool put(const Digest& digest, const void* from, std::size_t bytes) noexcept = 0;
+  // Asks the system to have the block ready for get().
+  virtual void prefetch(const Digest&) noexcept {}
+  virtual StoreStats stats() const = 0;
+  // A new reason why something was not kept or found; empty if there is none. Each is told once.
+  virtual std::string take_message() = 0;
+};
+
+}  // namespace vmserve
