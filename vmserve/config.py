@@ -66,6 +66,8 @@ GPU_BATCHED_TOKENS = 2048
 GPU_NUM_SEQS = 256
 #: Seconds after which a waiting request goes before all priorities.
 PRIORITY_MAX_WAIT = 60.0
+#: What cached prefixes may take on the disk, if they are kept there.
+DEFAULT_PERSIST_BYTES = 4 << 30
 #: Share of a GPU's memory for the whole engine: weights, activations and KV cache.
 GPU_SHARE = 0.9
 
@@ -278,6 +280,26 @@ class EngineConfig:
             negatable=True,
         ),
     ] = None
+    kv_persist: Annotated[
+        str | None,
+        Option(
+            "Keep cached prefixes in this directory, so that a prompt is not computed again after "
+            "a restart. Several engines may share it. Whoever can read it can read prompts.",
+            _KV,
+            default="none, they end with the process",
+            metavar="DIR",
+        ),
+    ] = None
+    kv_persist_bytes: Annotated[
+        int | str | None,
+        Option(
+            "Most that --kv-persist may take on the disk, e.g. 20GiB; what was used least recently "
+            "goes first.",
+            _KV,
+            default=format_size(DEFAULT_PERSIST_BYTES),
+            metavar="SIZE",
+        ),
+    ] = None
     gpu_memory_utilization: Annotated[
         float | None,
         Option(
@@ -469,6 +491,7 @@ class EngineConfig:
             )
 
     def _check_supported(self) -> None:
+        self._check_persistence()
         if self.tensor_parallel_size > 1 and self.kv_cache_memory == LEAST:
             raise UnsupportedError(
                 f"tensor_parallel_size: {self.tensor_parallel_size} ranks have a fixed KV cache, "
@@ -483,6 +506,24 @@ class EngineConfig:
             raise ConfigurationError(
                 "linear_backend: native attends with our own kernels: use --attention-backend cpu, "
                 f"not {self.attention_backend}"
+            )
+
+    def _check_persistence(self) -> None:
+        if self.kv_persist is None:
+            if self.kv_persist_bytes is not None:
+                raise ConfigurationError(
+                    "kv_persist_bytes: nothing is kept without a directory: give --kv-persist too"
+                )
+            return
+        if self.enable_prefix_caching is False:
+            raise ConfigurationError(
+                "kv_persist: what it keeps are cached prefixes: leave --no-enable-prefix-caching "
+                "out, or --kv-persist"
+            )
+        if self.tensor_parallel_size > 1:
+            raise UnsupportedError(
+                f"kv_persist: the blocks of {self.tensor_parallel_size} ranks are not kept yet: "
+                "use --tensor-parallel-size 1, or leave --kv-persist out"
             )
 
 
@@ -505,6 +546,9 @@ class ResolvedConfig:
     kv_eager_tokens: int | None
     kv_layers_per_group: int | None
     prefix_caching: bool
+    #: Directory of prefixes that outlive the process, and how many bytes they may take.
+    kv_persist: str | None
+    kv_persist_bytes: int
     block_tokens: int
     swap_bytes: int
     preemption: Preemption
@@ -586,6 +630,12 @@ def resolve(
         kv_eager_slots=config.kv_eager_slots,
         kv_eager_tokens=config.kv_eager_tokens,
         prefix_caching=config.enable_prefix_caching is not False,
+        kv_persist=config.kv_persist,
+        kv_persist_bytes=(
+            DEFAULT_PERSIST_BYTES
+            if config.kv_persist_bytes is None
+            else parse_size(config.kv_persist_bytes, "kv_persist_bytes")
+        ),
         block_tokens=config.block_size,
         swap_bytes=_swap_bytes(config, model),
         preemption=config.preemption,

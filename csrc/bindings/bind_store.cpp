@@ -30,7 +30,6 @@ py::bytes as_bytes(const Checksum& sum) {
 }  // namespace
 
 void bind_store(py::module_& m) {
-  using unlocked = py::call_guard<py::gil_scoped_release>;
   m.def(
       "checksum",
       [](const py::buffer& data, bool by_table) {
@@ -107,7 +106,7 @@ void bind_store(py::module_& m) {
              return std::make_shared<StoreDirectory>(std::move(path), limit_bytes, std::move(ops));
            }),
            py::arg("path"), py::arg("limit_bytes"), py::arg("ops") = nullptr)
-      .def_property_readonly("bytes", &StoreDirectory::bytes)
+      .def_property_readonly("num_bytes", &StoreDirectory::bytes)
       .def(
           "space",
           [](StoreDirectory& self, const std::string& name, const py::bytes& id) {

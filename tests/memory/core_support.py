@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -116,6 +118,8 @@ class Options:
     max_map_count: int = 0
     #: Over a group of two drivers, of which this one refuses and copies late.
     faulty_member: int | None = None
+    #: Published blocks are kept in files, and read back.
+    persists: bool = False
 
 
 @dataclass
@@ -136,6 +140,7 @@ class Rig:
     values: dict[int, NDArray[np.uint8]] = field(default_factory=dict)  # [groups, max_len]
     #: The driver's marks behind what each plan swapped out, while the model has them as copied.
     copy_marks: list[int] = field(default_factory=list)
+    files: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory)
 
     def __post_init__(self) -> None:
         options, shape = self.options, self.options.shape
@@ -173,6 +178,11 @@ class Rig:
         self.model = Model(replace(shape, mappings_per_run=per_run), options.limit_pages)
         if options.shadow:
             self.core.shadow_buffer(0)
+        if options.persists:
+            directory = self.files.name
+            (Path(directory) / "s").mkdir()
+            store = _core.StoreDirectory(directory, 40 * GROUPS * PAGE).space("s", bytes(32))
+            self.core.persist_to(store)
 
     # -- looking
 
@@ -223,6 +233,21 @@ class Rig:
             self.values.pop(seq, None)
             self.model.opened(self.observe())
         return seq
+
+    def restore(self, seq: int, fault: Fault | None = None) -> None:
+        """What is stored of the empty sequence's prefix is read, now or when jobs are run."""
+        self.under(fault, lambda: self.core.restore(seq))
+        self.quiet()
+
+    def damage_files(self, number: int) -> None:
+        """A bit of a file flips, or a file is lost."""
+        files = sorted(Path(self.files.name, "s").iterdir())
+        for file in files[number % 3 :: 3]:
+            content = bytearray(file.read_bytes())
+            content[number % len(content)] ^= 1 << number % 8
+            file.write_bytes(content)
+        for file in files[number % 7 :: 7]:
+            file.unlink()
 
     def match(self, seq: int) -> int:
         matched = int(self.core.match(seq))

@@ -206,12 +206,13 @@ def make_memory(
     max_map_count: int = 0,
     faulty_member: int | None = None,
     is_remote: bool = False,
+    late_copies: bool = False,
     **options: Any,
 ) -> Memory:
     """``faulty_member``: over a group of two drivers, of which this one injects faults;
     ``is_remote``: behind a rank's loop."""
     host = _core.HostDriver(PAGE, GROUPS * max_pages, max_map_count=max_map_count)
-    faults = _core.FaultInjectingDriver(host)
+    faults = _core.FaultInjectingDriver(host, late_copies=late_copies)
     driver = with_another(faults, faulty_member, max_map_count=max_map_count, is_remote=is_remote)
     core = _core.KVMemory(
         driver,

@@ -27,6 +27,7 @@ TENANTS = (0, 0, 0, 1, 2)
 CHORES = (
     *("trim", "set_limit", "compact", "run_mapper", "settle_mapper", "finish_copies"),
     *("trim", "set_limit", "compact", "run_mapper", "run_mapper", "clear_cache", "run_copies"),
+    *("run_store", "run_store", "damage_files"),
 )
 
 
@@ -71,6 +72,7 @@ def options(draw: st.DrawFn) -> Options:
         shadow=draw(st.booleans()),
         max_map_count=draw(st.sampled_from([0, 0, 60, 90])),
         faulty_member=draw(st.sampled_from([None, None, 0, 1])),
+        persists=shape.prefix_caching and not shape.copies_late and draw(st.booleans()),
     )
 
 
@@ -168,6 +170,8 @@ class MemoryMachine(RuleBasedStateMachine):
             private=data.draw(st.sampled_from([False] * 7 + [True]), label="private"),
         )
         if seq is not None:
+            if data.draw(st.booleans(), label="restore"):
+                self.rig.restore(seq, data.draw(FAULTS, label="fault"))
             self.rig.match(seq)
         return seq
 
@@ -330,6 +334,11 @@ class MemoryMachine(RuleBasedStateMachine):
         elif what == "run_mapper":
             rig.under(fault, lambda: rig.core.run_mapper(data.draw(st.integers(1, 3))))
             rig.quiet()
+        elif what == "run_store":
+            rig.under(fault, lambda: rig.core.run_store(data.draw(st.integers(1, 3))))
+            rig.quiet()
+        elif what == "damage_files":
+            rig.damage_files(data.draw(st.integers(0, 5000), label="number"))
         elif what == "run_copies":
             rig.run_copies(data.draw(st.integers(1, 3)))
         elif what == "finish_copies":

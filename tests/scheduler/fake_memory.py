@@ -78,6 +78,12 @@ class CountingMemory:
                 return seq
         return None
 
+    def restore(self, seq: int) -> bool:
+        return False
+
+    def finish_restores(self) -> None:
+        pass
+
     def match(self, seq: int) -> int:
         most = min(self.cached, self.tokens[seq] - 1)
         return most // self.layout.page_tokens * self.layout.page_tokens

@@ -21,6 +21,7 @@ from vmserve.engine.parts import (
     linear_backend,
     widest_window,
 )
+from vmserve.engine.persistence import computed_by, persist
 from vmserve.host_arrays import trim_memory
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
@@ -181,6 +182,9 @@ def _build(
     )
     if ranks is not None:
         ranks.begin(memory)
+    if resolved.kv_persist is not None:
+        computed = computed_by(runtime, backends, config.quantization, native=native)
+        persist(memory, resolved, model_config, path, dtype, computed)
     if resolved.kv_limit_bytes == LEAST_BYTES:
         least = memory.limit_bytes + (0 if draft_model is None else draft_model.limit_bytes)
         resolved = replace(resolved, kv_limit_bytes=least)

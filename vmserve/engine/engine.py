@@ -52,6 +52,8 @@ __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 logger = logging.getLogger(__name__)
 
 _USUAL_TERMS = RequestTerms()
+#: How long the end of an engine waits for blocks on their way to --kv-persist.
+FLUSH_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -599,6 +601,8 @@ class LLMEngine:
 
     def _idle(self) -> None:
         """Give free pages of the pool back to the system when nothing runs."""
+        self.memory.write_when_idle()
+        self._tell_persistence()
         # Keep cached prefixes; without prefix caching drop parked slots.
         for memory in self._memories:
             keep_pages = self._idle_bytes // memory.layout.total_page_bytes
@@ -608,6 +612,10 @@ class LLMEngine:
                 memory.trim(keep_pages, drop_idle=not self.resolved.prefix_caching)
             except (OutOfMemoryError, DriverError) as error:
                 logger.warning("the pool keeps its pages for now: %s", error)
+
+    def _tell_persistence(self) -> None:
+        for message in self.memory.persist_messages():
+            logger.warning("kv_persist: %s", message)
 
     def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
         """The system refused memory that the plan counted on: preempt, or fail the only request."""
@@ -637,6 +645,7 @@ class LLMEngine:
 
     def stats(self) -> dict[str, float | int]:
         """All metrics, by names without prefix, including those of the memory."""
+        self._tell_persistence()
         memory = self.memory.stats()
         return {
             "num_requests_running": self.scheduler.num_running,
@@ -664,6 +673,9 @@ class LLMEngine:
         self.structured.close()
         self._flight = None
         self._runtime.synchronize()
+        if not self.memory.flush(FLUSH_SECONDS):
+            logger.warning("kv_persist: not all blocks were written in %g seconds", FLUSH_SECONDS)
+        self._tell_persistence()
         for memory in self._memories:
             memory.close()
         if self.ranks is not None:

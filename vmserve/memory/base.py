@@ -216,6 +216,17 @@ class KVMemory(Protocol):
         """Tokens of the empty sequence in the prefix cache (always fewer than its own)."""
         ...
 
+    def restore(self, seq: int) -> bool:
+        """Read what a store has of the empty sequence's prefix; whether that is under way.
+
+        When it is not any more, :meth:`match` says how much there is.
+        """
+        ...
+
+    def finish_restores(self) -> None:
+        """Wait for all that is being read."""
+        ...
+
     def plan(
         self, growths: Sequence[Growth] | NDArray[np.int64], ops: Sequence[MemoryOp] = ()
     ) -> MemoryPlan | Shortfall:

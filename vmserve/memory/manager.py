@@ -153,6 +153,8 @@ class MemoryManager:
         self._least_told = self.limit_pages
         self._may_wait = True
         self._is_copying = False
+        self._persists = False
+        self._has_host_memory = drivers[0].capabilities.host_memory
         self._copies_beside = drivers[0].capabilities.copy_stream
         #: Free pages kept ready.
         self.ready_pages = min(options.ready_bytes, limit_bytes // 8) // layout.total_page_bytes
@@ -248,6 +250,55 @@ class MemoryManager:
 
     def match(self, seq: int) -> int:
         return self._core.match(seq)
+
+    # -- prefixes that outlive the process ----------------------------------------------
+
+    def block_bytes(self) -> list[int]:
+        """Bytes of a block, or of a state, of each kind of layers."""
+        layout = self.layout
+        token_bytes = layout.block_tokens * layout.token_stride
+        if len(self.kinds) < 2:
+            return [layout.num_groups * token_bytes]
+        return [
+            layout.state_bytes if kind.has_state else len(kind.layers) * token_bytes
+            for kind in self.kinds
+        ]
+
+    @property
+    def can_persist(self) -> bool:
+        """Whether blocks can be copied to host memory."""
+        return self._has_host_memory
+
+    def persist_to(self, stores: Sequence[_core.PageStore]) -> None:
+        """Write published blocks to a store for each kind of layers, and read them back."""
+        if isinstance(self._core, _core.KVMemory):
+            [store] = stores
+            self._core.persist_to(store)
+        else:
+            self._core.persist_to(stores)
+        self._persists = True
+
+    def restore(self, seq: int) -> bool:
+        return self._persists and self._core.restore(seq)
+
+    def finish_restores(self) -> None:
+        self._core.finish_restores()
+
+    def write_when_idle(self) -> None:
+        """Write what is published while nothing runs, until the next sequence is opened."""
+        if self._persists:
+            self._core.write_when_idle()
+
+    def flush(self, seconds: float) -> bool:
+        """Wait until everything published is written; False if it took longer."""
+        return not self._persists or self._core.flush(seconds)
+
+    def persist_messages(self) -> list[str]:
+        """Why something was not kept or found; each reason is told once."""
+        messages = []
+        while self._persists and (message := self._core.persist_message()):
+            messages.append(message)
+        return messages
 
     def plan(
         self, growths: Sequence[Growth] | NDArray[np.int64], ops: Sequence[MemoryOp] = ()

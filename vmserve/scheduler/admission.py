@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vmserve.memory.base import Attach, Fork, KVMemory, Regime, SwapIn
 from vmserve.scheduler.base import StepDraft
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
-from vmserve.scheduler.donors import Donors, open_memory
+from vmserve.scheduler.donors import Donors, open_memory, release_memory
 from vmserve.scheduler.sequence import SequenceStatus
 from vmserve.scheduler.siblings import num_places, with_its_gang
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from vmserve.scheduler.sequence import Sequence
 
 __all__ = ["Admission"]
+
+#: Steps of others that a sequence lets pass while blocks of its prefix are read; then all wait.
+MOST_RESTORING_STEPS = 8
 
 
 @dataclass(slots=True)
@@ -210,6 +213,9 @@ class Admission:
         sequence.num_published = len(sequence.tokens)
         # Prompt log-probabilities and mean pooling need the whole prompt computed.
         looks = not (request.params.reads_whole_prompt or sequence.starts_over)
+        if looks and self._awaits_restore(sequence, memory_id):
+            release_memory(self._memory, sequence)
+            return False
         hit = self._memory.match(memory_id) if looks else 0
         if hit and self._regimes.predicts:
             choice = self._regimes.choose(request, hit)
@@ -222,6 +228,16 @@ class Admission:
         if sequence.num_output == 0:
             request.metrics.num_cached_tokens = hit
         return True
+
+    def _awaits_restore(self, sequence: Sequence, memory_id: int) -> bool:
+        """Whether a prefix is being read from a store while others run; waits if none do."""
+        if not self._memory.restore(memory_id):
+            return False
+        sequence.num_restoring_steps += 1
+        if self._queues.running and sequence.num_restoring_steps < MOST_RESTORING_STEPS:
+            return True
+        self._memory.finish_restores()
+        return False
 
     def _reopen(self, sequence: Sequence, memory_id: int, regime: Regime) -> int:
         """Reopen the sequence in ``regime``, which is cheaper with the cached prefix."""

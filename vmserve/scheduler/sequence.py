@@ -145,6 +145,8 @@ class Sequence:
     borrowed: bool = False
     #: It did not fit even alone with borrowed blocks: it does without them.
     starts_over: bool = False
+    #: Steps in which it waited for blocks of its prefix that were being read from a store.
+    num_restoring_steps: int = 0
     #: Tokens published to the prefix cache of the KV memory so far.
     num_published: int = 0
     status: SequenceStatus = SequenceStatus.WAITING

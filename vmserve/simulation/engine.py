@@ -282,6 +282,8 @@ class SimulatedEngine:
             kv_eager_slots=0,
             kv_eager_tokens=None,
             prefix_caching=config.prefix_caching,
+            kv_persist=None,
+            kv_persist_bytes=0,
             block_tokens=config.layout.block_tokens,
             swap_bytes=config.swap_bytes,
             preemption=config.preemption,

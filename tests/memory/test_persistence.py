@@ -1,0 +1,337 @@
+"""Blocks that outlive their memory: what a new one reads back is what the old one had computed."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.memory.kinds_model import KINDS, STATE, Expected, KindsRig, make_kinds
+from tests.memory.support import BLOCK_TOKENS, GROUPS, PAGE, Memory, attach, grow, make_memory
+from vmserve import _core
+from vmserve._core import MapperMode, View, ZeroPolicy
+
+TOKENS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6]
+VIEWS = pytest.mark.parametrize("view", [View.VIRTUAL, View.PAGED])
+
+
+def store_in(
+    path: Path, name: str = "s", limit: int = 1 << 20, ops: _core.FileOps | None = None
+) -> _core.PageStore:
+    (path / name).mkdir(parents=True, exist_ok=True)
+    return _core.StoreDirectory(str(path), limit, ops).space(name, bytes(32))
+
+
+def memory_over(path: Path, ops: _core.FileOps | None = None, **options: Any) -> Memory:
+    memory = make_memory(**options)
+    memory.core.persist_to(store_in(path, ops=ops))
+    return memory
+
+
+def digest_of(tokens: list[int], tenant: int = 0, salt: bytes = b"") -> bytes:
+    """Of the block that ends with these tokens; the same in every process."""
+    digest = _core.sha256(struct.pack("<qQ", tenant, 0) + salt)
+    for at in range(0, len(tokens), BLOCK_TOKENS):
+        block = tokens[at : at + BLOCK_TOKENS]
+        digest = _core.sha256(digest + struct.pack(f"<{BLOCK_TOKENS}i", *block))
+    return digest
+
+
+def compute(path: Path, tokens: list[int] = TOKENS, **options: Any) -> None:
+    """A memory that computes the tokens, writes what is whole, and ends."""
+    memory = memory_over(path, **options)
+    memory.release(memory.start(tokens))
+    assert memory.core.flush(10)
+    memory.core.check()
+    memory.core.close()
+
+
+def hit(memory: Memory, view: View = View.VIRTUAL, tokens: list[int] = TOKENS, **whose: Any) -> int:
+    """Tokens that a new sequence takes from the cache or the store, after comparing each byte."""
+    seq = memory.open(tokens, view, **whose)
+    if memory.core.restore(seq):
+        memory.core.finish_restores()
+    matched = int(memory.core.match(seq))
+    ops = [attach(seq, matched), grow(seq, len(tokens))]
+    epoch = memory.begin(*ops)
+    assert memory.read(seq, 0, matched) == tokens[:matched]
+    memory.write(seq, matched, tokens[matched:])
+    memory.core.complete(epoch)
+    memory.core.check()
+    memory.release(seq)
+    return matched
+
+
+@VIEWS
+@pytest.mark.parametrize("blocks_per_page", [1, 2, 4])
+@pytest.mark.parametrize("mapper", [MapperMode.OFF, MapperMode.THREAD])
+def test_a_new_memory_hits_what_an_old_one_computed(
+    tmp_path: Path, view: View, blocks_per_page: int, mapper: MapperMode
+) -> None:
+    compute(tmp_path, blocks_per_page=blocks_per_page, mapper=mapper)
+    memory = memory_over(tmp_path, blocks_per_page=blocks_per_page, mapper=mapper)
+    assert hit(memory, view) == 20
+    assert memory.stat("persist_restored_blocks_total") == 5
+    assert memory.stat("persist_written_blocks_total") == 0
+    assert hit(memory, view) == 20  # now an ordinary hit
+    assert memory.stat("persist_restored_blocks_total") == 5
+    if view is View.VIRTUAL:
+        assert memory.stat("copied_blocks_total") == 0  # its blocks lie in their pages as in slots
+
+
+def test_what_is_cached_is_not_read_and_what_is_stored_continues_it(tmp_path: Path) -> None:
+    compute(tmp_path)
+    memory = memory_over(tmp_path)
+    assert hit(memory, tokens=TOKENS[:9]) == 8
+    assert memory.stat("persist_restored_blocks_total") == 2
+    assert hit(memory) == 20
+    assert memory.stat("persist_restored_blocks_total") == 5
+
+
+@pytest.mark.parametrize("blocks_per_page", [1, 4])
+def test_a_broken_block_ends_the_prefix_and_is_written_again(
+    tmp_path: Path, blocks_per_page: int
+) -> None:
+    compute(tmp_path, blocks_per_page=blocks_per_page)
+    file = tmp_path / "s" / f"{digest_of(TOKENS[:12]).hex()}.kv"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 4
+    file.write_bytes(content)
+    memory = memory_over(tmp_path, blocks_per_page=blocks_per_page)
+    assert hit(memory) == 8
+    assert memory.stat("persist_broken_blocks_total") == 1
+    assert "was dropped and is computed again" in memory.core.persist_message()
+    assert memory.core.flush(10)
+    assert hit(memory_over(tmp_path, blocks_per_page=blocks_per_page)) == 20
+
+
+def test_tenants_and_salts_never_share(tmp_path: Path) -> None:
+    compute(tmp_path)
+    memory = memory_over(tmp_path)
+    assert hit(memory, tenant=1) == 0
+    assert hit(memory, salt=b"mine") == 0
+    assert memory.stat("persist_read_bytes_total") == 0
+    memory.core.flush(10)
+    memory = memory_over(tmp_path)
+    assert [hit(memory), hit(memory, tenant=1), hit(memory, salt=b"mine")] == [20, 20, 20]
+
+
+@pytest.mark.parametrize("policy", [ZeroPolicy.ALWAYS, ZeroPolicy.TENANT])
+def test_a_page_that_is_filled_in_part_shows_nothing_of_another_tenant(
+    tmp_path: Path, policy: ZeroPolicy
+) -> None:
+    options: dict[str, Any] = {"blocks_per_page": 4, "zero_policy": policy, "limit_pages": 2}
+    compute(tmp_path, **options)
+    memory = memory_over(tmp_path, **options)
+    memory.release(memory.start([77] * 31, tenant=5))  # both pages
+    memory.core.trim(0, drop_idle=False)
+    seq = memory.open(TOKENS[:9])
+    memory.core.restore(seq)
+    memory.core.finish_restores()
+    assert memory.core.match(seq) == 8
+    memory.do(attach(seq, 8), grow(seq, 9))
+    arena = memory.core.arena_buffer(0)[memory.pages(seq)[0]]
+    assert not (arena == 77).any()
+    memory.core.check()
+
+
+def test_without_pages_nothing_is_read_and_no_sequence_loses_any(tmp_path: Path) -> None:
+    compute(tmp_path)
+    memory = memory_over(tmp_path, limit_pages=6)
+    running = memory.start([7] * 12)
+    assert hit(memory, tokens=TOKENS[:9]) == 8
+    seq = memory.open(TOKENS)
+    assert not memory.core.restore(seq)  # three pages are there, and the prefix needs three more
+    assert memory.read(running) == [7] * 12
+    memory.core.check()
+
+
+def test_a_block_that_is_evicted_before_it_is_written_is_not_kept(tmp_path: Path) -> None:
+    memory = memory_over(tmp_path, limit_pages=6)
+    memory.release(memory.start(TOKENS))
+    memory.core.trim(0, drop_idle=True)
+    assert memory.core.flush(10)
+    assert memory.stat("persist_missed_blocks_total") == 5
+    assert hit(memory_over(tmp_path)) == 0
+
+
+def test_while_blocks_are_read_others_go_on(tmp_path: Path) -> None:
+    compute(tmp_path)
+    memory = memory_over(tmp_path, mapper=MapperMode.MANUAL)
+    running = memory.start([7] * 3)
+    seq = memory.open(TOKENS)
+    assert memory.core.restore(seq)
+    assert memory.core.restore(seq)  # it is on its way: not read twice
+    assert memory.core.match(seq) == 0
+    assert memory.stat("held_pages") >= 5
+    memory.do(grow(running, 8))
+    other = memory.open(TOKENS[:9])
+    assert memory.core.restore(other)  # the same blocks are coming
+    assert memory.core.run_store(100) == 1
+    assert not memory.core.restore(seq)
+    assert memory.core.match(seq) == 20
+    assert memory.core.match(other) == 8
+    assert memory.stat("persist_restored_blocks_total") == 5
+    assert memory.core.stats().persist_hidden_seconds_total > 0
+    assert memory.core.stats().persist_wait_seconds_total == 0
+    memory.core.check()
+
+
+def test_a_plan_that_needs_the_pages_waits_for_them(tmp_path: Path) -> None:
+    compute(tmp_path)
+    memory = memory_over(tmp_path, mapper=MapperMode.MANUAL, limit_pages=5)
+    assert memory.core.restore(memory.open(TOKENS))
+    seq = memory.open([7] * 20)
+    memory.do(grow(seq, 20))  # all five, which the other would have had
+    memory.core.check()
+
+
+def test_a_cleared_cache_is_not_kept_nor_read(tmp_path: Path) -> None:
+    compute(tmp_path)
+    memory = memory_over(tmp_path)
+    memory.core.clear_cache()
+    assert hit(memory) == 0
+    memory.core.flush(10)
+    assert memory.stat("persist_written_blocks_total") == 0
+
+
+def test_a_full_disk_and_a_lost_directory_change_no_content(tmp_path: Path) -> None:
+    ops = _core.FaultFileOps()
+    memory = memory_over(tmp_path, ops)
+    ops.refuse_writes(errno.ENOSPC)
+    memory.release(memory.start(TOKENS))
+    assert memory.core.flush(10)
+    assert memory.stat("persist_refused_blocks_total") == 5
+    assert "No space left on device" in memory.core.persist_message()
+    assert hit(memory) == 20
+    shutil.rmtree(tmp_path)
+    memory.core.trim(0, drop_idle=True)
+    assert hit(memory) == 0
+
+
+def test_a_driver_that_refuses_a_copy_costs_a_block(tmp_path: Path) -> None:
+    compute(tmp_path)
+    for call in range(1, 30):
+        memory = memory_over(tmp_path)
+        memory.faults.arm(call)
+        seq = memory.open(TOKENS)
+        memory.core.restore(seq)
+        memory.core.finish_restores()
+        memory.faults.disarm()
+        memory.core.check()
+        memory.release(seq)
+        matched = hit(memory)
+        assert matched == 20  # what was lost is read again
+    for call in range(1, 30):
+        memory = make_memory()
+        shutil.rmtree(tmp_path)
+        memory.core.persist_to(store_in(tmp_path))
+        first = memory.start(TOKENS)
+        memory.faults.arm(call)
+        memory.core.flush(10)
+        memory.faults.disarm()
+        assert memory.read(first) == TOKENS
+        memory.core.check()
+        assert hit(memory_over(tmp_path)) in (0, 20)
+
+
+def test_copies_beside_kernels_pin_blocks_until_they_end(tmp_path: Path) -> None:
+    memory = memory_over(tmp_path, mapper=MapperMode.MANUAL, late_copies=True, limit_pages=8)
+    seq = memory.start(TOKENS)
+    memory.do(grow(seq, 22))  # copies what the step before has published
+    assert memory.stat("copying_blocks") == 5
+    memory.release(seq)
+    memory.core.complete(memory.core.begun_epoch)
+    assert memory.stat("waiting_pages") > 0
+    memory.core.check()
+    memory.faults.run_copies(100)
+    assert memory.stat("copying_blocks") == 0
+    memory.core.run_store(100)
+    memory.core.check()
+    assert hit(memory_over(tmp_path, late_copies=True)) == 20
+
+
+def test_bad_uses_are_refused(tmp_path: Path) -> None:
+    memory = memory_over(tmp_path)
+    with pytest.raises(ValueError, match="takes one store"):
+        memory.core.persist_to(store_in(tmp_path))
+    with pytest.raises(ValueError, match="takes one store"):
+        make_memory(prefix_caching=False).core.persist_to(store_in(tmp_path))
+
+
+# -- several kinds of layers
+
+
+def kinds_over(path: Path, *, has_state: bool, **options: Any) -> KindsRig:
+    rig = make_kinds(has_state=has_state, limit_pages=32, num_slots=4, **options)
+    rig.core.persist_to([store_in(path, str(kind)) for kind in range(len(rig.parts))])
+    return rig
+
+
+def run_kinds(rig: KindsRig, tokens: list[int], view: View, chunk: int = 8) -> int:
+    """Attach what there is, compute the rest in chunks; every byte is compared."""
+    seq = rig.core.open(0, view, b"", tokens)
+    assert seq is not None
+    if rig.core.restore(seq):
+        rig.core.finish_restores()
+    matched = int(rig.core.match(seq))
+    rig.seqs[seq] = Expected(0, b"", rig.weights, view, list(tokens))
+    ops = [attach(seq, matched)]
+    # States are published at the multiples of 8, and at the end of the last whole block.
+    ends = {*range(chunk, len(tokens), chunk), (len(tokens) - 1) // 4 * 4, len(tokens)}
+    for to in sorted(end for end in ends if end > matched):
+        ops.append(grow(seq, to))
+        before = max(rig.parts[0].core.sealed(seq), matched)
+        plan = rig.core.plan(ops)
+        assert plan.fits
+        epoch = rig.core.apply(ops, plan.version)
+        rig.seqs[seq].length = to
+        rig.write(seq, before)
+        rig.core.complete(epoch)
+        rig.check()
+        ops = []
+    rig.core.release(seq)
+    del rig.seqs[seq]
+    return matched
+
+
+@VIEWS
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("mapper", [MapperMode.OFF, MapperMode.THREAD])
+def test_windows_and_states_come_back_with_the_rest(
+    tmp_path: Path, view: View, has_state: bool, mapper: MapperMode
+) -> None:
+    tokens = list(range(1, 30))
+    rig = kinds_over(tmp_path, has_state=has_state, mapper=mapper)
+    assert run_kinds(rig, tokens, view) == 0
+    assert rig.core.flush(10)
+    rig.core.close()
+    rig = kinds_over(tmp_path, has_state=has_state, mapper=mapper)
+    assert run_kinds(rig, tokens, view) == 28
+    restored = [part.core.stats().persist_restored_blocks_total for part in rig.parts]
+    # Of windows no more than the next query sees: of 6 positions 23 to 28, of 11 18 to 28.
+    assert restored == [7, 2, 3, 1][: STATE + has_state]
+    assert rig.core.stats().persist_restored_blocks_total == sum(restored)
+    rig.core.check()
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS) + 1))
+def test_a_block_that_one_kind_lacks_shortens_the_prefix_of_all(tmp_path: Path, kind: int) -> None:
+    tokens = list(range(1, 30))
+    rig = kinds_over(tmp_path, has_state=True)
+    run_kinds(rig, tokens, View.PAGED)
+    rig.core.flush(10)
+    shutil.rmtree(tmp_path / str(kind))
+    rig = kinds_over(tmp_path, has_state=True)
+    assert run_kinds(rig, tokens, View.PAGED) == 0
+    assert rig.core.stats().persist_read_bytes_total == 0
+    rig.core.flush(10)
+    assert run_kinds(kinds_over(tmp_path, has_state=True), tokens, View.PAGED) == 28
+
+
+def test_sizes_of_these_tests() -> None:
+    assert (BLOCK_TOKENS, GROUPS, PAGE) == (4, 2, 4096)

@@ -1,0 +1,63 @@
+"""A digest of a model's files: of the weights, and of what says how they are computed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from vmserve.models.gguf.reader import is_gguf, open_gguf
+
+__all__ = ["content_digest"]
+
+_WEIGHTS = frozenset({".safetensors", ".bin", ".gguf"})
+_CONFIGS = ("config.json", "quantize_config.json", "quantization_config.json")
+
+
+def content_digest(path: Path, memo: Path | None = None) -> str:
+    """SHA-256 of a model's weights and configuration, in hex.
+
+    ``memo``: a directory in which the digest of a file is remembered beside its size, times and
+    inode, so that large files are read once. Raises ``OSError`` for files that cannot be read.
+    """
+    digest = hashlib.sha256()
+    for file in _files(path):
+        digest.update(file.name.encode() + b"\0" + _digest_of(file, memo).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _files(path: Path) -> list[Path]:
+    if is_gguf(path):
+        return sorted(file.path for file in open_gguf(path).files)
+    return sorted(
+        each
+        for each in path.iterdir()
+        if each.is_file() and (each.suffix in _WEIGHTS or each.name in _CONFIGS)
+    )
+
+
+def _digest_of(file: Path, memo: Path | None) -> str:
+    found = file.stat()
+    state = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+    kept = None
+    if memo is not None:
+        name = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:24]
+        kept = memo / f"weights-{name}.json"
+        try:
+            told = json.loads(kept.read_text(encoding="utf-8"))
+            if told["state"] == state:
+                return str(told["sha256"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if kept is not None:
+        temporary = kept.with_name(f".{os.getpid()}-{kept.name}")
+        try:
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary.write_text(json.dumps({"state": state, "sha256": digest}), encoding="utf-8")
+            temporary.rename(kept)
+        except OSError:
+            pass  # it is computed again
+    return digest
