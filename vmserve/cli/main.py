@@ -29,6 +29,7 @@ _COMMANDS = {
     "top": Home("vmserve.cli.top", "top_command"),
     "plan": Home("vmserve.cli.plan", "plan_command"),
     "pull": Home("vmserve.cli.pull", "pull_command"),
+    "cache": Home("vmserve.cli.cache", "app"),
     "models": Home("vmserve.cli.models", "models_command"),
     "quantize": Home("vmserve.cli.quantize", "quantize_command", help="HELP"),
     "bench": Home("vmserve.cli.bench", "app"),

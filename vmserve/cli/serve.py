@@ -216,6 +216,7 @@ def serve_command(
     )
     _check_together(own, engines, server, bool(several))
     engines.check(options)
+    server["tenant_secret"] = _tenant_secret([options, *(dict(spec.engine) for spec in several)])
     _run(
         server_config(name, server),
         options,
@@ -225,6 +226,16 @@ def serve_command(
         several=several,
         engines=engines,
     )
+
+
+def _tenant_secret(engines: Iterable[dict[str, Any]]) -> bytes:
+    """What salts of tenants are derived from if prefixes outlive the process; else empty."""
+    directory = next(filter(None, (options.get("kv_persist") for options in engines)), None)
+    if directory is None:
+        return b""
+    from vmserve.memory.persist import directory_secret  # noqa: PLC0415 - needs the core
+
+    return directory_secret(directory)
 
 
 def _check_together(

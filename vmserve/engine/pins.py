@@ -85,6 +85,8 @@ class PinnedPrefixes:
     def _attach(self, memory_id: int, num_tokens: int) -> int:
         """Reference the cached blocks of a prefix; returns how many tokens they hold."""
         memory, resolved = self._memory, self._resolved
+        if memory.restore(memory_id):
+            memory.finish_restores()
         hit = memory.match(memory_id)
         if hit == 0:
             raise InvalidRequestError(

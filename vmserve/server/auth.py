@@ -82,10 +82,13 @@ class Caller:
 class KeyRing:
     """Compare keys in constant time; accept every request if there are no keys."""
 
-    def __init__(self, keys: Iterable[ApiKey], *, share_prefix_cache: bool = False) -> None:
+    def __init__(
+        self, keys: Iterable[ApiKey], *, share_prefix_cache: bool = False, secret: bytes = b""
+    ) -> None:
         self._keys = tuple((key.name, bytes.fromhex(key.digest)) for key in keys)
-        # Made anew each time: a salt is of no use outside this process and the engine's.
-        root = secrets.token_bytes(32)
+        # Made anew each time unless prefixes outlive the process: else a salt is of no use outside
+        # this process and the engine's.
+        root = secret or secrets.token_bytes(32)
         self._callers = {
             name: Caller(
                 name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -293,6 +293,8 @@ class ServerConfig:
             unit="seconds",
         ),
     ] = WRITE_STALL_SECONDS
+    #: What tenants' salts are derived from; empty: made anew by each process.
+    tenant_secret: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -338,7 +340,11 @@ class ServerConfig:
 
     def key_ring(self) -> KeyRing:
         """A ring of these keys; another one has other salts."""
-        return KeyRing(self.keys, share_prefix_cache=self.share_prefix_cache_across_keys)
+        return KeyRing(
+            self.keys,
+            share_prefix_cache=self.share_prefix_cache_across_keys,
+            secret=self.tenant_secret,
+        )
 
     @property
     def key_limits(self) -> KeyLimits:
