@@ -6,10 +6,12 @@ Small shapes: 2 groups, pages of one granule (4 KiB), so that a token has 4096 /
 from __future__ import annotations
 
 import math
+import shutil
+import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -140,7 +142,8 @@ class Rig:
     values: dict[int, NDArray[np.uint8]] = field(default_factory=dict)  # [groups, max_len]
     #: The driver's marks behind what each plan swapped out, while the model has them as copied.
     copy_marks: list[int] = field(default_factory=list)
-    files: TemporaryDirectory[str] = field(default_factory=TemporaryDirectory)
+    #: The directory of stored blocks; it goes with the rig.
+    files: Path | None = None
 
     def __post_init__(self) -> None:
         options, shape = self.options, self.options.shape
@@ -179,10 +182,11 @@ class Rig:
         if options.shadow:
             self.core.shadow_buffer(0)
         if options.persists:
-            directory = self.files.name
-            (Path(directory) / "s").mkdir()
-            store = _core.StoreDirectory(directory, 40 * GROUPS * PAGE).space("s", bytes(32))
-            self.core.persist_to(store)
+            self.files = Path(mkdtemp())
+            weakref.finalize(self, shutil.rmtree, self.files)
+            (self.files / "s").mkdir()
+            directory = _core.StoreDirectory(str(self.files), 40 * GROUPS * PAGE)
+            self.core.persist_to(directory.space("s", bytes(32)))
 
     # -- looking
 
@@ -241,7 +245,7 @@ class Rig:
 
     def damage_files(self, number: int) -> None:
         """A bit of a file flips, or a file is lost."""
-        files = sorted(Path(self.files.name, "s").iterdir())
+        files = [] if self.files is None else sorted((self.files / "s").iterdir())
         for file in files[number % 3 :: 3]:
             content = bytearray(file.read_bytes())
             content[number % len(content)] ^= 1 << number % 8

@@ -72,7 +72,11 @@ def options(draw: st.DrawFn) -> Options:
         shadow=draw(st.booleans()),
         max_map_count=draw(st.sampled_from([0, 0, 60, 90])),
         faulty_member=draw(st.sampled_from([None, None, 0, 1])),
-        persists=shape.prefix_caching and not shape.copies_late and draw(st.booleans()),
+        persists=(
+            shape.prefix_caching
+            and not shape.copies_late
+            and draw(st.sampled_from([False, False, True]))
+        ),
     )
 
 
@@ -170,7 +174,7 @@ class MemoryMachine(RuleBasedStateMachine):
             private=data.draw(st.sampled_from([False] * 7 + [True]), label="private"),
         )
         if seq is not None:
-            if data.draw(st.booleans(), label="restore"):
+            if self.rig.options.persists and data.draw(st.booleans(), label="restore"):
                 self.rig.restore(seq, data.draw(FAULTS, label="fault"))
             self.rig.match(seq)
         return seq

@@ -64,6 +64,8 @@ class Admission:
         self._regimes = regimes
         self._claims = claims
         self._shares = shares
+        #: In the last call of :meth:`admit`, a sequence was left waiting for its stored prefix.
+        self.has_deferred = False
 
     @property
     def _forecast(self) -> BlockForecast:
@@ -77,6 +79,7 @@ class Admission:
         Without ``prompts``, only swapped sequences come back. With ``admission_paused``, nothing is
         admitted unless nothing runs.
         """
+        self.has_deferred = False
         if not (self._queues.waiting or self._queues.swapped) or (
             admission_paused and self._queues.running
         ):
@@ -215,6 +218,7 @@ class Admission:
         looks = not (request.params.reads_whole_prompt or sequence.starts_over)
         if looks and self._awaits_restore(sequence, memory_id):
             release_memory(self._memory, sequence)
+            self.has_deferred = True
             return False
         hit = self._memory.match(memory_id) if looks else 0
         if hit and self._regimes.predicts:

@@ -316,7 +316,17 @@ class FCFSScheduler:
         )
         if newcomers:
             plan = self._plan_with_newcomers(draft, newcomers)
+        elif plan is not None and self._admission.has_deferred:
+            plan = self._plan_again(draft)
         return plan if draft else None
+
+    def _plan_again(self, draft: StepDraft) -> StepPlan | None:
+        """Plan after pages were taken for a prefix that is being read; None if they are needed."""
+        answer = self._plan_memory(draft)
+        if not isinstance(answer, StepPlan):
+            self._memory.finish_restores()
+            answer = self._plan_memory(draft)
+        return answer if isinstance(answer, StepPlan) else None
 
     def _break_deadlock(self) -> bool:
         """Nothing can compute: give up one thing that stands in the way; False if all is done.
