@@ -114,7 +114,7 @@ def test_ranges_in_words(bounds: Bounds, text: str) -> None:
     ("owner", "other"),
     [
         (EngineConfig, set()),
-        (ServerConfig, {"tokenizer_info"}),
+        (ServerConfig, {"tokenizer_info", "tenant_secret"}),
         (SamplingParams, set()),
         (BeamSearchParams, set()),
     ],

@@ -98,9 +98,9 @@ def test_another_instruction_set_is_another_identity(
 
 def test_the_limit_holds(tmp_path: Path) -> None:
     limit = 600_000
-    _, _, stats = answers(tmp_path, kv_persist_bytes=limit)
-    assert stats["persist_evicted_blocks_total"] > 0
-    assert sum(file.stat().st_size for file in files(tmp_path)) <= limit
+    answers(tmp_path, kv_persist_bytes=limit)
+    sizes = [file.stat().st_size for file in files(tmp_path)]
+    assert 0 < sum(sizes) <= limit < len(PROMPTS) * 9 * sizes[0]
 
 
 _CHILD = """
