@@ -22,7 +22,6 @@ from vmserve.engine.parts import (
     widest_window,
 )
 from vmserve.engine.persistence import computed_by, persist
-from vmserve.errors import UnsupportedError
 from vmserve.host_arrays import trim_memory
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
