@@ -76,7 +76,13 @@ def test_damage_costs_time_and_no_token(tmp_path: Path, plain: list[list[int]]) 
 
 @pytest.mark.parametrize(
     "changed",
-    [{"dtype": "bfloat16"}, {"quantization": "int8"}, {"block_size": 32}, {"max_model_len": 300}],
+    [
+        {"dtype": "bfloat16"},
+        {"kv_cache_dtype": "int8"},
+        {"quantization": "int8"},
+        {"block_size": 32},
+        {"max_model_len": 300},
+    ],
     ids=str,
 )
 def test_blocks_of_another_identity_are_not_found(tmp_path: Path, changed: dict[str, Any]) -> None:
