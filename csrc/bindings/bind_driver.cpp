@@ -152,12 +152,13 @@ void bind_driver(py::module_& m) {
 
   py::class_<FaultInjectingDriver, PageDriver, std::shared_ptr<FaultInjectingDriver>>(
       m, "FaultInjectingDriver")
-      .def(py::init<std::shared_ptr<PageDriver>, bool>(), py::arg("inner"), py::kw_only(),
-           py::arg("late_copies") = false)
+      .def(py::init<std::shared_ptr<PageDriver>, bool, bool>(), py::arg("inner"), py::kw_only(),
+           py::arg("late_copies") = false, py::arg("late_marks") = false)
       .def("arm", &FaultInjectingDriver::arm, py::arg("call"), py::kw_only(),
            py::arg("forever") = false, py::arg("code") = ENOMEM, py::arg("sticky") = false)
       .def("disarm", &FaultInjectingDriver::disarm)
       .def("run_copies", &FaultInjectingDriver::run_copies, py::arg("count"))
+      .def("reach_marks", &FaultInjectingDriver::reach_marks, py::arg("count"))
       .def_property_readonly("num_calls", &FaultInjectingDriver::num_calls)
       .def_property_readonly("num_refused", &FaultInjectingDriver::num_refused);
 

@@ -1,5 +1,6 @@
 #include "vmserve/fault_driver.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <string>
 
@@ -116,12 +117,21 @@ bool FaultInjectingDriver::copy_reached(Mark mark) {
 void FaultInjectingDriver::fence() {
   count_call("fence", 0);
   run_copies(std::numeric_limits<std::int64_t>::max());
+  num_reached_ = num_marks_;
   inner_->fence();
 }
 
 Mark FaultInjectingDriver::mark() {
   count_call("mark", 0);
-  return inner_->mark();
+  return late_marks_ ? ++num_marks_ : inner_->mark();
+}
+
+bool FaultInjectingDriver::reached(Mark mark) {
+  return late_marks_ ? mark <= num_reached_ : inner_->reached(mark);
+}
+
+void FaultInjectingDriver::reach_marks(std::int64_t count) {
+  num_reached_ = std::min(num_marks_, num_reached_ + static_cast<Mark>(count));
 }
 
 Address FaultInjectingDriver::alloc_host(std::size_t bytes) {

@@ -43,6 +43,7 @@ void Background::complete(Epoch epoch, bool sealed) {
       grown.push_back(written.seq);
     }
   }
+  if (ledger_.drop_unseen()) ++ledger_.version;
   if (config_.seal_read_only && work_.failure.empty()) seal_slots(grown);
   restore_write_access();
 }

@@ -321,6 +321,7 @@ bool KindsMemory::finish_background() {
 Plan KindsMemory::plan(const std::vector<Op>& ops) {
   const auto lock = lock_calls();
   const auto locks = enter();
+  apply_reached_marks();
   for (const auto& kind : kinds_) kind->background_.apply_finished_work();
   if (!ops.empty()) {
     if (!Planner::has_attach(ops)) try_give_back_excess();
@@ -329,6 +330,7 @@ Plan KindsMemory::plan(const std::vector<Op>& ops) {
     if (!plan.fits() && finish_background()) plan = sum_up(assess(ops));
     if (!plan.fits() && give_up_past(/*from_slots=*/true)) plan = sum_up(assess(ops));
     if (!plan.fits()) plan = sum_up(assess(ops, /*packs=*/true));
+    if (!plan.fits() && will_give_up_past()) ++plan.waiting_pages;
     return plan;
   }
   // Leaves an earlier plan valid.
@@ -426,65 +428,6 @@ void KindsMemory::make_mapping_room(std::int64_t needed) {
       kind->work_.truncate(oldest, 0);
     }
   }
-}
-
-// -- epochs
-
-void KindsMemory::complete(Epoch epoch) {
-  const auto lock = lock_calls();
-  for (const auto& kind : kinds_) kind->complete(epoch);
-  const auto locks = enter();
-  give_up_past(/*from_slots=*/false);
-}
-
-// Drops what no later query sees, which growth would drop too late to use it. Returns whether there
-// was something. At the end of each step prefixes are found more often by sequences of blocks and
-// less often by slots, whose pages are dropped when they are needed (docs/log.md, 2026-11-24).
-bool KindsMemory::give_up_past(bool from_slots) {
-  bool gave = false;
-  for (std::size_t k = 0; k < kinds_.size(); ++k) {
-    Ledger& ledger = kinds_[k]->ledger_;
-    if (windows_[k] == 0 || ledger.completed != ledger.begun) continue;
-    for (SeqId id = 0; id < ledger.config.max_seqs; ++id) {
-      const Sequence& seq = ledger.seqs[id];
-      if (!seq.open || seq.kv.swapped || (seq.kv.view == View::kVirtual && !from_slots)) continue;
-      const std::int64_t before = seq.kv.num_trimmed;
-      ledger.trim_front(id, std::max<std::int64_t>(0, seq.kv.length + 1 - windows_[k]));
-      if (seq.kv.num_trimmed == before) continue;
-      ++ledger.version;
-      gave = true;
-    }
-    if (gave) kinds_[k]->background_.restore_write_access();
-  }
-  return gave;
-}
-
-void KindsMemory::abandon_epoch(Epoch epoch) {
-  const auto lock = lock_calls();
-  for (const auto& kind : kinds_) kind->abandon_epoch(epoch);
-}
-
-void KindsMemory::launched(Epoch epoch) {
-  const auto lock = lock_calls();
-  for (const auto& kind : kinds_) kind->launched(epoch);
-}
-
-bool KindsMemory::finish_copies() {
-  const auto lock = lock_calls();
-  bool waited = false;
-  for (const auto& kind : kinds_) waited = kind->finish_copies() || waited;
-  return waited;
-}
-
-bool KindsMemory::is_copying() {
-  const auto lock = lock_calls();
-  return std::any_of(kinds_.begin(), kinds_.end(),
-                     [](const auto& kind) { return kind->is_copying(); });
-}
-
-void KindsMemory::clear_cache() {
-  const auto lock = lock_calls();
-  for (const auto& kind : kinds_) kind->clear_cache();
 }
 
 // -- the pool

@@ -393,18 +393,20 @@ void KVMemory::commit(Change& change) {
     if (!slots_[slot.slot].active()) ledger_.park(slot.slot, ledger_.begun);
   }
   EpochRecord record{ledger_.begun, {}};
+  bool drops_past = false;
   record.written.reserve(change.grows.size());
   for (const Op& op : change.grows) {
     Sequence& seq = seqs_[op.seq];
     const std::int64_t before = seq.kv.length;
     seq.kv.length = std::max(before, op.kept_tokens());
-    record.written.push_back({op.seq, seq.generation, before, seq.kv.length});
+    // An attached prefix or a fork may lack more.
+    const std::int64_t first = std::max(op.first_token, seq.kv.num_trimmed * config_.block_tokens);
+    record.written.push_back({op.seq, seq.generation, before, seq.kv.length, first});
+    drops_past = drops_past || op.first_token > 0;
   }
   ledger_.records.push_back(std::move(record));
   for (const Forked& fork : change.forked) ledger_.inherit_prefix(fork);
-  for (const Op& op : change.grows) {
-    if (op.first_token > 0) ledger_.trim_front(op.seq, op.first_token);
-  }
+  if (drops_past) ledger_.drop_unseen();
   for (const SeqId id : change.touched) ledger_.write_table(id, 0);
   MemoryCounters& counts = change.counts;
   counts.pages_zeroed = static_cast<std::int64_t>(change.zero_pages.size());

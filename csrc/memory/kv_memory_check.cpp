@@ -75,6 +75,15 @@ void check_references(const Ledger& ledger, const std::deque<InFlightCopies>& co
   law(num_copies == ledger.pool.num_copies(), std::to_string(ledger.pool.num_copies()) +
                                                   " copies are recorded, " +
                                                   std::to_string(num_copies) + " run");
+  for (const EpochRecord& record : ledger.records) {
+    for (const WrittenRange& written : record.written) {
+      const Sequence& seq = ledger.seqs[written.seq];
+      law(seq.generation != written.generation || seq.kv.swapped ||
+              seq.kv.num_trimmed * ledger.config.block_tokens <= written.first_seen,
+          "sequence " + std::to_string(written.seq) + " lacks blocks that epoch " +
+              std::to_string(record.epoch) + " reads");
+    }
+  }
   law(distinct == ledger.pool.num_used_blocks(), std::to_string(ledger.pool.num_used_blocks()) +
                                                      " blocks are used, " +
                                                      std::to_string(distinct) + " are referenced");

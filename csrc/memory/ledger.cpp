@@ -276,22 +276,21 @@ void Ledger::inherit_prefix(const Forked& fork) {
     if (of_parent == record.written.end()) continue;
     record.written.push_back({fork.child, child.generation,
                               std::min(of_parent->start, fork.num_tokens),
-                              std::min(of_parent->length, fork.num_tokens)});
+                              std::min(of_parent->length, fork.num_tokens), of_parent->first_seen});
   }
   const auto full = std::min(parent.digests.size(), known / config.block_tokens);
   child.digests.assign(parent.digests.begin(),
                        parent.digests.begin() + static_cast<std::ptrdiff_t>(full));
 }
 
-// Drops pages (virtual) or blocks (paged) that lie wholly before the token.
-void Ledger::trim_front(SeqId id, std::int64_t first_token) {
+bool Ledger::trim_front(SeqId id, std::int64_t first_token) {
   Sequence& seq = seqs[id];
-  if (config.has_state()) return;
+  if (config.has_state()) return false;
   const std::int64_t unit =
       seq.kv.view == View::kVirtual ? config.page_tokens() : config.block_tokens;
   const std::int64_t stop = std::min(first_token / unit * unit / config.block_tokens,
                                      static_cast<std::int64_t>(seq.kv.blocks.size()));
-  if (stop <= seq.kv.num_trimmed) return;
+  if (stop <= seq.kv.num_trimmed) return false;
   for (std::int64_t i = seq.kv.num_trimmed; i < stop; ++i) {
     BlockId& block = seq.kv.blocks[i];
     if (block == kNoBlock) continue;
@@ -303,6 +302,31 @@ void Ledger::trim_front(SeqId id, std::int64_t first_token) {
   }
   seq.kv.num_trimmed = stop;
   write_table(id, 0);
+  return true;
+}
+
+bool Ledger::drop_unseen() {
+  bool has_dropped = false;
+  std::vector<bool> is_done(seqs.size());
+  for (const EpochRecord& record : records) {
+    for (const WrittenRange& written : record.written) {
+      const bool is_same = seqs[written.seq].generation == written.generation;
+      if (!is_same || is_done[written.seq]) continue;
+      is_done[written.seq] = true;
+      has_dropped = trim_front(written.seq, written.first_seen) || has_dropped;
+    }
+  }
+  return has_dropped;
+}
+
+std::vector<bool> Ledger::running_seqs() const {
+  std::vector<bool> running(seqs.size());
+  for (const EpochRecord& record : records) {
+    for (const WrittenRange& written : record.written) {
+      if (seqs[written.seq].generation == written.generation) running[written.seq] = true;
+    }
+  }
+  return running;
 }
 
 bool Ledger::can_unmap(const Slot& slot) const {

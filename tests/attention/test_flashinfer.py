@@ -125,11 +125,13 @@ def filled(batch: RaggedBatch) -> ContiguousView:
     return view
 
 
-def as_paged(dense: ContiguousView, block_tokens: int, blocks_per_page: int) -> PagedView:
+def as_paged(
+    dense: ContiguousView, block_tokens: int, blocks_per_page: int, num_spare: int = 1
+) -> PagedView:
     """The same in blocks that lie anywhere in an arena without gaps; block 0 is nobody's."""
     slots, max_len, heads, dim = dense.keys[0].shape
     width, layers = max_len // block_tokens, len(dense.keys)
-    num_pages = -(-slots * width // blocks_per_page) + 1
+    num_pages = -(-slots * width // blocks_per_page) + num_spare
     page_tokens = block_tokens * blocks_per_page
     arena = torch.full((num_pages, page_tokens, layers, 2, heads, dim), float("nan"))
     blocks = torch.randperm(num_pages * blocks_per_page - 1)[: slots * width] + 1

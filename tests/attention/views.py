@@ -9,7 +9,10 @@ import torch
 
 from vmserve.attention.base import RaggedBatch
 from vmserve.attention.rotary import Rotary
-from vmserve.memory.views import ContiguousView, PagedView
+from vmserve.memory.views import ContiguousView, KindTables, PagedView
+
+#: An entry for a block that was given up: kernels that look it up fail.
+NO_BLOCK = 1 << 30
 
 
 def dense_view(
@@ -74,6 +77,31 @@ def paged_view(
         block_tables=torch.tensor(tables, dtype=torch.int32),
         block_tokens=block_tokens,
     )
+
+
+def with_kinds(
+    first: PagedView, second: PagedView, window: int, batch: RaggedBatch, head_slack: int = 0
+) -> PagedView:
+    """Layer 0 of ``first``, and layer 1 of ``second`` as one with a window and pages of its own, of
+    which those that ``batch`` does not see are given up, but for ``head_slack`` tokens."""
+    tables = second.block_tables.clone()
+    for place, past in zip(batch.places.tolist(), batch.num_past.tolist(), strict=True):
+        behind = max(0, past + 1 - window - head_slack)
+        tables[place, : behind // second.block_tokens] = NO_BLOCK
+    return PagedView(
+        keys=(first.keys[0], second.keys[1]),
+        values=(first.values[0], second.values[1]),
+        block_tables=first.block_tables,
+        block_tokens=first.block_tokens,
+        others=(KindTables(window, (1,), tables),),
+    )
+
+
+def of_layer(view: PagedView, layer: int) -> PagedView:
+    """The layer alone, with its block tables."""
+    own = (kind.block_tables for kind in view.others if layer in kind.layers)
+    tables = next(own, view.block_tables)
+    return PagedView((view.keys[layer],), (view.values[layer],), tables, view.block_tokens)
 
 
 def fill_past(view: ContiguousView, batch: RaggedBatch, seed: int = 0) -> None:

@@ -13,7 +13,7 @@ from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda import CudaCall
 from vmserve.attention.cuda.variant import Variant
 from vmserve.attention.rotary import Rotary, rotate
-from vmserve.memory.views import ContiguousView, KVView
+from vmserve.memory.views import ContiguousView, KVView, PagedView
 
 __all__ = [
     "UNIT",
@@ -140,8 +140,8 @@ def attend(
         ranges.append(tensor_range(spec.sinks, False))
     own = (out, lse, plan.parts, plan.part_sums, plan.scratch, rotated)
     ranges += [tensor_range(tensor, True) for tensor in own if tensor.numel()]
-    if plan.table and not call._plans.tables.copied:
-        ranges.append(tensor_range(case.view.block_tables, False))
+    if isinstance(case.view, PagedView) and not call._plans.tables(spec.window).copied:
+        ranges.append(tensor_range(case.view.tables_for(spec.window), False))
     for memory in (plan.parts, plan.part_sums, plan.scratch):
         memory.fill_(float("nan"))
     with launcher.allowing(ranges):

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tests.attention.views import NO_BLOCK, of_layer
 from vmserve.attention.cuda.compile import source_directory
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import KERNELS, Sizes, Variant, sizes_for
@@ -49,13 +50,19 @@ def kv_ranges(
     view: KVView, places: Iterable[int], lengths: Iterable[int], writable_from: Iterable[int]
 ) -> list[Range]:
     """The rows of K and V that exist: each sequence's positions below its length, and what of them
-    may be written."""
+    may be written. In layers with pages of their own, what has no block does not exist."""
+    if isinstance(view, PagedView) and view.others:
+        parts = [*places], [*lengths], [*writable_from]
+        of_kinds = [kv_ranges(of_layer(view, layer), *parts) for layer in range(len(view.keys))]
+        return [each for ranges in of_kinds for each in ranges]
     ranges: list[Range] = []
     for place, length, first in zip(places, lengths, writable_from, strict=True):
         position = torch.arange(length)
         if isinstance(view, PagedView):
             per_page = view.keys[0].shape[1] // view.block_tokens
             block = view.block_tables[place].to(torch.int64)[position // view.block_tokens]
+            position = position[block < NO_BLOCK]
+            block = block[block < NO_BLOCK]
             index = block // per_page
             token = block % per_page * view.block_tokens + position % view.block_tokens
         else:
@@ -67,7 +74,7 @@ def kv_ranges(
             assert tensor.stride(2) == tensor.shape[3], "a row with holes"
             ranges += [
                 (tensor.data_ptr() + offset, row, at >= first)
-                for at, offset in enumerate(offsets.tolist())
+                for at, offset in zip(position.tolist(), offsets.tolist(), strict=True)
             ]
     return ranges
 

@@ -234,7 +234,7 @@ def test_layers_with_windows_give_their_past_up_beside_those_without(
     assert roomy["prefix_cache_hits_total"] > 0
     tight = answers("416KiB")
     assert tight[0] == kinds
-    monkeypatch.setattr("vmserve.memory.longest.layer_kinds", lambda windows: [LayerKind((), None)])
+    monkeypatch.setattr("vmserve.memory.longest.layer_kinds", lambda *_: [LayerKind((), None)])
     one_kind, same, more_pages = answers("4MiB")
     assert one_kind == kinds
     assert same["limit_pages"] == roomy["limit_pages"]

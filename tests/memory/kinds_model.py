@@ -4,7 +4,8 @@ The core chooses pages, blocks and slots; the model says what every sequence mus
 its view, and the contents that the next token of each kind sees through the kind's window. A
 position's value depends on all that KV depends on (tenant, salt, weights, tokens up to it, kind and
 group), so that right contents prove the right block. Positions behind a window may be gone, and are
-not read. A state depends on all tokens up to the sequence's length.
+not read. A state depends on all tokens up to the sequence's length. A step in flight reads where
+things were when it began (:class:`LateReads`), until it ends.
 """
 
 from __future__ import annotations
@@ -42,6 +43,24 @@ class Expected:
     tokens: list[int]
     length: int = 0
     swapped: bool = False
+
+
+@dataclass(repr=False)  # unmapped memory cannot be shown
+class LateReads:
+    """What a step in flight may still read or write of one group of a sequence: memory as its
+    kernels were told of it, and the contents. Of a sequence that was released meanwhile it must
+    only be there: later kernels, which run behind, may write to what others share."""
+
+    number: int
+    rows: list[NDArray[np.uint64]]
+    at: Any
+    wanted: NDArray[np.uint64]
+    is_released: bool = False
+
+    def check(self) -> None:
+        for rows in self.rows:
+            right = rows[self.at] == self.wanted[:, None]
+            assert self.is_released or right.all(), np.flatnonzero(~right.all(axis=1))
 
 
 @dataclass
@@ -121,6 +140,18 @@ class KindsRig:
                         right = rows[at(seen)] == self.words(seq, kind, group)[seen, None]
                         assert right.all(), (number, kind, group, seen[~right.all(axis=1)])
 
+    def late_reads(self, number: int, start: int) -> list[LateReads]:
+        """Of a step that computes the sequence from ``start`` on, which has been applied."""
+        seq, reads = self.seqs[number], []
+        for kind, (window, groups) in enumerate(KINDS):
+            first = max(0, start + 1 - window) if window else 0
+            positions = np.arange(first, seq.length)
+            for group in range(groups):
+                rows, at = self.rows(number, kind, group)
+                wanted = self.words(seq, kind, group)[positions]
+                reads.append(LateReads(number, rows, at(positions), wanted))
+        return reads
+
     def num_refused(self) -> Counter[str]:
         """Calls that the drivers have refused, by name."""
         return sum((Counter(part.faults.num_refused) for part in self.parts), Counter[str]())
@@ -153,6 +184,7 @@ def make_kinds(
     mapper: MapperMode = MapperMode.OFF,
     has_state: bool = False,
     late_copies: bool = False,
+    late_marks: bool = False,
     refused_call: int = 0,
     faulty_member: int | None = None,
     **options: int,
@@ -163,7 +195,7 @@ def make_kinds(
     for window, groups in (*KINDS, (0, 1))[: STATE + has_state]:
         most = max_pages * WHOLE_GROUPS // groups
         host = _core.HostDriver(PAGE, most * groups)
-        driver = _core.FaultInjectingDriver(host, late_copies=late_copies)
+        driver = _core.FaultInjectingDriver(host, late_copies=late_copies, late_marks=late_marks)
         if refused_call and len(described) == 1:
             driver.arm(refused_call)
         own = {

@@ -26,6 +26,7 @@ from tests.memory.kinds_model import (
     WHOLE_GROUPS,
     Expected,
     KindsRig,
+    LateReads,
     blocks_of,
     make_kinds,
 )
@@ -125,6 +126,60 @@ def test_a_plan_that_would_not_fit_gives_up_what_windows_have_behind() -> None:
     assert not rig.core.plan([grow(seq, 40)]).fits
     assert sum(part.core.stats().used_pages for part in rig.parts) < used
     rig.check()
+
+
+def begin(rig: KindsRig, seq: int, to: int) -> int:
+    """A step that runs."""
+    ops = [grow(seq, to)]
+    epoch = rig.core.apply(ops, rig.core.plan(ops).version)
+    before, rig.seqs[seq].length = rig.seqs[seq].length, to
+    rig.write(seq, before)
+    rig.check()
+    return epoch
+
+
+@pytest.mark.parametrize("view", [View.VIRTUAL, View.PAGED])
+def test_what_a_running_step_writes_is_cached_before_a_window_gives_it_up(view: View) -> None:
+    """The next step is planned meanwhile, and sees nothing of it in the narrow windows."""
+    rig = make_kinds(limit_pages=32, num_slots=4)
+    prompt = list(range(1, 38))
+    seq = start(rig, prompt, view, to=4)
+    begin(rig, seq, 24)
+    epoch = begin(rig, seq, 37)
+    assert [blocks_of(rig, k, seq).count(-1) for k in range(3)] == [0, 0, 0]
+    rig.core.complete(epoch - 1)
+    rig.check()
+    # The running step begins at 24 and sees 19 and 14 on.
+    assert [blocks_of(rig, k, seq).count(-1) for k in range(3)] == [0, 19 // 4, 14 // 4]
+    rig.core.complete(epoch)
+    again = rig.core.open(0, view, b"", prompt[:18])
+    assert again is not None
+    assert rig.core.match(again) == 16
+
+
+def test_an_epoch_ends_in_all_kinds_at_once() -> None:
+    """When the last of their drivers says that the device has done its work."""
+    rig = make_kinds(limit_pages=32, late_marks=True)
+    seq = start(rig, list(range(1, 38)), to=8)
+    epoch = begin(rig, seq, 24)
+    rig.core.launched(epoch)
+    for part in rig.parts:
+        assert {part.core.completed_epoch for part in rig.parts} == {epoch - 1}
+        part.faults.reach_marks(1)
+        rig.core.plan([])
+        rig.check()
+    assert {part.core.completed_epoch for part in rig.parts} == {epoch}
+
+
+def test_a_plan_that_is_short_tells_that_running_steps_will_give_up_pages() -> None:
+    rig = make_kinds(limit_pages=6, prefix_caching=0)
+    seq = start(rig, list(range(1, 61)), to=4)
+    epoch = begin(rig, seq, 20)
+    short = rig.core.plan([grow(seq, 28)])
+    assert not short.fits
+    assert short.waiting_pages > 0
+    rig.core.complete(epoch)
+    assert rig.core.plan([grow(seq, 28)]).fits
 
 
 def test_a_shortfall_of_one_kind_leaves_all_as_they_were() -> None:
@@ -348,12 +403,14 @@ class Walk:
             seal_read_only=rng.random() < 0.5,
             has_state=rng.random() < 0.5,
             late_copies=rng.random() < 0.3,
+            late_marks=rng.random() < 0.5,
             faulty_member=rng.choice([None, 0, 1]),
         )
         self.whole = self.rig.core.stats().page_bytes
         self.limit = self.rig.core.stats().limit_pages * self.whole
         self.is_background = mapper is not MapperMode.OFF
-        self.running: list[tuple[int, list[int]]] = []  # epochs, and who grows in them
+        #: Epochs, who grows in them, and what their kernels read.
+        self.running: list[tuple[int, list[int], list[LateReads]]] = []
 
     def step(self) -> None:
         rng, core = self.rng, self.rig.core
@@ -417,7 +474,7 @@ class Walk:
         was = rig.seqs[number]
         seq = Expected(**{**vars(was), "tokens": list(was.tokens)})
         ops: list[Op] = []
-        busy = any(number in grown for _, grown in self.running)
+        busy = any(number in grown for _, grown, _ in self.running)
         if seq.swapped:
             ops.append(swap_in(number))
             seq.swapped = False
@@ -519,9 +576,12 @@ class Walk:
             names[1].extend(new)
             rig.seqs[number] = seq
         rig.core.append_tokens(*names)
+        reads = []
         for number in grown:
-            rig.write(number, max(starts[number], hits.get(number, 0)))
-        self.running.append((epochs[0], [*after]))
+            start = max(starts[number], hits.get(number, 0))
+            rig.write(number, start)
+            reads += rig.late_reads(number, start)
+        self.running.append((epochs[0], [*after], reads))
         if self.rng.random() < 0.6:
             self.complete()
         return True
@@ -529,17 +589,28 @@ class Walk:
     def complete(self) -> None:
         if not self.running:
             return
-        epoch = self.running[-1][0]
         core = self.rig.core
+        for _, _, reads in self.running:
+            for each in reads:
+                each.check()
         if self.rng.random() < 0.05:
-            core.abandon_epoch(epoch)  # its kernels failed, so its requests do
-            for seq in {seq for _, grown in self.running for seq in grown} & {*self.rig.seqs}:
+            core.abandon_epoch(self.running[-1][0])  # its kernels failed, so its requests do
+            for seq in {seq for _, grown, _ in self.running for seq in grown} & {*self.rig.seqs}:
                 core.release(seq)
                 del self.rig.seqs[seq]
-        if self.rng.random() < 0.2 and self.attempt(lambda: core.launched(epoch)):
-            core.plan([])  # finds the marks reached
+            self.running.clear()
+            return
+        num_ended = self.rng.randint(1, len(self.running))
+        epoch = self.running[num_ended - 1][0]
+        if self.rng.random() < 0.4 and self.attempt(lambda: core.launched(epoch)):
+            # Finds the marks that are reached, of some drivers and then of all.
+            for part in self.rig.parts:
+                if self.rng.random() < 0.5:
+                    core.plan([])
+                part.faults.reach_marks(1 << 20)
+            core.plan([])
         core.complete(epoch)
-        self.running.clear()
+        del self.running[:num_ended]
 
     def copy_late(self) -> None:
         """Let copies to the host's memory run, or wait for them."""
@@ -553,11 +624,15 @@ class Walk:
             seq = self.rng.choice(sorted(self.rig.seqs))
             self.rig.core.release(seq)
             del self.rig.seqs[seq]
+            for _, _, reads in self.running:
+                for each in reads:
+                    each.is_released = each.is_released or each.number == seq
 
     def end(self) -> None:
         """Everything comes back."""
         self.disarm()
-        self.complete()
+        while self.running:
+            self.complete()
         for seq in [*self.rig.seqs]:
             self.rig.core.release(seq)
         self.rig.seqs.clear()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -240,9 +241,18 @@ _CALLS: dict[int, Any] = {}
 
 @torch.library.custom_op("vmserve_tests::deferred_attention", mutates_args=())
 def _attend(
-    step: int, layer: int, scale: float, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor
+    step: int,
+    layer: int,
+    scale: float,
+    window: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
-    attended: Tensor = _CALLS[step](LayerAttention(layer, scale), q, k, v, Rotary(cos, sin))
+    spec = LayerAttention(layer, scale, window or None)
+    attended: Tensor = _CALLS[step](spec, q, k, v, Rotary(cos, sin))
     return attended.clone()
 
 
@@ -253,7 +263,11 @@ class SnapshotCpu(CpuBackend):
     def bind(self, view: KVView, batch: RaggedBatch) -> Any:
         if isinstance(view, PagedView):
             tables = torch.from_numpy(view.block_tables.numpy().copy())
-            view = PagedView(view.keys, view.values, tables, view.block_tokens)
+            others = [
+                replace(kind, block_tables=torch.from_numpy(kind.block_tables.numpy().copy()))
+                for kind in view.others
+            ]
+            view = replace(view, block_tables=tables, others=tuple(others))
         return CpuBackend().bind(view, batch)
 
 
@@ -272,7 +286,15 @@ class DeferredCpu(SnapshotCpu):
                 attended: Tensor = bound(spec, q, k, v)
                 return attended
             found: Tensor = _attend(
-                step, spec.layer, spec.scale, q, k, v, rotary.cos, rotary.signed_sin
+                step,
+                spec.layer,
+                spec.scale,
+                spec.window or 0,
+                q,
+                k,
+                v,
+                rotary.cos,
+                rotary.signed_sin,
             )
             return found
 

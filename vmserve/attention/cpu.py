@@ -159,8 +159,12 @@ def _host_view(view: TensorView) -> HostView:
     values = [tensor_tuple(tensor, _CACHE_DTYPES) for tensor in view.values]
     if isinstance(view, ContiguousView):
         return HostView(_core.CpuKvView(keys, values), view)
-    tables = view.block_tables.numpy()
-    return HostView(_core.CpuKvView(keys, values, tables, view.block_tokens), view)
+    tables = [view.block_tables.numpy(), *(kind.block_tables.numpy() for kind in view.others)]
+    layer_tables = [0] * len(keys)
+    for index, kind in enumerate(view.others, start=1):
+        for layer in kind.layers:
+            layer_tables[layer] = index
+    return HostView(_core.CpuKvView(keys, values, tables, view.block_tokens, layer_tables), view)
 
 
 def tensor_tuple(tensor: torch.Tensor, dtypes: frozenset[DType] = CPU_DTYPES) -> TensorTuple:

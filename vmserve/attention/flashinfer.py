@@ -46,7 +46,7 @@ class BlockTensors:
 
     def __init__(self, given: KVView) -> None:
         view = self.view = tensor_view(given)
-        rows, row_tokens, _, _ = view.keys[0].shape
+        row_tokens = view.keys[0].shape[1]
         row_stride, token_stride = view.keys[0].stride()[:2]
         is_slots = isinstance(view, ContiguousView)
         self.block_tokens = SLOT_BLOCK_TOKENS if is_slots else view.block_tokens  # type: ignore[union-attr]
@@ -57,16 +57,19 @@ class BlockTensors:
                 f"{row_stride:,} elements are not whole blocks of {self.block_tokens} tokens: "
                 "use another attention backend"
             )
-        self.num_blocks = (rows - 1) * self.row_blocks + -(-row_tokens // self.block_tokens)
         self.keys = tuple(map(self._blocks, view.keys))
         self.values = tuple(map(self._blocks, view.values))
         self.flat_keys = tuple(map(self._flat, view.keys))
         self.flat_values = tuple(map(self._flat, view.values))
 
+    def _num_blocks(self, tensor: torch.Tensor) -> int:
+        rows, row_tokens = tensor.shape[:2]
+        return (rows - 1) * self.row_blocks + -(-row_tokens // self.block_tokens)
+
     def _blocks(self, tensor: torch.Tensor) -> torch.Tensor:
         _, _, heads, dim = tensor.shape
         _, *strides = tensor.stride()
-        shape = (self.num_blocks, self.block_tokens, heads, dim)
+        shape = (self._num_blocks(tensor), self.block_tokens, heads, dim)
         return tensor.as_strided(
             shape, (self.block_tokens * strides[0], *strides), tensor.storage_offset()
         )
@@ -74,14 +77,17 @@ class BlockTensors:
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
         _, _, heads, dim = tensor.shape
         _, *strides = tensor.stride()
-        shape = (self.num_blocks * self.block_tokens, heads, dim)
+        shape = (self._num_blocks(tensor) * self.block_tokens, heads, dim)
         return tensor.as_strided(shape, strides, tensor.storage_offset())
 
-    def blocks(self, places: NDArray[np.int64], indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The blocks at these indices of the sequences in these slots, or rows of the tables."""
+    def blocks(
+        self, window: int | None, places: NDArray[np.int64], indices: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """The blocks at these indices of the sequences in these slots, or rows of the tables, in
+        layers with such a window."""
         if isinstance(self.view, ContiguousView):
             return places * self.row_blocks + indices
-        tables = self.view.block_tables.cpu().numpy()
+        tables = self.view.tables_for(window).cpu().numpy()
         return tables[places, indices].astype(np.int64)
 
 
@@ -116,7 +122,7 @@ class _Tables:
         counts = -(-lengths // tensors.block_tokens) - first
         starts = np.concatenate([[0], np.cumsum(counts)])
         within = np.arange(starts[-1]) + np.repeat(first - starts[:-1], counts)
-        indices = tensors.blocks(np.repeat(batch.places, counts), within)
+        indices = tensors.blocks(window, np.repeat(batch.places, counts), within)
         q_starts = np.concatenate([batch.starts, [batch.num_tokens]])
         last = (lengths - 1) % tensors.block_tokens + 1
         q, kv, last_tokens = (
@@ -189,12 +195,19 @@ class FlashInferCall:
         self._tensors = tensors
         self._turn = turn
         self._device = tensors.keys[0].device
-        width = tensors.block_tokens
-        positions = batch.positions
-        blocks = tensors.blocks(batch.token_places, positions // width)
-        self._written = upload(blocks * width + positions % width, self._device)
+        #: Where the new tokens go, by window of layers that have pages of their own.
+        self._written: dict[int | None, torch.Tensor] = {}
         self._batch = batch
         self._planned: dict[LayerKind, Any] = {}
+
+    def _places(self, window: int | None) -> torch.Tensor:
+        view, width = self._tensors.view, self._tensors.block_tokens
+        own = window if isinstance(view, PagedView) and view.has_own_tables(window) else None
+        if own not in self._written:
+            positions = self._batch.positions
+            blocks = self._tensors.blocks(own, self._batch.token_places, positions // width)
+            self._written[own] = upload(blocks * width + positions % width, self._device)
+        return self._written[own]
 
     def _plan(self, spec: LayerAttention, q: torch.Tensor) -> Any:
         kind = LayerKind(spec.scale, spec.window, spec.softcap, q.shape[1])
@@ -232,8 +245,9 @@ class FlashInferCall:
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         tensors, layer = self._tensors, spec.layer
-        tensors.flat_keys[layer].index_copy_(0, self._written, k)
-        tensors.flat_values[layer].index_copy_(0, self._written, v)
+        written = self._places(spec.window)
+        tensors.flat_keys[layer].index_copy_(0, written, k)
+        tensors.flat_values[layer].index_copy_(0, written, v)
         wrapper = self._plan(spec, q)
         output: torch.Tensor = wrapper.run(
             q.contiguous(), (tensors.keys[layer], tensors.values[layer])

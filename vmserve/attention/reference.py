@@ -59,24 +59,26 @@ class _ReferenceCall:
             strict=True,
         ):
             rows = slice(start, start + new)
-            written = self._index(place, past, past + new)
+            written = self._index(spec.window, place, past, past + new)
             keys[written] = k[rows]
             if spec.value_dim is None:
                 values[written] = v[rows]
             first = 0 if spec.window is None else max(0, past + 1 - spec.window)
-            index = self._index(place, first, past + new)
+            index = self._index(spec.window, place, first, past + new)
             seen = values[index][..., -output.shape[2] :]
             output[rows] = _attend(q[rows], keys[index], seen, past - first, spec)
         return output
 
-    def _index(self, place: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _index(
+        self, window: int | None, place: int, first: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Where positions ``first`` to ``end`` lie: rows and tokens of the view's tensors."""
         positions = torch.arange(first, end, device=self._view.keys[0].device)
         if isinstance(self._view, ContiguousView):
             return torch.full_like(positions, place), positions
         size = self._view.block_tokens
         blocks_per_page = self._view.keys[0].shape[1] // size
-        table = self._view.block_tables[place].to(positions.device, torch.int64)
+        table = self._view.tables_for(window)[place].to(positions.device, torch.int64)
         blocks = table[positions // size]
         tokens = blocks % blocks_per_page * size + positions % size
         return blocks // blocks_per_page, tokens

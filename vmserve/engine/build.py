@@ -169,7 +169,6 @@ def _build(
             limit -= part
         draft_model = load_draft(choice, config, resolved, part, model.parameter_bytes, progress)
         resolved = replace(resolved, kv_limit_bytes=limit)
-    # Kernels of torch know one block table for all layers.
     own_heads = share_of(model_config, num_ranks)
     memory = create_memory(
         resolved,
@@ -177,7 +176,7 @@ def _build(
         kv_dtype(config, dtype),
         slack,
         pages,
-        separates_kinds=native and not resolved.async_scheduling,
+        head_slack_tokens=head_slack,
         num_ranks=num_ranks,
     )
     if ranks is not None:

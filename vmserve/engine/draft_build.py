@@ -134,12 +134,7 @@ def load_draft(
     )
     try:
         memory = create_memory(
-            resolved,
-            model_config,
-            kv_dtype(config, choice.dtype),
-            0,
-            runtime.memory(),
-            separates_kinds=True,
+            resolved, model_config, kv_dtype(config, choice.dtype), 0, runtime.memory()
         )
     except ConfigurationError as error:
         raise ConfigurationError(

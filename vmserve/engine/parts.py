@@ -21,7 +21,7 @@ from vmserve.memory.layout import (
     plan_layout,
 )
 from vmserve.memory.limits import max_map_count
-from vmserve.memory.longest import LongestSequence, own_kinds
+from vmserve.memory.longest import LongestSequence, layers_for_kinds, own_kinds
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
@@ -74,26 +74,29 @@ def create_memory(
     read_slack_tokens: int,
     device: MemoryDevice,
     *,
-    separates_kinds: bool = False,
+    head_slack_tokens: int = 0,
     num_ranks: int = 1,
 ) -> MemoryManager:
     """The KV memory for these options; refuses a pool that cannot hold the longest sequence.
 
     ``dtype``: of the KV cache.
-    ``separates_kinds``: layers with a sliding window have pages of their own, if others have none.
+    Layers with a sliding window have pages of their own, if others have none, and keep
+    ``head_slack_tokens`` before it.
     ``model``: with the heads of one of ``num_ranks`` ranks, which divide the options' sizes.
     """
-    shape = (model.num_layers, model.kv_heads, model.head_dim, dtype, device.granularity)
+    shape = (model.kv_heads, model.head_dim, dtype, device.granularity)
+    keys_only = model.keys_only
     layout = plan_layout(
         model.num_layers,
         num_ranks * model.kv_heads,
-        *shape[2:],
+        *shape[1:],
         tensor_parallel=num_ranks,
         layers_per_group=(
             resolved.kv_layers_per_group
-            or layers_for_granularity(*shape, keys_only=model.keys_only)
+            or layers_for_kinds(model.windows, *shape, keys_only=keys_only)
+            or layers_for_granularity(model.num_layers, *shape, keys_only=keys_only)
         ),
-        keys_only=model.keys_only,
+        keys_only=keys_only,
         page_bytes=resolved.kv_page_bytes,
         block_tokens=resolved.block_tokens,
         state_bytes=model.state_bytes,
@@ -102,7 +105,7 @@ def create_memory(
         max_map_count=(max_map_count() if device.granularity == HOST_GRANULARITY else None),
     )
     max_len = resolved.max_model_len
-    kinds = own_kinds(layout, model.windows) if separates_kinds else ()
+    kinds = own_kinds(layout, model.windows, head_slack_tokens)
     longest = LongestSequence(
         layout, kinds, max_len, read_slack_tokens, resolved.max_num_batched_tokens
     )

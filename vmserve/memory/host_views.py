@@ -10,6 +10,7 @@ from vmserve import _core
 from vmserve.dtypes import DType
 from vmserve.host_arrays import TensorTuple, array_tuple
 from vmserve.memory.base import Regime
+from vmserve.memory.layout import layer_places
 from vmserve.memory.views import HostView, ViewedMemory
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _layers(
             (*(each // layout.itemsize for each in (*strides, layout.row_bytes)), 1),
         )
 
-    layers = range(layout.num_layers)
-    keys = [described(layout.key_location(layer)) for layer in layers]
-    values = [described(layout.value_location(layer)) for layer in layers]
+    places = layer_places(memory.kinds, layout.num_layers)
+    keys = [described(layout.key_location(place)) for place in places]
+    values = [described(layout.value_location(place)) for place in places]
     return keys, values

@@ -41,6 +41,12 @@ class KindShape:
     token_bytes: int = 0
     window: int | None = None
     state_bytes: int = 0
+    #: Tokens before the window that are kept too.
+    head_slack_tokens: int = 0
+
+    @property
+    def kept_tokens(self) -> int | None:
+        return None if self.window is None else self.window + self.head_slack_tokens
 
     @property
     def name(self) -> str:
@@ -67,7 +73,8 @@ class KindPages:
         """Pages of a sequence of ``num_tokens``."""
         if not self.page_tokens:
             return 1
-        behind = 0 if self.shape.window is None else max(0, num_tokens - self.shape.window)
+        kept = self.shape.kept_tokens
+        behind = 0 if kept is None else max(0, num_tokens - kept)
         return -(-num_tokens // self.page_tokens) - behind // self.page_tokens
 
     def most_pages(self, num_tokens: int, chunk_tokens: int) -> int:
@@ -77,7 +84,7 @@ class KindPages:
         """
         if not self.page_tokens:
             return 2
-        return most_units(num_tokens, self.page_tokens, self.shape.window, chunk_tokens)
+        return most_units(num_tokens, self.page_tokens, self.shape.kept_tokens, chunk_tokens)
 
     def needs(self, num_pages: int) -> str:
         """What so many pages are, for an error."""
@@ -118,6 +125,7 @@ def pages_of_layout(layout: KVLayout, kinds: Sequence[LayerKind]) -> tuple[KindP
                 num_layers=len(kind.layers),
                 token_bytes=layer_bytes // layout.page_tokens,
                 window=kind.window,
+                head_slack_tokens=kind.head_slack_tokens,
             ),
             layer_bytes * len(kind.layers),
             layout.page_tokens,

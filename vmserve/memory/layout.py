@@ -42,6 +42,7 @@ __all__ = [
     "LayerKind",
     "candidates",
     "layer_kinds",
+    "layer_places",
     "layers_for_granularity",
     "plan_layout",
 ]
@@ -192,6 +193,13 @@ class LayerKind:
     #: past but the state.
     window: int | None
     has_state: bool = False
+    #: Tokens before the window that are kept too, because kernels read whole tiles.
+    head_slack_tokens: int = 0
+
+    @property
+    def kept_tokens(self) -> int | None:
+        """How many positions are kept, that of the query included; None: all."""
+        return None if self.window is None else self.window + self.head_slack_tokens
 
     @property
     def name(self) -> str:
@@ -200,16 +208,26 @@ class LayerKind:
         return "all" if self.window is None else f"window {self.window}"
 
 
-def layer_kinds(windows: Sequence[int | None]) -> tuple[LayerKind, ...]:
+def layer_kinds(windows: Sequence[int | None], head_slack_tokens: int = 0) -> tuple[LayerKind, ...]:
     """Group layers by window, those that see everything first, then the widest window.
 
-    ``windows``: of each layer.
+    ``windows``: of each layer. ``head_slack_tokens``: see :class:`LayerKind`.
     """
     found = sorted(set(windows), key=lambda window: -math.inf if window is None else -window)
     return tuple(
-        LayerKind(tuple(layer for layer, each in enumerate(windows) if each == window), window)
+        LayerKind(
+            tuple(layer for layer, each in enumerate(windows) if each == window),
+            window,
+            head_slack_tokens=0 if window is None else head_slack_tokens,
+        )
         for window in found
     )
+
+
+def layer_places(kinds: Sequence[LayerKind], num_layers: int) -> list[int]:
+    """The layer of the layout whose location each layer has: layers of a kind follow each other."""
+    layers = [layer for kind in kinds for layer in kind.layers] or list(range(num_layers))
+    return sorted(range(num_layers), key=layers.__getitem__)
 
 
 def plan_layout(

@@ -6,24 +6,56 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import gcd
 
+from vmserve.dtypes import DType, row_bytes
 from vmserve.errors import ConfigurationError
 from vmserve.memory.kind_pages import KindPages, most_bytes, pages_of_layout
-from vmserve.memory.layout import KVLayout, LayerKind, layer_kinds
+from vmserve.memory.layout import KVLayout, LayerKind, layer_kinds, layers_for_granularity
 from vmserve.sizes import format_size, size_to_set
 
-__all__ = ["LongestSequence", "own_kinds"]
+__all__ = ["LongestSequence", "layers_for_kinds", "own_kinds"]
 
 
-def own_kinds(layout: KVLayout, windows: Sequence[int | None]) -> tuple[LayerKind, ...]:
+#: Larger pages than this would take from short requests more than windows give back.
+_MOST_PAGE_TOKENS = 512
+
+
+def own_kinds(
+    layout: KVLayout, windows: Sequence[int | None], head_slack_tokens: int = 0
+) -> tuple[LayerKind, ...]:
     """The kinds of layers that get pages of their own in this layout; none if all have the same.
 
-    ``windows``: of each layer. Separate pages need a kind that sees all, and groups of one layer.
+    ``windows``: of each layer. ``head_slack_tokens``: how far before a window kernels read.
+    Separate pages need a kind that sees all, and groups that divide the layers of each kind.
     """
-    kinds = layer_kinds(windows)
-    if len(kinds) == 1 or kinds[0].window is not None or layout.layers_per_group > 1:
+    kinds = layer_kinds(windows, head_slack_tokens)
+    group = layout.layers_per_group
+    is_able = all(len(kind.layers) % group == 0 for kind in kinds) and not layout.split_kv
+    if len(kinds) == 1 or kinds[0].window is not None or not is_able:
         return ()
     return kinds
+
+
+def layers_for_kinds(
+    windows: Sequence[int | None],
+    kv_heads: int,
+    head_dim: int,
+    dtype: DType,
+    granularity: int,
+    *,
+    keys_only: bool = False,
+) -> int | None:
+    """Layers per group with which kinds can have pages of their own; None if the smallest page of
+    such a group, or of all layers, has room for more than 512 tokens, or if there is one kind."""
+    kinds = layer_kinds(windows)
+    if len(kinds) == 1 or kinds[0].window is not None:
+        return None
+    common = gcd(*(len(kind.layers) for kind in kinds))
+    shape = (kv_heads, head_dim, dtype, granularity)
+    group = layers_for_granularity(common, *shape, keys_only=keys_only)
+    layer_bytes = (1 if keys_only else 2) * kv_heads * row_bytes(head_dim, dtype)
+    return group if granularity <= _MOST_PAGE_TOKENS * group * layer_bytes else None
 
 
 @dataclass(frozen=True)

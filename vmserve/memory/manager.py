@@ -98,8 +98,8 @@ class MemoryManager:
     ``limit_bytes`` limits the pool and can be changed while serving. ``num_seqs``: sequences that
     can be open (default: one for each slot). ``kinds``: kinds of layers that get pages of their own
     from the pool, the first of which sees all positions (none: one page has all layers); several
-    only with a layout of one layer per group, K beside V. The layout's states are a kind of their
-    own, after these. ``limits`` and ``wrap_driver`` are seams for tests:
+    only with a layout whose groups divide the layers of each, K beside V. The layout's states are a
+    kind of their own, after these. ``limits`` and ``wrap_driver`` are seams for tests:
     the system's limits, and a driver around the real one.
 
     Raises :class:`ConfigurationError` if not one page fits in the limit, and :class:`DriverError`
@@ -134,7 +134,8 @@ class MemoryManager:
         #: How many kinds keep tokens; one more may keep states.
         self.num_token_kinds = max(1, len(kinds))
         #: Groups of layers of each kind.
-        sizes = [len(kind.layers) for kind in kinds] or [layout.num_groups]
+        sizes = [len(kind.layers) // layout.layers_per_group for kind in kinds]
+        sizes = sizes or [layout.num_groups]
         assert sum(sizes) == layout.num_groups
         if layout.state_bytes:
             kinds = kinds or (LayerKind(tuple(range(layout.num_layers)), None),)
@@ -207,7 +208,7 @@ class MemoryManager:
                     "limit_pages": layout.num_groups * self.limit_pages // size,
                     "max_pages": layout.num_groups * max_pages // size,
                 }
-                of_kinds.append((driver, kind.window or 0, own))
+                of_kinds.append((driver, kind.kept_tokens or 0, own))
             if layout.state_bytes:
                 driver = create_driver(1, layout.state_bytes)
                 of_kinds.append((driver, 0, common | self._states(max_pages)))
@@ -523,7 +524,8 @@ class MemoryManager:
     @property
     def narrowest_window(self) -> int | None:
         """That of the kinds; None if there is only one, or all see everything."""
-        return min((kind.window for kind in self.kinds if kind.window is not None), default=None)
+        kept = (kind.kept_tokens for kind in self.kinds)
+        return min((each for each in kept if each is not None), default=None)
 
     @property
     def checkpoints(self) -> Checkpoints | None:
@@ -563,15 +565,15 @@ class MemoryManager:
         """The memory that has each group of layers, and its number there."""
         if self.num_token_kinds == 1:
             return [(self._parts[0], group) for group in range(self.layout.num_groups)]
-        pairs = {
-            layer: (part, group)
+        return [
+            (part, group)
             for part, kind in zip(self._parts, self.kinds, strict=False)
-            for group, layer in enumerate(kind.layers)
-        }
-        return [pairs[layer] for layer in range(self.layout.num_layers)]
+            for group in range(len(kind.layers) // self.layout.layers_per_group)
+        ]
 
-    # For each group uint8 ``[rows, row_bytes]``, in which :mod:`.tensors` and :mod:`.host_views`
-    # find its layers' keys and values. Touching unmapped memory is a fault.
+    # For each group uint8 ``[rows, row_bytes]``, those of a kind one after the other, in which
+    # :mod:`.tensors` and :mod:`.host_views` find its layers' keys and values. Touching unmapped
+    # memory is a fault.
 
     def slot_buffers(self) -> list[NDArray[np.uint8]]:
         """A slot per row."""

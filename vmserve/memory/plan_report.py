@@ -11,7 +11,13 @@ from rich.table import Table
 
 from vmserve.dtypes import DType, row_bytes
 from vmserve.errors import ConfigurationError
-from vmserve.memory.kind_pages import KindPages, KindShape, equal_pages, kind_pages
+from vmserve.memory.kind_pages import (
+    KindPages,
+    KindShape,
+    equal_pages,
+    kind_pages,
+    pages_of_layout,
+)
 from vmserve.memory.kinds_report import KindsReport
 from vmserve.memory.layout import (
     CUDA_GRANULARITY,
@@ -23,7 +29,7 @@ from vmserve.memory.layout import (
     layers_for_granularity,
     plan_layout,
 )
-from vmserve.memory.longest import LongestSequence, own_kinds
+from vmserve.memory.longest import LongestSequence, layers_for_kinds, own_kinds
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
@@ -304,14 +310,10 @@ def plan_report(
         max_len=max_len,
         max_map_count=max_map_count,
     )
-    grouped = layers_for_granularity(
-        shape.num_layers,
-        shape.kv_heads // tensor_parallel,
-        shape.head_dim,
-        shape.dtype,
-        granularity,
-        keys_only=shape.keys_only,
-    )
+    of_layer = (shape.kv_heads // tensor_parallel, shape.head_dim, DType.of(shape.dtype))
+    grouped = layers_for_kinds(
+        shape.layer_windows, *of_layer, granularity, keys_only=shape.keys_only
+    ) or layers_for_granularity(shape.num_layers, *of_layer, granularity, keys_only=shape.keys_only)
     default = next((each for each in layouts if _is_default(each, grouped)), None)
     pages = () if default is None else _pages(shape, default)
     longest = _longest(shape, default, max_len, chunk_tokens)
@@ -352,9 +354,8 @@ def _longest(
 ) -> LongestSequence | None:
     if default is None or max_len is None:
         return None
-    # Kernels of a GPU know one block table for all layers.
-    is_host = default.granularity < CUDA_GRANULARITY
-    kinds = own_kinds(default, shape.layer_windows) if is_host else ()
+    # What kernels read before a window, up to 256 tokens on a GPU, comes on top.
+    kinds = own_kinds(default, shape.layer_windows)
     return LongestSequence(default, kinds, max_len, 0, chunk_tokens)
 
 
@@ -364,12 +365,13 @@ def usual_lengths(max_len: int | None) -> tuple[int, ...]:
 
 
 def _pages(shape: ModelShape, default: KVLayout) -> tuple[KindPages, ...]:
-    is_host = default.granularity < CUDA_GRANULARITY
+    if default.granularity >= CUDA_GRANULARITY:
+        return pages_of_layout(default, own_kinds(default, shape.layer_windows))
     return kind_pages(
         shape.kinds(default.tensor_parallel),
         default.granularity,
-        page_tokens=default.page_tokens if is_host else None,
-        page_bytes=default.page_bytes if is_host else None,
+        page_tokens=default.page_tokens,
+        page_bytes=default.page_bytes,
         block_tokens=default.block_tokens,
     )
 

@@ -8,8 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vmserve.memory.cuda import CudaMemory
+from vmserve.memory.layout import layer_places
 from vmserve.memory.ranks import GroupMemory
-from vmserve.memory.views import ContiguousView, PagedView, StatePages, ViewedMemory
+from vmserve.memory.views import (
+    ContiguousView,
+    KindTables,
+    PagedView,
+    StatePages,
+    ViewedMemory,
+)
 from vmserve.torch_dtypes import as_torch
 
 if TYPE_CHECKING:
@@ -49,6 +56,11 @@ def paged_view(memory: ViewedMemory) -> PagedView:
         block_tables=_host_tensor(memory.block_tables()),  # always in the processor's memory
         block_tokens=memory.layout.block_tokens,
         states=_states(memory),
+        others=tuple(
+            KindTables(kind.window, kind.layers, _host_tensor(memory.block_tables(index)))
+            for index, kind in enumerate(memory.kinds)
+            if index > 0 and kind.window is not None and not kind.has_state
+        ),
     )
 
 
@@ -88,9 +100,9 @@ def _layer_tensors(
             offset_bytes // layout.itemsize,
         )
 
-    layers = range(layout.num_layers)
-    keys = tuple(tensor(layout.key_location(layer)) for layer in layers)
-    values = tuple(tensor(layout.value_location(layer)) for layer in layers)
+    places = layer_places(memory.kinds, layout.num_layers)
+    keys = tuple(tensor(layout.key_location(place)) for place in places)
+    values = tuple(tensor(layout.value_location(place)) for place in places)
     return keys, values
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "ContiguousView",
     "HostView",
     "KVView",
+    "KindTables",
     "PagedView",
     "StatePages",
     "TensorView",
@@ -53,6 +54,16 @@ class ContiguousView:
     states: StatePages | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class KindTables:
+    """Block tables of layers whose pages are their own, and which see ``window`` positions."""
+
+    window: int
+    layers: tuple[int, ...]
+    #: As those of :class:`PagedView`; entries of blocks wholly behind the window are 0.
+    block_tables: torch.Tensor
+
+
 @dataclass(frozen=True)
 class PagedView:
     """The paged view: per layer the arena, and block tables kept current by the KV memory.
@@ -62,7 +73,8 @@ class PagedView:
     ``r`` lies in block ``b = block_tables[r, p // block_tokens]``: token ``p % block_tokens``
     of the ``b % blocks_per_page``-th part of page ``b // blocks_per_page``, where
     ``blocks_per_page = page_tokens // block_tokens``. Only blocks that a table names may be
-    touched.
+    touched. Layers whose window is among ``others`` have these tables instead; the number of pages
+    differs by kind.
     """
 
     keys: tuple[torch.Tensor, ...]
@@ -70,6 +82,16 @@ class PagedView:
     block_tables: torch.Tensor
     block_tokens: int
     states: StatePages | None = None
+    others: tuple[KindTables, ...] = ()
+
+    def has_own_tables(self, window: int | None) -> bool:
+        """Whether layers with such a window have pages, and so tables, of their own."""
+        return any(kind.window == window for kind in self.others)
+
+    def tables_for(self, window: int | None) -> torch.Tensor:
+        """The block tables of layers with such a window."""
+        found = (kind.block_tables for kind in self.others if kind.window == window)
+        return next(found, self.block_tables)
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,8 @@
 // can fail halfway. Other calls go to the wrapped driver.
 //
 // With `late_copies` it has a copy stream (see Capabilities) that is idle by itself: runs of
-// copy_out() are copied by run_copies(), or before an operation that waits for them.
+// copy_out() are copied by run_copies(), or before an operation that waits for them. With
+// `late_marks` marks are reached by reach_marks() or fence() alone, as those of a busy device.
 #pragma once
 
 #include <deque>
@@ -18,8 +19,9 @@ namespace vmserve {
 
 class FaultInjectingDriver final : public PageDriver {
  public:
-  explicit FaultInjectingDriver(std::shared_ptr<PageDriver> inner, bool late_copies = false)
-      : inner_(std::move(inner)), late_copies_(late_copies) {}
+  explicit FaultInjectingDriver(std::shared_ptr<PageDriver> inner, bool late_copies = false,
+                                bool late_marks = false)
+      : inner_(std::move(inner)), late_copies_(late_copies), late_marks_(late_marks) {}
 
   // These four may be called in parallel to another thread's call of the driver.
   // Makes the call-th call from now on (1 is the next) fail with `code`: once, or that call and all
@@ -32,6 +34,8 @@ class FaultInjectingDriver final : public PageDriver {
   std::map<std::string, std::int64_t> num_refused() const;
   // Copies up to `count` waiting runs, oldest first; returns how many.
   std::int64_t run_copies(std::int64_t count);
+  // Reaches up to `count` marks that are not reached, oldest first.
+  void reach_marks(std::int64_t count);
 
   Capabilities capabilities() const override;
   std::size_t granularity() const override { return inner_->granularity(); }
@@ -53,7 +57,7 @@ class FaultInjectingDriver final : public PageDriver {
   bool copy_reached(Mark mark) override;
   void fence() override;
   Mark mark() override;
-  bool reached(Mark mark) override { return inner_->reached(mark); }
+  bool reached(Mark mark) override;
   Address alloc_host(std::size_t bytes) override;
   void free_host(Address addr) override;
   Mapping query(Address addr) const override { return inner_->query(addr); }
@@ -68,6 +72,9 @@ class FaultInjectingDriver final : public PageDriver {
 
   std::shared_ptr<PageDriver> inner_;
   bool late_copies_;
+  bool late_marks_;
+  Mark num_marks_ = 0;  // late ones, of which the first `num_reached_` are reached
+  Mark num_reached_ = 0;
   std::deque<CopyRun> late_;
   Mark num_copied_ = 0;  // late runs of copy_out() that are done; a mark counts those before it
   mutable std::mutex mutex_;  // of what follows

@@ -14,7 +14,7 @@
 //   * bytes committed in all kinds <= the limit. Above a lowered one, nothing is free or idle after
 //     a plan without attach, an apply or a release (unless a driver refused to take pages back)
 //   * a sequence has the same length, view and slot in all kinds (states have no slots), and epochs
-//     have the same numbers
+//     have the same numbers, and end in all kinds at once
 //   * a kind has the blocks of a sequence that the next token sees through its window
 //
 // A page that is idle in one kind becomes another's when that one is short: it is evicted, its
@@ -23,10 +23,12 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "vmserve/kv_memory.h"
@@ -119,6 +121,8 @@ class KindsMemory {
   std::vector<Op> ops_of(std::size_t kind, const std::vector<Op>& ops) const;
   bool finish_background();
   bool give_up_past(bool from_slots);
+  bool will_give_up_past() const;
+  void apply_reached_marks();
   std::vector<Plan> assess(const std::vector<Op>& ops, bool packs = false);
   Plan sum_up(const std::vector<Plan>& plans) const;
   std::uint64_t state_version() const;  // changes with every change in a kind
@@ -134,6 +138,8 @@ class KindsMemory {
   std::vector<Op> last_ops_;  // of the last plan
   bool is_planned_ = false;
   SlotChoices slots_;  // that they take
+  // Of launched epochs, a mark of each kind's driver.
+  std::deque<std::pair<Epoch, std::vector<Mark>>> marks_;
 };
 
 }  // namespace vmserve

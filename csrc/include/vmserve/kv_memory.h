@@ -40,6 +40,7 @@
 //     writable where its sequence may still write
 //   * without seal_read_only, a live sequence's page is read-only only while it is shared or
 //     published
+//   * a sequence has the blocks that its running epochs read or write
 //   * copies(block) = number of copies in flight that read it
 //   * committed = free + in use + waiting + idle + held, and committed <= max_pages
 //   * while more is committed than a lowered limit allows, nothing is free or idle after a plan, an

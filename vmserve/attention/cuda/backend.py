@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda.buffers import Counts, PlanBuffer
@@ -26,11 +25,17 @@ from vmserve.attention.cuda.plan import (
     find_shared_prefixes,
     make_plan,
 )
-from vmserve.attention.cuda.variant import PART_TOKENS, Variant, append_rows, append_scratch
+from vmserve.attention.cuda.tables import Tables
+from vmserve.attention.cuda.variant import (
+    PART_TOKENS,
+    TILE_TOKENS,
+    Variant,
+    append_rows,
+    append_scratch,
+)
 from vmserve.attention.cuda.view import DeviceView
 from vmserve.attention.rotary import Rotary
 from vmserve.dtypes import DType
-from vmserve.errors import UnsupportedError
 from vmserve.memory.views import ContiguousView, KVView, PagedView
 from vmserve.torch_dtypes import as_torch
 
@@ -53,7 +58,8 @@ class CudaPagedBackend:
 
     name = "cuda"
     read_slack_tokens = 0
-    head_slack_tokens = 0
+    #: The first tile of a window is loaded whole; tiles are counted from position 0.
+    head_slack_tokens = TILE_TOKENS - 1
     softcap = True
     sinks = True
     latents = False
@@ -98,11 +104,11 @@ class CudaPagedBackend:
         """
         device_view = self._device_view(view)
         device_view.check(batch)
-        tables = _Tables.of(device_view, self.launcher.device, self._copy_tables)
         if self._share_prefixes and not prefixes and isinstance(view, PagedView):
             host = view.block_tables.cpu().numpy()[batch.places]
             prefixes = find_shared_prefixes(host, batch.num_past, view.block_tokens)
-        return CudaCall(_EagerPlans(self.launcher, device_view, tables, batch, prefixes))
+        plans = _EagerPlans(self.launcher, device_view, self._copy_tables, batch, prefixes)
+        return CudaCall(plans)
 
     def plan_capacity(
         self,
@@ -126,10 +132,15 @@ class CudaPagedBackend:
             raise ValueError(
                 f"{q_heads} query heads are no multiple of {device_view.kv_heads} KV heads"
             )
-        tables = _Tables.of(device_view, self.launcher.device, self._copy_tables)
         limits = _Limits(max_seqs, max_tokens, max_new or max_tokens, max_len, shared_prefixes)
         plans = _FixedPlans(
-            self.launcher, device_view, tables, q_heads, limits, windows, self._workspace
+            self.launcher,
+            device_view,
+            self._copy_tables,
+            q_heads,
+            limits,
+            windows,
+            self._workspace,
         )
         return CapacityPlan(plans)
 
@@ -142,43 +153,6 @@ class CudaPagedBackend:
         if known.device != device:
             raise ValueError(f"the KV cache is on {known.device}, the kernels on {device}")
         return known
-
-
-class _Tables:
-    """Block tables for the kernels: the view's, or a copy of the batch's rows."""
-
-    def __init__(self, view: DeviceView, address: int, width: int, copied: bool) -> None:
-        self.view, self.address, self.width, self.copied = view, address, width, copied
-
-    @staticmethod
-    def of(view: DeviceView, device: torch.device, copy: bool) -> _Tables:
-        paged = view.view
-        if not isinstance(paged, PagedView):
-            return _Tables(view, 0, 0, False)
-        tables = paged.block_tables
-        if copy or tables.device != device:
-            return _Tables(view, 0, 0, True)
-        if tables.dtype != torch.int32 or tables.stride(1) != 1:
-            raise UnsupportedError("block tables must be int32 with contiguous rows")
-        return _Tables(view, tables.data_ptr(), int(tables.stride(0)), False)
-
-    def rows(self, batch: RaggedBatch) -> NDArray[np.int64]:
-        """Return each sequence's row of the table, or its slot."""
-        return np.arange(batch.num_sequences) if self.copied else batch.places
-
-    def copy(self, batch: RaggedBatch) -> NDArray[np.int32] | None:
-        """Copy the batch's rows, as wide as its longest sequence."""
-        paged = self.view.view
-        if not self.copied or not isinstance(paged, PagedView):
-            return None
-        ends = batch.num_past + batch.num_new
-        width = -(-int(ends.max()) // paged.block_tokens) if len(ends) else 0
-        tables = paged.block_tables
-        if tables.device.type == "cpu":
-            host: NDArray[np.int32] = tables.numpy()[batch.places, :width]
-        else:
-            host = tables[torch.from_numpy(batch.places).to(tables.device), :width].cpu().numpy()
-        return host
 
 
 class _Workspace:
@@ -201,7 +175,7 @@ class _PlanInUse:
     def __init__(
         self,
         buffer: PlanBuffer,
-        tables: _Tables,
+        tables: Tables,
         num_parts: int,
         q_heads: int,
         blocks: tuple[int, int, int],
@@ -221,17 +195,17 @@ class _PlanInUse:
                 ("scratch", scratch),
             )
         )
-        self.table = buffer.address("table") if tables.copied else tables.address
-        self.table_width = buffer.counts.table_width if tables.copied else tables.width
+        self.table, self.table_width = tables.place(buffer)
 
 
 class _Plans(ABC):
     """Plans by window. Subclasses decide when they are made and how large they are."""
 
-    def __init__(self, launcher: Launcher, view: DeviceView, tables: _Tables) -> None:
+    def __init__(self, launcher: Launcher, view: DeviceView, copy_tables: bool) -> None:
         self.launcher = launcher
         self.view = view
-        self.tables = tables
+        self._copy_tables = copy_tables
+        self._tables: dict[int | None, Tables] = {}
         self._by_window: dict[int | None, _PlanInUse] = {}
         self._rotated: torch.Tensor | None = None
 
@@ -240,6 +214,13 @@ class _Plans(ABC):
 
     @abstractmethod
     def check_tokens(self, num_tokens: int) -> None: ...
+
+    def tables(self, window: int | None) -> Tables:
+        if window not in self._tables:
+            self._tables[window] = Tables(
+                self.view, window, self.launcher.device, self._copy_tables
+            )
+        return self._tables[window]
 
     def rotated(self, q: torch.Tensor) -> torch.Tensor:
         """The buffer for rotated queries, which all layers share."""
@@ -254,15 +235,18 @@ class _Plans(ABC):
         q_heads: int,
         prefixes: Sequence[SharedPrefix],
     ) -> CudaPlan:
-        step = Step(self.tables.rows(batch), batch.num_past, batch.num_new, batch.starts)
+        tables = self.tables(window)
+        if tables.is_own:
+            prefixes = ()  # one that begins alike has been given up by some, perhaps
+        step = Step(tables.rows(batch), batch.num_past, batch.num_new, batch.starts)
         kv_heads = self.view.kv_heads
         resident = self.launcher.resident(self.view.variant)
         heads = Heads(kv_heads, q_heads // kv_heads, append_rows(self.view.head_dim))
         return make_plan(step, heads, resident, window, prefixes)
 
-    def _fill(self, buffer: PlanBuffer, batch: RaggedBatch, plan: CudaPlan) -> None:
-        rows = np.repeat(self.tables.rows(batch), batch.num_new)
-        buffer.fill(plan, rows, batch.positions, self.tables.copy(batch))
+    def _fill(self, buffer: PlanBuffer, batch: RaggedBatch, plan: CudaPlan, tables: Tables) -> None:
+        rows = np.repeat(tables.rows(batch), batch.num_new)
+        buffer.fill(plan, rows, batch.positions, tables.copy(batch))
 
 
 class _EagerPlans(_Plans):
@@ -272,11 +256,11 @@ class _EagerPlans(_Plans):
         self,
         launcher: Launcher,
         view: DeviceView,
-        tables: _Tables,
+        copy_tables: bool,
         batch: RaggedBatch,
         prefixes: Sequence[SharedPrefix],
     ) -> None:
-        super().__init__(launcher, view, tables)
+        super().__init__(launcher, view, copy_tables)
         self._batch = batch
         self._prefixes = prefixes
 
@@ -293,10 +277,11 @@ class _EagerPlans(_Plans):
     def _make(self, window: int | None, q_heads: int) -> _PlanInUse:
         batch, device = self._batch, self.launcher.device
         plan = self._plan(batch, window, q_heads, self._prefixes)
-        table = self.tables.copy(batch)
+        tables = self.tables(window)
+        table = tables.copy(batch)
         shape = (0, 0) if table is None else (table.shape[0], table.shape[1])
         buffer = PlanBuffer(Counts.of(plan, batch.num_tokens, shape), device)
-        self._fill(buffer, batch, plan)
+        self._fill(buffer, batch, plan, tables)
         append = len(plan.append) * self.view.kv_heads
         if plan.needs_scratch:  # of each block
             append = min(append, self.launcher.resident(self.view.variant).append)
@@ -307,7 +292,7 @@ class _EagerPlans(_Plans):
         )
         room = _Workspace()  # the step before may still run
         return _PlanInUse(
-            buffer, self.tables, plan.num_parts, q_heads, blocks, plan.needs_scratch, device, room
+            buffer, tables, plan.num_parts, q_heads, blocks, plan.needs_scratch, device, room
         )
 
 
@@ -324,21 +309,19 @@ class _Limits:
         """Whether any item is the append kernel's: more rows than a decode has, or a prefix's."""
         return self.shared_prefixes or self.new * group > DECODE_ROWS
 
-    def counts(
-        self, view: DeviceView, tables: _Tables, group: int, limits: tuple[int, int]
-    ) -> Counts:
+    def counts(self, tables: Tables, group: int, limits: tuple[int, int]) -> Counts:
         """``limits``: up to how many items each kernel splits (plan.chunk_limit)."""
         # Every tile has one token or more, of its sequence or (once more) of a shared prefix.
         tiles = self.tokens * (2 if self.shared_prefixes else 1)
-        copied = tables.copied
+        table_rows, table_width = tables.capacity(self.seqs, self.new, self.len)
         return Counts(
             tokens=self.tokens,
             decode=max(tiles, limits[0]),
             append=max(tiles, limits[1]) if self.may_append(group) else 0,
             split=self.tokens,
             lists=self.tokens if self.shared_prefixes else 0,
-            table_rows=self.seqs if copied else 0,
-            table_width=-(-self.len // view.block_tokens) if copied else 0,
+            table_rows=table_rows,
+            table_width=table_width,
         )
 
     def parts(self, group: int, head_dim: int, limits: tuple[int, int]) -> int:
@@ -375,13 +358,13 @@ class _FixedPlans(_Plans):
         self,
         launcher: Launcher,
         view: DeviceView,
-        tables: _Tables,
+        copy_tables: bool,
         q_heads: int,
         limits: _Limits,
         windows: Sequence[int | None],
         workspace: _Workspace,
     ) -> None:
-        super().__init__(launcher, view, tables)
+        super().__init__(launcher, view, copy_tables)
         self._limits = limits
         self.q_heads = q_heads
         resident = launcher.resident(view.variant)
@@ -390,20 +373,28 @@ class _FixedPlans(_Plans):
             chunk_limit(resident.append, view.kv_heads),
         )
         group = q_heads // view.kv_heads
-        counts = limits.counts(view, tables, group, items)
+        counts = {window: limits.counts(self.tables(window), group, items) for window in windows}
+        of_all = next(iter(counts.values()))  # which differ in their tables alone
         num_parts = self._num_parts = limits.parts(group, view.head_dim, items)
         combine = -(-limits.tokens * q_heads // _COMBINE_ROWS)
         blocks = (
-            min(resident.decode, counts.decode * view.kv_heads),
-            min(resident.append, counts.append * view.kv_heads),
+            min(resident.decode, of_all.decode * view.kv_heads),
+            min(resident.append, of_all.append * view.kv_heads),
             min(combine, 2 * resident.decode),
         )
         device = launcher.device
         scratch = limits.len > PART_TOKENS
         for window in windows:
-            buffer = PlanBuffer(counts, device)
+            buffer = PlanBuffer(counts[window], device)
             plan = _PlanInUse(
-                buffer, tables, num_parts, q_heads, blocks, scratch, device, workspace
+                buffer,
+                self.tables(window),
+                num_parts,
+                q_heads,
+                blocks,
+                scratch,
+                device,
+                workspace,
             )
             self._by_window[window] = plan
         size = limits.tokens * q_heads * view.head_dim
@@ -435,7 +426,7 @@ class _FixedPlans(_Plans):
         for window, plan in plans.items():
             found = self._by_window[window]
             assert plan.num_parts <= self._num_parts, "plan.chunk_limit bounds them"
-            self._fill(found.buffer, batch, plan)
+            self._fill(found.buffer, batch, plan, self.tables(window))
 
 
 class CapacityPlan:

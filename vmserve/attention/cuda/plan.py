@@ -34,6 +34,7 @@ __all__ = [
     "SharedPrefix",
     "Step",
     "find_shared_prefixes",
+    "first_visible",
     "make_plan",
 ]
 
@@ -223,7 +224,7 @@ def _shared_lengths(step: Step, prefixes: Sequence[SharedPrefix]) -> IntArray:
     return shared
 
 
-def _first_visible(position: IntArray | int, window: int | None) -> IntArray:
+def first_visible(position: IntArray | int, window: int | None) -> IntArray:
     """Return the first visible key of a tile at ``position``, rounded down to a tile of keys."""
     if window is None:
         return np.zeros_like(position)
@@ -253,7 +254,7 @@ def _sequence_tiles(
         row=step.rows[sequence],
         token=step.starts[sequence] + first,
         num_tokens=count,
-        begin=np.maximum(shared[sequence], _first_visible(position, window)),
+        begin=np.maximum(shared[sequence], first_visible(position, window)),
         end=position + count,
         min_position=position,
         max_position=position + count - 1,
@@ -279,7 +280,7 @@ def _prefix_tiles(
     window: int | None,
 ) -> _Tiles:
     """Tiles over prefixes. All see the same keys, so every member has equally many prefix parts."""
-    begin = int(_first_visible(np.asarray(positions.min()), window))
+    begin = int(first_visible(np.asarray(positions.min()), window))
     starts = np.arange(0, len(positions), per_tile)
     if begin >= prefix.num_tokens:
         starts = starts[:0]  # the window has moved past it

@@ -26,7 +26,8 @@ class DeviceView:
         view = self.view = tensor_view(given)
         first = view.keys[0]
         for tensor in (*view.keys, *view.values):
-            if tensor.shape != first.shape or tensor.stride() != first.stride():
+            # Kinds of layers have pages of their own, of which there may be more or fewer.
+            if tensor.shape[1:] != first.shape[1:] or tensor.stride() != first.stride():
                 raise UnsupportedError(
                     "the cuda backend wants K and V of all layers in tensors of one shape and one "
                     f"stride: {list(tensor.shape)} by {tensor.stride()} is not "

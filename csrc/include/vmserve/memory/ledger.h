@@ -63,12 +63,14 @@ struct Forked {
   std::int64_t num_tokens;
 };
 
-// Positions [start, length) of a sequence that an epoch writes.
+// Positions [start, length) of a sequence that an epoch writes. It reads nothing before
+// `first_seen`.
 struct WrittenRange {
   SeqId seq;
   std::uint32_t generation;
   std::int64_t start;
   std::int64_t length;
+  std::int64_t first_seen;
 };
 
 struct EpochRecord {
@@ -131,7 +133,13 @@ class Ledger {
   std::int64_t num_retiring_pages() const;
   std::int64_t num_own_blocks_after(SeqId seq, BlockId block) const;
   void inherit_prefix(const Forked& fork);
-  void trim_front(SeqId id, std::int64_t first_token);
+  // Drops pages (virtual) or blocks (paged) that lie wholly before the token. Returns whether there
+  // were any.
+  bool trim_front(SeqId id, std::int64_t first_token);
+  // Trims sequences in running epochs to what the oldest of these reads. What it writes is sealed
+  // before it is dropped, and so can be published. Returns whether anything was dropped.
+  bool drop_unseen();
+  std::vector<bool> running_seqs() const;  // those that a running epoch computes
   bool can_unmap(const Slot& slot) const;
   SlotId oldest_parked() const;
   void remove_entries(SlotId slot, std::int64_t first, std::int64_t count);
