@@ -25,6 +25,7 @@ void Background::complete(Epoch epoch, bool sealed) {
   ledger_.completed = epoch;
   pool_.complete(epoch);
   std::vector<SeqId> grown;
+  std::vector<WrittenRange> ended;
   while (!ledger_.records.empty() && ledger_.records.front().epoch <= epoch) {
     const EpochRecord record = std::move(ledger_.records.front());
     ledger_.records.pop_front();
@@ -41,9 +42,10 @@ void Background::complete(Epoch epoch, bool sealed) {
       }
       ledger_.seal(written.seq, written.length);
       grown.push_back(written.seq);
+      if (written.first_seen > 0) ended.push_back(written);
     }
   }
-  if (ledger_.drop_unseen()) ++ledger_.version;
+  if (ledger_.drop_unseen(ended)) ++ledger_.version;
   if (config_.seal_read_only && work_.failure.empty()) seal_slots(grown);
   restore_write_access();
 }

@@ -400,8 +400,9 @@ void KVMemory::commit(Change& change) {
     const std::int64_t before = seq.kv.length;
     seq.kv.length = std::max(before, op.kept_tokens());
     // An attached prefix or a fork may lack more.
-    const std::int64_t first = std::max(op.first_token, seq.kv.num_trimmed * config_.block_tokens);
-    record.written.push_back({op.seq, seq.generation, before, seq.kv.length, first});
+    const std::int64_t trimmed = seq.kv.num_trimmed * config_.block_tokens;
+    seq.kv.first_needed = std::max({seq.kv.first_needed, op.first_token, trimmed});
+    record.written.push_back({op.seq, seq.generation, before, seq.kv.length, seq.kv.first_needed});
     drops_past = drops_past || op.first_token > 0;
   }
   ledger_.records.push_back(std::move(record));

@@ -274,9 +274,9 @@ void Ledger::inherit_prefix(const Forked& fork) {
           return written.seq == fork.parent && written.generation == parent.generation;
         });
     if (of_parent == record.written.end()) continue;
-    record.written.push_back({fork.child, child.generation,
-                              std::min(of_parent->start, fork.num_tokens),
-                              std::min(of_parent->length, fork.num_tokens), of_parent->first_seen});
+    record.written.push_back(
+        {fork.child, child.generation, std::min(of_parent->start, fork.num_tokens),
+         std::min(of_parent->length, fork.num_tokens), child.kv.num_trimmed * config.block_tokens});
   }
   const auto full = std::min(parent.digests.size(), known / config.block_tokens);
   child.digests.assign(parent.digests.begin(),
@@ -305,7 +305,7 @@ bool Ledger::trim_front(SeqId id, std::int64_t first_token) {
   return true;
 }
 
-bool Ledger::drop_unseen() {
+bool Ledger::drop_unseen(const std::vector<WrittenRange>& ended) {
   bool has_dropped = false;
   std::vector<bool> is_done(seqs.size());
   for (const EpochRecord& record : records) {
@@ -315,6 +315,11 @@ bool Ledger::drop_unseen() {
       is_done[written.seq] = true;
       has_dropped = trim_front(written.seq, written.first_seen) || has_dropped;
     }
+  }
+  for (const WrittenRange& written : ended) {
+    const bool is_same = seqs[written.seq].generation == written.generation;
+    if (!is_same || is_done[written.seq]) continue;
+    has_dropped = trim_front(written.seq, written.first_seen) || has_dropped;
   }
   return has_dropped;
 }

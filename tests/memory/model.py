@@ -126,6 +126,8 @@ class Model(Laws):
 
     def _over(self, epoch: int, after: Observation) -> None:
         self.completed = max(self.completed, epoch)
+        for model in self.seqs.values():
+            model.reads = [read for read in model.reads if read[0] > self.completed]
         self.waiting = {b: e for b, e in self.waiting.items() if e > self.completed}
         self.pins = [pin for pin in self.pins if pin.epoch > self.completed]
         self.resting = {p: e for p, e in self.resting.items() if e > self.completed}
@@ -358,6 +360,7 @@ class Model(Laws):
     def _grow(self, op: Op, epoch: int) -> None:
         model = self.seqs[op.seq]
         model.first = max(model.first, op.first_token)
+        model.reads.append((epoch, model.first))
         kept = op.num_tokens - op.num_drafted
         if kept > model.length:
             model.writes.append(Write(op.seq, epoch, model.length, kept))
@@ -412,6 +415,7 @@ class Model(Laws):
             for write in parent.writes
             if write.start < end
         ]
+        child.reads = [(write.epoch, 0) for write in child.writes]
         if parent.seal_limit is not None and parent.seal_limit < end:
             child.seal_limit = parent.seal_limit
 

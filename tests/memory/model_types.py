@@ -135,8 +135,10 @@ class ModelSequence:
     tokens_unknown: bool = False
     length: int = 0
     sealed: int = 0
-    #: First position that is still needed.
+    #: First position that is still needed, but for steps that run.
     first: int = 0
+    #: Epochs that are not complete, and the first position that each reads.
+    reads: list[tuple[int, int]] = field(default_factory=list)
     swapped: bool = False
     writes: list[Write] = field(default_factory=list)
     #: From here on an abandoned epoch left nothing of worth.
@@ -151,6 +153,11 @@ class ModelSequence:
 
     #: Up to here it has room for positions that can be kept.
     room: int = 0
+
+    @property
+    def first_read(self) -> int:
+        """What lies before it may be given up; from here on running steps read or write."""
+        return min((first for _, first in self.reads), default=self.first)
 
     def key(self, end: int) -> Key:
         return (self.tenant, self.salt, self.weights, tuple(self.stream[:end]))

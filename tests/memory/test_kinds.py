@@ -509,13 +509,27 @@ class Walk:
             return None
         parent = self.rng.choice(parents)
         was = rig.seqs[parent]
+        length = self.fork_length(parent, was)
         child = rig.core.open(was.tenant, self.rng.choice([View.VIRTUAL, View.PAGED]), was.salt, [])
         if child is None:
             return None
         view = rig.parts[0].core.view(child)
-        copy = Expected(was.tenant, was.salt, was.weights, view, was.tokens[: was.length])
-        copy.length = was.length
-        return [fork(child, parent, was.length)], child, copy
+        copy = Expected(was.tenant, was.salt, was.weights, view, was.tokens[:length])
+        copy.length = length
+        return [fork(child, parent, length)], child, copy
+
+    def fork_length(self, parent: int, was: Expected) -> int:
+        """Also behind what the parent has by now, where it still has what the child sees."""
+        rig, earlier = self.rig, self.rng.randint(1, was.length)
+        kept = all(
+            block >= 0
+            for k, (window, _) in enumerate(KINDS)
+            if window
+            for block in blocks_of(rig, k, parent)[
+                max(0, earlier + 1 - window) // BLOCK_TOKENS : -(-earlier // BLOCK_TOKENS)
+            ]
+        )
+        return earlier if kept and len(rig.parts) == len(KINDS) else was.length
 
     def plan_and_apply(self) -> None:
         rng, rig = self.rng, self.rig

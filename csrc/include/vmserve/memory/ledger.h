@@ -28,6 +28,7 @@ struct KvState {
   // Positions from here on were not computed (abandoned epoch); they are never sealed.
   std::int64_t seal_limit = std::numeric_limits<std::int64_t>::max();
   std::int64_t num_trimmed = 0;    // leading blocks dropped (sliding window)
+  std::int64_t first_needed = 0;   // what lies before is dropped once no running epoch reads it
   std::int64_t num_published = 0;  // leading blocks offered to the prefix cache
   std::vector<BlockId> blocks;
   bool swapped = false;
@@ -136,9 +137,10 @@ class Ledger {
   // Drops pages (virtual) or blocks (paged) that lie wholly before the token. Returns whether there
   // were any.
   bool trim_front(SeqId id, std::int64_t first_token);
-  // Trims sequences in running epochs to what the oldest of these reads. What it writes is sealed
-  // before it is dropped, and so can be published. Returns whether anything was dropped.
-  bool drop_unseen();
+  // Trims each sequence in running epochs to what the oldest of these reads, and those that are
+  // only in `ended` ones to what the last of these read. What an epoch writes is sealed before it
+  // is dropped, and so can be published. Returns whether anything was dropped.
+  bool drop_unseen(const std::vector<WrittenRange>& ended = {});
   std::vector<bool> running_seqs() const;  // those that a running epoch computes
   bool can_unmap(const Slot& slot) const;
   SlotId oldest_parked() const;
