@@ -509,7 +509,7 @@ class Walk:
             return None
         parent = self.rng.choice(parents)
         was = rig.seqs[parent]
-        length = self.fork_length(parent, was)
+        length = self.fork_length(was)
         child = rig.core.open(was.tenant, self.rng.choice([View.VIRTUAL, View.PAGED]), was.salt, [])
         if child is None:
             return None
@@ -518,18 +518,12 @@ class Walk:
         copy.length = length
         return [fork(child, parent, length)], child, copy
 
-    def fork_length(self, parent: int, was: Expected) -> int:
-        """Also behind what the parent has by now, where it still has what the child sees."""
-        rig, earlier = self.rig, self.rng.randint(1, was.length)
-        kept = all(
-            block >= 0
-            for k, (window, _) in enumerate(KINDS)
-            if window
-            for block in blocks_of(rig, k, parent)[
-                max(0, earlier + 1 - window) // BLOCK_TOKENS : -(-earlier // BLOCK_TOKENS)
-            ]
-        )
-        return earlier if kept and len(rig.parts) == len(KINDS) else was.length
+    def fork_length(self, was: Expected) -> int:
+        """Also before the parent's end, if no window can have given anything up: the scheduler's
+        rule (``Donors``)."""
+        narrowest = min(window for window, _ in KINDS if window)
+        may_be_earlier = was.length <= narrowest and len(self.rig.parts) == len(KINDS)
+        return self.rng.randint(1, was.length) if may_be_earlier else was.length
 
     def plan_and_apply(self) -> None:
         rng, rig = self.rng, self.rig
