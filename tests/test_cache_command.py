@@ -80,6 +80,7 @@ def test_a_digest_of_weights_follows_their_content(tmp_path: Path) -> None:
     (model / "config.json").write_text("{}")
     first = content_digest(model, memo)
     assert content_digest(model, memo) == content_digest(model) == first
+    assert {file.stat().st_mode & 0o777 for file in memo.iterdir()} == {0o600}
     state = weights.stat()
     weights.write_bytes(b"weightz")
     os.utime(weights, ns=(state.st_atime_ns, state.st_mtime_ns))  # only the time of change tells

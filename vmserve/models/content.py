@@ -56,6 +56,7 @@ def _digest_of(file: Path, memo: Path | None) -> str:
         temporary = kept.with_name(f".{os.getpid()}-{kept.name}")
         try:
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary.touch(mode=0o600)
             temporary.write_text(json.dumps({"state": state, "sha256": digest}), encoding="utf-8")
             temporary.rename(kept)
         except OSError:
