@@ -30,7 +30,11 @@ class Engine(ScriptedEngine):
     def __init__(self, text: str = "hello", **facts: Any) -> None:
         super().__init__(text)
         self.resolved: Any = SimpleNamespace(
-            block_tokens=4, prefix_caching=True, max_model_len=256, max_logprobs=20
+            kv_cache_dtype="auto",
+            block_tokens=4,
+            prefix_caching=True,
+            max_model_len=256,
+            max_logprobs=20,
         )
         self._facts = {"model": "m", "limits": 256, **facts}
         self.on_lost: Callable[[], None] = lambda: None

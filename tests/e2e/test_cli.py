@@ -190,7 +190,6 @@ def test_not_enough_memory_names_both_numbers(refused: Refused) -> None:
     [
         (["--attention-backend", "flash"], "sdpa"),
         (["--preemption", "swap"], "give --swap-space"),
-        (["--tensor-parallel-size", "2"], "use 1"),
         (["--beam-width", "4", "--top-p", "0.5"], "not sampled"),
         (["--beam-width", "65"], "--max-num-seqs"),
         (["--length-penalty", "2"], "give --beam-width"),

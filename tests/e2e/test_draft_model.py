@@ -271,14 +271,6 @@ def test_another_tokenizer_is_refused(stranger: Path, tmp_path: Path) -> None:
         ({"speculative": "draft-model"}, "give --speculative-model"),
         ({"speculative_model": "vmserve-embedded"}, "--speculative draft-model"),
         ({"num_speculative_tokens": 3}, "--speculative off"),
-        (
-            {
-                "speculative": "draft-model",
-                "speculative_model": "vmserve-embedded",
-                "kv_cache_memory": "least",
-            },
-            "does not lend",
-        ),
         ({"speculative": "draft-model", "speculative_model": "/nowhere"}, "/nowhere"),
         (
             {

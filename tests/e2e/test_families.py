@@ -99,7 +99,7 @@ def test_a_softcap_is_served_or_refused_at_start(tmp_path: Path, model_dir: Path
     ("name", "memory"),
     [
         ("deepseek-v3", "144KiB"),
-        ("gpt-oss", "288KiB"),
+        ("gpt-oss", "128KiB"),
         ("qwen3-next", "192KiB"),
         ("qwen3.5", "128KiB"),
     ],

@@ -147,7 +147,7 @@ def test_what_it_refuses_and_its_end() -> None:
 
 def test_prefixes_of_other_salts_are_found_in_no_engine(two: LLM) -> None:
     fleet: Any = two._fleet
-    prefix = [11] * 96
+    prefix = [13] * 96  # of no other prompt here
 
     async def hits(member: Any, **terms: str) -> int:
         outputs = member.client.generate([*prefix, 5], GREEDY, **terms)

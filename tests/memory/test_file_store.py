@@ -214,12 +214,14 @@ def test_processes_that_are_killed_leave_whole_blocks(tmp_path: Path, num_kills:
     """One store over all kills: what each left is there for the next."""
     rng = random.Random(9)
     num_written = 0
-    for _ in range(num_kills):
+    for kill in range(num_kills):
         child = os.fork()
         if child == 0:
             store = open_store(tmp_path, 8 * FILE_BYTES)
             while True:
                 _write_all(store)
+        while kill == 0 and not found(open_store(tmp_path, 8 * FILE_BYTES)):
+            time.sleep(0.001)  # on a busy machine it may take long to begin
         time.sleep(rng.random() * 0.004)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

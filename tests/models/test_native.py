@@ -122,7 +122,10 @@ def test_logits_are_those_of_transformers(
     expected = transformers_logits(checkpoints[variant], prompts, torch.float32)
     model = load_model(checkpoints[variant], torch.float32, native=True)
     assert isinstance(model.network, NativeDecoder)
-    assert worst_difference(run_native(model, prompts), expected) < 1e-5
+    # torch's own sums depend on the processor: with delta layers the two are 1.001e-5 apart on one
+    # without AVX-512.
+    bound = 1.2e-5 if variant == "qwen3-next" else 1e-5
+    assert worst_difference(run_native(model, prompts), expected) < bound
 
 
 #: Those that multiply pairs of bfloat16 where the model computes in bfloat16.
@@ -221,7 +224,9 @@ def test_int8_is_the_nearest_of_255_steps_for_each_output(
     assert of_weights > 50 * of_rows
     # The embedding stays as it is, and so do routers.
     hidden = VARIANTS[variant].hidden_size
-    router = 3 * 32 * 64 * 4 if variant == "mixtral" else 0
+    # Three routers of eight outputs, each in one panel of the processor's width.
+    width = 32 if any(isa.startswith("avx512") for isa in _core.cpu_isas()) else 16
+    router = 3 * width * 64 * 4 if variant == "mixtral" else 0
     plain = VOCAB * hidden * 4 + router
     assert (exact.parameter_bytes - plain) == 4 * (int8.parameter_bytes - plain)
 

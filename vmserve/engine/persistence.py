@@ -17,7 +17,6 @@ from vmserve.memory.persist import core_digest, open_stores
 from vmserve.models.config import ModelConfig
 from vmserve.models.content import content_digest
 from vmserve.runner.runtime import DeviceRuntime
-from vmserve.version import __version__
 
 __all__ = ["computed_by", "persist"]
 
@@ -39,6 +38,8 @@ def persist(
     ``path``: the model's files. ``computed``: :func:`computed_by`. Raises
     :class:`~vmserve.errors.ConfigurationError` for a directory or a limit that cannot be used.
     """
+    from vmserve.version import __version__  # noqa: PLC0415 - slow to import
+
     assert resolved.kv_persist is not None
     if not memory.can_persist:
         raise ConfigurationError(
