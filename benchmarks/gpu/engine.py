@@ -205,9 +205,10 @@ def random_model(
     quantization: str = "none",
     progress: Any = None,
     ranks: Any = None,
+    group: Any = None,
 ) -> LoadedModel:
     """In the place of ``load_model``: small random weights, ones in the norms."""
-    if native or quantization != "none" or ranks is not None:
+    if native or quantization != "none" or ranks is not None or group is not None:
         raise ValueError("random weights are for torch's layers, which are captured")
     generator = torch.Generator(device).manual_seed(0)
     tensors = {}
