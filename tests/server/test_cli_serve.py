@@ -228,7 +228,10 @@ def test_options_of_the_server(parse: Parse, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE_OPTIONS.keys() - {"model"}))
-def test_every_option_of_the_engine_arrives(parse: Parse, name: str) -> None:
+def test_every_option_of_the_engine_arrives(
+    parse: Parse, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # --kv-persist makes its directory
     option = ENGINE_OPTIONS[name]
     value: object = "text"
     if option.choices:

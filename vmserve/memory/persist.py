@@ -20,6 +20,7 @@ from typing import Any
 
 from vmserve import _core
 from vmserve.errors import ConfigurationError
+from vmserve.private_files import write_private
 from vmserve.sizes import format_size
 
 __all__ = [
@@ -66,20 +67,21 @@ def open_stores(
     for kind in range(len(block_bytes)):
         text = json.dumps({**identity, "kind": kind}, sort_keys=True)
         digest = hashlib.sha256(text.encode()).digest()
-        names.append((f"{digest.hex()[:24]}", digest, text))
+        names.append((digest.hex()[:24], digest, text))
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        others = [space for space in list_spaces(path) if space.name not in dict.fromkeys(
-            name for name, _, _ in names)]  # fmt: skip
         for name, _, text in names:
             _make_space(path / name, text)
+        spaces = list_spaces(path)
     except OSError as error:
         raise ConfigurationError(
             f"kv_persist: cannot write to {path} ({error.strerror}): give --kv-persist a directory "
             "that can be written, or leave it out"
         ) from error
     opened = _core.StoreDirectory(str(path), limit_bytes)
-    own = [_space(path / name) for name, _, _ in names]
+    own_names = {name for name, _, _ in names}
+    own = [space for space in spaces if space.name in own_names]
+    others = [space for space in spaces if space.name not in own_names]
     logger.info(
         "blocks of the KV cache outlive the process in %s, up to %s: %s are there%s",
         path,
@@ -100,13 +102,8 @@ def core_digest() -> str:
 
 def _make_space(path: Path, text: str) -> None:
     path.mkdir(mode=0o700, exist_ok=True)
-    about = path / _ABOUT
-    temporary = path / f".{os.getpid()}.json"
     # Written anew each time, which shows that the directory can be written.
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.rename(about)
+    write_private(path / _ABOUT, text.encode())
 
 
 def directory_secret(directory: str | Path) -> bytes:

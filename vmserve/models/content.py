@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 from vmserve.models.gguf.reader import is_gguf, open_gguf
+from vmserve.private_files import write_private
 
 __all__ = ["content_digest"]
 
@@ -53,12 +53,9 @@ def _digest_of(file: Path, memo: Path | None) -> str:
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if kept is not None:
-        temporary = kept.with_name(f".{os.getpid()}-{kept.name}")
         try:
             kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary.touch(mode=0o600)
-            temporary.write_text(json.dumps({"state": state, "sha256": digest}), encoding="utf-8")
-            temporary.rename(kept)
+            write_private(kept, json.dumps({"state": state, "sha256": digest}).encode())
         except OSError:
             pass  # it is computed again
     return digest
