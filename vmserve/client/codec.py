@@ -1,7 +1,7 @@
 """Encode messages as msgpack arrays, for an engine in another process.
 
-Parameters were checked when they were made, and are restored without another check. An error
-arrives as the nearest base class that is listed here.
+Parameters were checked when they were made, and are restored without another check. Errors:
+:mod:`vmserve.packed_errors`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from vmserve.client.messages import Add, FromEngine, ToEngine
-from vmserve.errors import (
-    ConfigurationError,
-    DeadlineError,
-    DriverError,
-    EngineDeadError,
-    InvalidRequestError,
-    OutOfMemoryError,
-    RankLostError,
-    UnsupportedError,
-    VmserveError,
-)
+from vmserve.packed_errors import pack_error, unpack_error
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.structured.spec import StructuredOutputsParams
 
@@ -31,21 +21,6 @@ __all__ = ["decode_from_engine", "decode_to_engine", "encode"]
 
 T = TypeVar("T")
 
-_ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (
-        VmserveError,
-        InvalidRequestError,
-        ConfigurationError,
-        UnsupportedError,
-        OutOfMemoryError,
-        DeadlineError,
-        DriverError,
-        EngineDeadError,
-        RankLostError,
-        ValueError,
-    )
-}
 _PARAMS: dict[str, type[SamplingParams] | type[BeamSearchParams]] = {
     "sampling": SamplingParams,
     "beams": BeamSearchParams,
@@ -97,19 +72,10 @@ def _unchecked(kind: type[T], values: Mapping[str, Any]) -> T:
     return made
 
 
-def _pack_error(error: Any) -> tuple[str, str, str | None]:
-    if not isinstance(error, Exception):
-        raise TypeError(f"{type(error).__name__} cannot be in a message")
-    kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _ERRORS), "VmserveError")
-    return kind, str(error), getattr(error, "param", None)
+def _unpack(kind: type, data: Any) -> Exception:
+    return unpack_error(data)
 
 
-def _unpack_error(kind: type, data: Any) -> Exception:
-    name, text, param = data
-    error = _ERRORS[name]
-    return error(text, param) if issubclass(error, InvalidRequestError) else error(text)
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_pack_error)
+_encoder = msgspec.msgpack.Encoder(enc_hook=pack_error)
 _to_engine = msgspec.msgpack.Decoder(ToEngine)
-_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_unpack_error)
+_from_engine = msgspec.msgpack.Decoder(FromEngine, dec_hook=_unpack)

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from vmserve.errors import ConfigurationError, EngineDeadError, UnsupportedError, VmserveError
+from vmserve.errors import EngineDeadError
+from vmserve.packed_errors import pack_error, unpack_error
 
 __all__ = ["ByteWire", "Link", "PairLink", "RankOrders", "TcpLink", "refused"]
 
@@ -19,9 +20,6 @@ _MOST_BYTES = 8 << 20
 _LENGTH = struct.Struct("<I")
 #: A host that vanished without a word is noticed within so many seconds.
 _SILENCE, _PROBE_SECONDS = 20, 5
-_ERRORS: dict[str, type[VmserveError]] = {
-    kind.__name__: kind for kind in (ConfigurationError, UnsupportedError, VmserveError)
-}
 
 
 class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,12 +154,10 @@ def _told(data: bytes) -> Any:
         raise EngineDeadError("its process has ended")
     message = msgspec.msgpack.decode(data)
     if isinstance(message, dict) and "refused" in message:
-        kind, text = message["refused"]
-        raise _ERRORS.get(kind, VmserveError)(text)
+        raise unpack_error(message["refused"])
     return message
 
 
 def refused(error: Exception) -> dict[str, Any]:
     """The message that raises ``error`` at the other end."""
-    kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _ERRORS), "VmserveError")
-    return {"refused": (kind, str(error))}
+    return {"refused": pack_error(error)}
