@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,11 @@ from typing import Any
 import httpx
 import psutil
 
-__all__ = ["Server", "Stream", "until"]
+__all__ = ["ENGINE_OPTIONS", "MAIN", "Server", "Stream", "until"]
 
-COMMAND = [sys.executable, "-c", "from vmserve.cli.main import main; main()", "serve"]
-OPTIONS = [
-    *("--port", "0", "--kv-cache-memory", "64MiB", "--max-model-len", "1024"),
-    *("--kv-regime", "virtual"),
+MAIN = "from vmserve.cli.main import main; main()"
+ENGINE_OPTIONS = [
+    *("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--kv-regime", "virtual"),
 ]
 
 
@@ -36,12 +35,24 @@ def until(holds: Callable[[], bool], seconds: float, what: str) -> float:
 
 
 class Server:
-    """Standard error goes to a file, so that it can never block."""
+    """Standard error goes to a file, so that it can never block.
 
-    def __init__(self, log: Path, *args: str) -> None:
+    ``engine_options``: those that ``args`` come after. ``before``: code of the server's process.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        *args: str,
+        engine_options: Sequence[str] = ENGINE_OPTIONS,
+        before: str = "",
+    ) -> None:
         self._log = log
+        command = [sys.executable, "-c", before + MAIN, "serve", "--port", "0"]
         with log.open("w") as file:
-            self.popen = subprocess.Popen([*COMMAND, *OPTIONS, *args], stderr=file, text=True)
+            self.popen = subprocess.Popen(
+                [*command, *engine_options, *args], stderr=file, text=True
+            )
         try:
             until(self._said_ready, 300, "the server is ready")
         except BaseException:
@@ -82,7 +93,7 @@ class Server:
         until(idle, 60, "all pages are back")
         load = self.http.get("/load").json()
         assert load == {"server_load": 0}
-        assert self.engine.is_running()
+        assert self.http.get("/health").status_code == 200
 
     def raw(self, body: dict[str, Any], *, receive_bytes: int | None = None) -> socket.socket:
         """A completion request on a socket that the caller drops at will."""

@@ -364,11 +364,13 @@ def test_weights_that_differ_have_other_fingerprints(tmp_path: Path) -> None:
 
 
 @contextlib.contextmanager
-def hosted(port: int = 0) -> Iterator[tuple[str, EngineHost]]:
+def hosted(
+    port: int = 0, listener: socket.socket | None = None
+) -> Iterator[tuple[str, EngineHost]]:
     engine = LLMEngine(EngineConfig.from_options({"model": None, **OPTIONS}))
-    listener = socket.create_server(("127.0.0.1", port))
+    listener = listener or socket.create_server(("127.0.0.1", port))
     host = EngineHost(engine, listener, KEY)
-    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    address = "{}:{}".format(*listener.getsockname())
     thread = threading.Thread(target=host.run)
     thread.start()
     try:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.e2e.test_same_bits import Prompts
-from tests.models.test_torch_ranks import namespaces
+from tests.namespaces import namespaces
 from vmserve import LLM, SamplingParams
 from vmserve.errors import ConfigurationError, RankLostError
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +30,15 @@ from tests.models.schedule import (
 )
 from tests.models.test_mxfp4 import write as write_mxfp4
 from tests.models.torch_ranks import join, load_rank, run_rank, run_ranks
+from tests.namespaces import namespaces
 from vmserve.errors import DriverError, UnsupportedError
 from vmserve.models import load_model, tensor_loader
 from vmserve.models.blocks import Joined, StackedExperts
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.shard import Part, Shard, share
 from vmserve.models.weights import DecoderWeights, assemble
+
+__all__ = ["namespaces"]
 
 ROOT = Path(__file__).parents[2]
 #: Key-value heads fewer than ranks, tied heads, biases behind sums, one matrix of q, k and v and of
@@ -175,30 +176,6 @@ def test_a_killed_rank_ends_the_step_of_the_others(second_rank: Any) -> None:
         with pytest.raises(DriverError, match="rank 0 of 2 has lost another rank") as raised:
             first.sum(torch.zeros(4))
         assert raised.value.sticky
-
-
-@pytest.fixture
-def namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with a cable between 10.77.0.1 and 10.77.0.2."""
-    names = f"vmserve-{os.getpid()}-a", f"vmserve-{os.getpid()}-b"
-
-    def ip(*arguments: str) -> None:
-        subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-    with ExitStack() as stack:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-                stack.callback(ip, "netns", "del", name)
-            cable = ("type", "veth", "peer", "name", "rank1", "netns", names[1])
-            ip("link", "add", "rank0", "netns", names[0], *cable)
-        except (OSError, subprocess.CalledProcessError):
-            pytest.skip("makes network namespaces, which needs root and iproute2")
-        for rank, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", f"rank{rank}")
-            for device in (f"rank{rank}", "lo"):
-                ip("-n", name, "link", "set", device, "up")
-        yield names
 
 
 @pytest.mark.slow

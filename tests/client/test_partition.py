@@ -1,0 +1,248 @@
+"""A network that fails between a server and one of its two engines, and heals.
+
+The engine is on another host, by network namespaces. Silences are shorter here than they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from tests.client.test_remote_llm import KEY, free_port, hosted, until
+from tests.namespaces import cut_cable, inside, namespaces
+from vmserve import EngineDeadError, SamplingParams
+from vmserve.client.fleet.fleet import FleetLLM
+from vmserve.client.fleet.remote import connect_engines
+from vmserve.client.process_llm import Supervision
+from vmserve.client.remote import handshake, host, link, remote_llm
+from vmserve.client.remote.handshake import TakenError
+from vmserve.client.remote.remote_llm import RemoteLLM
+from vmserve.types import PinnedPrefix
+
+__all__ = ["namespaces"]
+
+pytestmark = pytest.mark.timeout(300)
+
+Names = tuple[str, str]
+PARAMS = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+PROMPTS = [[5 + number] * (30 + 9 * number) for number in range(4)]
+PINNED = [9] * 64
+
+
+@pytest.fixture
+def far(namespaces: Names, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    """Where an engine listens on the second host. This process connects from the first."""
+    connect = socket.create_connection
+
+    def from_first(address: tuple[str, int], timeout: float) -> socket.socket:
+        if not address[0].startswith("10.77."):
+            return connect(address, timeout)
+        with inside(namespaces[0]):
+            return connect(address, timeout)
+
+    monkeypatch.setattr(link.socket, "create_connection", from_first)
+    monkeypatch.setattr(link, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 1.0)
+    monkeypatch.setattr(host, "_SILENT_SECONDS", 4.0)
+    monkeypatch.setattr(remote_llm, "_LONGEST_PAUSE_SECONDS", 0.5)
+    with inside(namespaces[1]):
+        listener = socket.create_server(("10.77.0.2", free_port()))
+    with listener:
+        yield listener
+
+
+def fleet_of(*addresses: str, ping_seconds: float = 0.2) -> FleetLLM:
+    watched = Supervision(ping_seconds=ping_seconds)
+    fleet, _ = connect_engines(addresses, KEY, supervision=watched)
+    assert isinstance(fleet, FleetLLM)
+    return fleet
+
+
+class Load:
+    """Clients that ask again and again, and what came of it."""
+
+    def __init__(self, fleet: FleetLLM, expected: list[list[int]]) -> None:
+        self.ends: Counter[str] = Counter()
+        self._fleet = fleet
+        self._expected = expected
+        self._is_over = False
+        self._clients = [asyncio.create_task(self._ask(number)) for number in range(4)]
+
+    async def _ask(self, number: int) -> None:
+        is_stream = number % 2 == 0
+        while not self._is_over:
+            expected, told = self._expected[number], []
+            try:
+                async with asyncio.timeout(60):
+                    async for output in self._fleet.generate(
+                        PROMPTS[number], PARAMS, stream=is_stream
+                    ):
+                        told += [each for choice in output.outputs for each in choice.token_ids]
+            except EngineDeadError:
+                assert is_stream, "another engine could have answered"
+                assert told == expected[: len(told)] != []
+                self.ends["ended by an error"] += 1
+            else:
+                assert told == expected
+                self.ends["answered"] += 1
+
+    async def go_on(self) -> None:
+        """Wait for some more answers."""
+        before = self.ends["answered"]
+        await until(lambda: self._failed() or self.ends["answered"] > before + 4)
+
+    def _failed(self) -> bool:
+        return any(client.done() for client in self._clients)
+
+    async def end(self) -> None:
+        self._is_over = True
+        await asyncio.gather(*self._clients)
+
+
+async def answers(fleet: FleetLLM) -> list[list[int]]:
+    found = []
+    for prompt in PROMPTS:
+        [final] = [output async for output in fleet.generate(prompt, PARAMS)]
+        found.append(list(final.outputs[0].token_ids))
+    return found
+
+
+async def assert_is_whole(fleet: FleetLLM, expected: list[list[int]]) -> None:
+    """Both engines serve this server and nobody else, and have what is pinned and nothing else."""
+    assert [member.state for member in fleet.members] == ["ready", "ready"]
+    for member, other in zip(fleet.members, reversed(fleet.members), strict=True):
+        fleet.drain(other.name)
+        assert await answers(fleet) == expected
+        stats = await member.client.fetch_stats()
+        assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
+        [hit] = [each async for each in fleet.generate([*PINNED, 5], PARAMS)]
+        assert hit.metrics.num_cached_tokens == len(PINNED)
+        fleet.resume(other.name)
+        assert member.requests == set()
+        assert isinstance(member.client, RemoteLLM)
+        with pytest.raises(TakenError):
+            await asyncio.to_thread(RemoteLLM, member.client.address, KEY)
+
+
+async def until_pinned(fleet: FleetLLM) -> None:
+    for member in fleet.members:
+        while (await member.client.fetch_stats())["pinned_prefixes"] != 1:
+            await asyncio.sleep(0.01)
+
+
+async def end(fleet: FleetLLM, pin: PinnedPrefix) -> None:
+    """Nothing holds memory any more."""
+    await fleet.unpin_prefix(pin.handle)
+    for member in fleet.members:
+        stats = await member.client.fetch_stats()
+        assert stats["pinned_prefixes"] == stats["num_seqs"] == stats["used_pages"] == 0
+    await fleet.shutdown()
+
+
+def run(test: Coroutine[None, None, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 200))
+
+
+@pytest.mark.parametrize(
+    "senders",
+    [
+        pytest.param((0, 1), id="both"),
+        pytest.param((0,), id="server", marks=pytest.mark.slow),
+        pytest.param((1,), id="engine", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_is_back_when_the_network_is(
+    senders: tuple[int, ...], namespaces: Names, far: socket.socket
+) -> None:
+    """Whoever's packets are lost; all requests end, before it is noticed and after."""
+
+    async def test(fleet: FleetLLM) -> None:
+        expected = await answers(fleet)
+        pin = await fleet.pin_prefix(PINNED)
+        load = Load(fleet, expected)
+        await load.go_on()
+        with cut_cable(namespaces, senders):
+            await until(lambda: fleet.members[1].state == "down")
+            await load.go_on()
+        await until(lambda: fleet.members[1].state == "ready")
+        await load.go_on()
+        await load.end()
+        await until_pinned(fleet)
+        await assert_is_whole(fleet, expected)
+        await end(fleet, pin)
+
+    with hosted() as (near, _), hosted(listener=far) as (address, _):
+        run(test(fleet_of(near, address)))
+
+
+def test_a_short_cut_is_only_a_delay(namespaces: Names, far: socket.socket) -> None:
+    async def test(fleet: FleetLLM) -> None:
+        expected = await answers(fleet)
+        load = Load(fleet, expected)
+        await load.go_on()
+        with cut_cable(namespaces):
+            await asyncio.sleep(0.5)
+        await load.go_on()
+        await load.end()
+        assert set(load.ends) == {"answered"}
+        stats = await fleet.fetch_stats()
+        assert stats["engine_restarts_total"] == stats["router_failovers_total"] == 0
+        await fleet.shutdown()
+
+    with hosted() as (near, _), hosted(listener=far) as (address, _):
+        run(test(fleet_of(near, address, ping_seconds=1.0)))
+
+
+@pytest.mark.parametrize("moment", ["handshake", "pin"])
+def test_a_cut_while_an_engine_joins_leaves_nothing_half_joined(
+    moment: str,
+    namespaces: Names,
+    far: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is not there when the server starts, and lost again after a handshake, or before a pin."""
+    network, is_cut = contextlib.ExitStack(), threading.Event()
+
+    def cut_at(place: Any, name: str) -> None:
+        """Cut at the first call that is about the second host."""
+        original = getattr(place, name)
+
+        def wrapped(asked: Any, argument: Any) -> Any:
+            result = original(asked, argument)
+            address = asked.getpeername()[0] if moment == "handshake" else asked.address
+            if address.startswith("10.77."):
+                monkeypatch.setattr(place, name, original)
+                caplog.clear()
+                network.enter_context(cut_cable(namespaces))
+                is_cut.set()
+            return result
+
+        monkeypatch.setattr(place, name, wrapped)
+
+    async def test(fleet: FleetLLM) -> None:
+        expected = await answers(fleet)
+        pin = await fleet.pin_prefix(PINNED)
+        if moment == "handshake":
+            cut_at(link, "greet_engine")
+        else:
+            cut_at(RemoteLLM, "keep")
+        network.close()
+        await until(lambda: is_cut.is_set() and "not connected yet" in caplog.text)
+        assert len(fleet.members) == 1
+        assert await answers(fleet) == expected
+        network.close()
+        await until(lambda: len(fleet.members) == 2)
+        await assert_is_whole(fleet, expected)
+        await end(fleet, pin)
+
+    with network, hosted() as (near, _), hosted(listener=far) as (address, _):
+        network.enter_context(cut_cable(namespaces))
+        run(test(fleet_of(near, address)))
