@@ -253,9 +253,9 @@ def main(arguments: list[str] | None = None) -> None:
     summary, even, room = table(runs), break_even(runs), at_once(shape)
     console = make_console()
     print_table(console, summary)
-    from_tokens = "never here" if even is None else f"from {even:,.0f} tokens in flight on"
+    from_tokens = "no size here" if even is None else f"{even:,.0f} tokens in flight"
     told = (
-        f"int8 is faster than bf16 {from_tokens}. Requests of {REQUEST_TOKENS:,} tokens at once in "
+        f"int8 is faster than bf16 from {from_tokens} on. Requests of {REQUEST_TOKENS:,} tokens at once in "
         f"1 GiB: {room['int8']} with int8, {room['bfloat16']} with bf16 "
         f"({room['int8'] / room['bfloat16']:.2f} times)."
     )

@@ -23,9 +23,9 @@ import httpx
 
 CLIENTS = 16
 PREFIX_TOKENS, SUFFIX_TOKENS, ANSWER_TOKENS = 640, 16, 8
-#: Together they fill more than the prefix cache of one of two engines, and less than both.
-PREFIXES = 40
-KV_CACHE = "192MiB"
+#: Of the embedded model 160 MiB of KV: each of two engines can keep half of them, and more.
+PREFIXES = 64
+KV_CACHE = "240MiB"
 FLEET = ("--data-parallel-size", "2")
 SUBJECTS = {
     "one engine": (),
@@ -78,28 +78,33 @@ def _serve(
 
 async def _load(
     url: str, prompt_of: Callable[[int], list[int]], seconds: float, first: int
-) -> float:
-    """Requests a second of ``CLIENTS`` in a closed loop; as long before is not counted."""
+) -> tuple[float, float]:
+    """Requests a second of ``CLIENTS`` in a closed loop, and the part of their prompts' tokens that
+    was cached; as long before is not counted."""
     numbers = iter(range(first, sys.maxsize))
     begin = time.perf_counter() + seconds
     end = begin + seconds
-    done = 0
+    done = num_prompt = num_cached = 0
 
     async def client(http: httpx.AsyncClient) -> None:
-        nonlocal done
+        nonlocal done, num_prompt, num_cached
         while time.perf_counter() < end:
             body = {"prompt": prompt_of(next(numbers)), "max_tokens": ANSWER_TOKENS}
             reply = await http.post("/v1/completions", json={**body, "ignore_eos": True})
             reply.raise_for_status()
-            done += begin <= time.perf_counter() < end
+            if begin <= time.perf_counter() < end:
+                usage = reply.json()["usage"]
+                done += 1
+                num_prompt += usage["prompt_tokens"]
+                num_cached += usage["prompt_tokens_details"]["cached_tokens"]
 
     async with httpx.AsyncClient(base_url=url, timeout=120) as http:
         await asyncio.gather(*(client(http) for _ in range(CLIENTS)))
-    return done / seconds
+    return done / seconds, num_cached / max(1, num_prompt)
 
 
 def _measure(model: str | None, seconds: float, rounds: int) -> None:
-    rates: dict[tuple[str, str], list[float]] = {}
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     choices: list[float] = []
     for number in range(rounds):
         for subject, options in SUBJECTS.items():
@@ -107,8 +112,8 @@ def _measure(model: str | None, seconds: float, rounds: int) -> None:
                 popen, url = _serve(model, options, Path(directory) / "log")
                 try:
                     for workload, prompt_of in WORKLOADS.items():
-                        rate = asyncio.run(_load(url, prompt_of, seconds, number * 1_000_000))
-                        rates.setdefault((workload, subject), []).append(rate)
+                        got = asyncio.run(_load(url, prompt_of, seconds, number * 1_000_000))
+                        found.setdefault((workload, subject), []).append(got)
                         admin = {"authorization": "Bearer admin"}
                         reset = httpx.post(f"{url}/reset_prefix_cache", headers=admin)
                         reset.raise_for_status()
@@ -119,13 +124,23 @@ def _measure(model: str | None, seconds: float, rounds: int) -> None:
                 finally:
                     popen.terminate()
                     popen.wait(60)
-    print("| requests/s | " + " | ".join(SUBJECTS) + " | prefix / round-robin |")
+    print(
+        "| requests/s (prompt tokens cached) | "
+        + " | ".join(SUBJECTS)
+        + " | prefix / round-robin |"
+    )
     print("|---|" + "---:|" * (len(SUBJECTS) + 1))
     for workload in WORKLOADS:
-        means = {each: statistics.median(rates[workload, each]) for each in SUBJECTS}
-        cells = [f"{means[each]:.1f}" for each in SUBJECTS]
+        rates, cached = (
+            {
+                each: statistics.median(got[part] for got in found[workload, each])
+                for each in SUBJECTS
+            }
+            for part in (0, 1)
+        )
+        cells = [f"{rates[each]:.1f} ({cached[each]:.0%})" for each in SUBJECTS]
         print(
-            f"| {workload} | {' | '.join(cells)} | {means['prefix'] / means['round-robin']:.2f} |"
+            f"| {workload} | {' | '.join(cells)} | {rates['prefix'] / rates['round-robin']:.2f} |"
         )
     print(f"\na choice by prefix: {1000 * statistics.mean(choices):.3f} ms in the mean")
 
