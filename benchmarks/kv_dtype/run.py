@@ -255,8 +255,8 @@ def main(arguments: list[str] | None = None) -> None:
     print_table(console, summary)
     from_tokens = "no size here" if even is None else f"{even:,.0f} tokens in flight"
     told = (
-        f"int8 is faster than bf16 from {from_tokens} on. Requests of {REQUEST_TOKENS:,} tokens at once in "
-        f"1 GiB: {room['int8']} with int8, {room['bfloat16']} with bf16 "
+        f"int8 is faster than bf16 from {from_tokens} on. Requests of {REQUEST_TOKENS:,} tokens at "
+        f"once in 1 GiB: {room['int8']} with int8, {room['bfloat16']} with bf16 "
         f"({room['int8'] / room['bfloat16']:.2f} times)."
     )
     console.print(told)
