@@ -35,6 +35,7 @@ class Engine(ScriptedEngine):
             prefix_caching=True,
             max_model_len=256,
             max_logprobs=20,
+            request_timeout=None,
         )
         self._facts = {"model": "m", "limits": 256, **facts}
         self.on_lost: Callable[[], None] = lambda: None

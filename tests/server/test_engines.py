@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from tests.client.test_fleet import Engine, fleet_of
+from tests.helpers import until
 from tests.server.conftest import Running, error_of
 from vmserve.cli.top import Screen
 
@@ -89,3 +92,112 @@ def test_a_model_of_one_engine_has_none_by_id(start: Start, what: str) -> None:
     server = start(admin_api_key="admin")
     assert server.http.post(f"/v1/engines/0/{what}", headers=ADMIN).status_code == 404
     assert server.http.get("/health").content == b""
+
+
+def test_a_group_has_a_row_that_says_how_many_ranks_live(start: Start) -> None:
+    class Group(Engine):
+        def stats(self) -> dict[str, float | int]:
+            return {**super().stats(), "tensor_parallel_size": 2}
+
+    one, other = Group(), Group()
+    pair, alone = start(fleet_of(one, other)), start(Group())
+    one.kill()
+    live = pair.http.get("/v1/kv/live").json()
+    rows = [(row["state"], row["num_live_ranks"], row["num_ranks"]) for row in live["engines"]]
+    assert rows == [("down", 0, 2), ("ready", 2, 2)]
+    assert live["stats"]["tensor_parallel_size"] == 2
+    written = io.StringIO()
+    screen = Screen()
+    screen.take(live, 0.0)
+    Console(width=100, file=written).print(screen)
+    assert "0 of 2" in written.getvalue()
+    [row] = alone.http.get("/v1/kv/live").json()["engines"]
+    assert (row["id"], row["state"], row["num_live_ranks"]) == ("0", "ready", 2)
+    assert alone.http.get("/health").content == b""
+
+
+# -- what a key may have is counted over all engines ------------------------------------------
+
+
+def paused(server: Running, *engines: Engine) -> Callable[[], None]:
+    """Hold all requests until what is returned is called."""
+    for engine in engines:
+        engine.pause, engine.pause_after = server.on_loop(asyncio.Event), 0
+    return lambda: [server.on_loop(engine.pause.set) for engine in engines if engine.pause] and None
+
+
+def ask(server: Running, user: str) -> int:
+    return server.post("/v1/completions", {**BODY, "user": user}).status_code
+
+
+def num_sent(*engines: Engine) -> int:
+    return sum(len(engine.requests) for engine in engines)
+
+
+def test_sequences_of_a_key_are_those_in_all_engines(start: Start) -> None:
+    one, other = Engine(), Engine()
+    server = start(fleet_of(one, other), max_key_sequences=2)
+    go_on = paused(server, one, other)
+    with ThreadPoolExecutor(5) as threads:
+        asked = [threads.submit(ask, server, "u") for _ in range(4)]
+        until(lambda: server.http.get("/load").json() == {"server_load": 4})
+        asked.append(threads.submit(ask, server, "v"))
+        until(lambda: num_sent(one, other) == 3)
+        tenants = [extra["tenant"] for each in (one, other) for _, _, extra in each.requests]
+        assert sorted(tenants) == ["u", "u", "v"]
+        go_on()
+        assert [each.result(20) for each in asked] == [200] * 5
+
+
+def test_requests_of_a_key_are_those_in_all_engines_also_after_a_death(start: Start) -> None:
+    one, other = Engine(), Engine()
+    server = start(fleet_of(one, other), max_key_requests=2)
+    go_on = paused(server, one, other)
+    with ThreadPoolExecutor(2) as threads:
+        asked = [threads.submit(ask, server, "u") for _ in range(2)]
+        until(lambda: num_sent(one, other) == 2)
+        assert (len(one.requests), len(other.requests)) == (1, 1)
+        assert ask(server, "u") == 429
+        server.on_loop(one.kill)
+        until(lambda: len(other.requests) == 2)
+        assert ask(server, "u") == 429
+        go_on()
+        assert [each.result(20) for each in asked] == [200, 200]
+    assert ask(server, "u") == 200
+
+
+def test_tokens_of_a_key_are_charged_once_whatever_engine_answers(start: Start) -> None:
+    """3 of a prompt and 6 of an answer; an engine that dies under a request charges nothing."""
+    one, other = Engine(), Engine()
+    server = start(fleet_of(one, other), key_tokens_per_minute=24)
+    go_on = paused(server, one)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(ask, server, "u")
+        until(lambda: len(one.requests) == 1)
+        server.on_loop(one.kill)
+        assert first.result(20) == 200
+    server.on_loop(one.revive)
+    go_on()
+    assert [ask(server, "u") for _ in range(3)] == [200, 200, 429]
+    assert num_sent(one, other) == 4
+    assert min(len(one.requests), len(other.requests)) > 1
+    assert ask(server, "v") == 200
+
+
+def test_the_queue_is_that_of_all_engines(start: Start) -> None:
+    class Narrow(Engine):
+        def stats(self) -> dict[str, float | int]:
+            return {**super().stats(), "num_requests_running": min(1, len(self.running))}
+
+    one, other = Narrow(), Narrow()
+    server = start(fleet_of(one, other), max_queued_requests=2)
+    go_on = paused(server, one, other)
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(ask, server, "u")]
+        for number in range(1, 4):
+            until(lambda number=number: num_sent(one, other) == number)
+            asked.append(threads.submit(ask, server, "u"))
+        until(lambda: num_sent(one, other) == 4)
+        assert ask(server, "v") == 429
+        go_on()
+        assert [each.result(20) for each in asked] == [200] * 4

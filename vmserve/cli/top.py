@@ -263,15 +263,18 @@ def _models(data: Data) -> RenderableType:
 
 
 def _engines(rows: list[Data]) -> RenderableType:
-    """A row for each of a model's engines."""
+    """A row for each of a model's engines, with the ranks of groups."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
-    for name in ("engine", "state", "run/wait", "KV in use", "prefix hits", "restarts"):
+    have_ranks = any(row.get("num_ranks", 1) > 1 for row in rows)
+    ranks = ("ranks",) if have_ranks else ()
+    for name in ("engine", "state", *ranks, "run/wait", "KV in use", "prefix hits", "restarts"):
         table.add_column(name, justify="left" if name in ("engine", "state") else "right")
     for row in rows:
         asked, hits = row["prefix_cache_queries_total"], row["prefix_cache_hits_total"]
         table.add_row(
             _plain(row["id"]),
             Text(_plain(row["state"]), _STATES.get(row["state"], "")),
+            *([f"{row['num_live_ranks']} of {row['num_ranks']}"] if have_ranks else []),
             f"{row['num_requests_running']}/{row['num_requests_waiting']}",
             f"{row['kv_cache_usage_perc']:.1%}",
             f"{hits / asked:.0%}" if asked else "–",

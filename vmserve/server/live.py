@@ -17,7 +17,7 @@ from vmserve.errors import EngineDeadError
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
-from vmserve.server.models.rows import engine_rows, model_row, pool_row
+from vmserve.server.models.rows import engine_rows, group_rows, model_row, pool_row
 from vmserve.server.models.served import ServedModel
 from vmserve.server.wire import JSON_TYPE, dump_json
 from vmserve.telemetry.kinds import kinds_in
@@ -94,6 +94,7 @@ class LiveView:
         caller: Caller = request.state.caller
         tenant = caller.name
         shown = [each for each in snapshot.requests if not tenant or each.tenant == tenant]
+        engines = engine_rows(served) or group_rows(served)
         kinds = [asdict(kind) for kind in kinds_in(snapshot.stats)]
         reply = {
             "version": __version__,
@@ -109,7 +110,7 @@ class LiveView:
             "stats": snapshot.stats,
             "pool": _pool(snapshot.pool),
             **({"kinds": kinds} if kinds else {}),
-            **({"engines": engines} if (engines := engine_rows(served)) else {}),
+            **({"engines": engines} if engines else {}),
             **self._all_models(),
             "requests": [_row(each) for each in shown],
             "num_requests": snapshot.num_requests,

@@ -157,23 +157,28 @@ function showModels({ models = [], kv_pool: pool, model }) {
   });
 }
 
-/** A row for each of a model's engines. */
+/** A row for each of a model's engines, with the ranks of groups. */
 function showEngines(engines) {
   at("engines-box").hidden = !engines.length;
+  const head = at("ranks-head");
+  head.hidden = engines.every((each) => each.num_ranks === 1);
   const body = at("engines").tBodies[0];
   resize(body, engines.length, () => {
     const row = document.createElement("tr");
-    for (let i = 0; i < 7; i += 1) row.append(document.createElement("td"));
+    for (let i = 0; i < 8; i += 1) row.append(document.createElement("td"));
     return row;
   });
   engines.forEach((each, i) => {
     const asked = each.prefix_cache_queries_total;
     const texts = [
-      each.id, each.state, count(each.num_requests_running), count(each.num_requests_waiting),
+      each.id, each.state, `${each.num_live_ranks} of ${each.num_ranks}`,
+      count(each.num_requests_running), count(each.num_requests_waiting),
       percent(each.kv_cache_usage_perc), asked ? percent(each.prefix_cache_hits_total / asked) : "–",
       count(each.engine_restarts_total),
     ];
-    texts.forEach((text, j) => { body.children[i].children[j].textContent = text; });
+    const cells = body.children[i].children;
+    texts.forEach((text, j) => { cells[j].textContent = text; });
+    cells[2].hidden = head.hidden;
   });
 }
 

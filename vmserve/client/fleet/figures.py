@@ -10,7 +10,9 @@ from vmserve.telemetry.snapshot import EngineSnapshot, PoolMap
 __all__ = ["merged_snapshot", "merged_stats"]
 
 #: Ends of names of figures that are the same for all engines.
-_CONSTANTS = ("page_bytes", "page_tokens", "block_tokens", "blocks_per_page")
+_CONSTANTS = (
+    "page_bytes", "page_tokens", "block_tokens", "blocks_per_page", "tensor_parallel_size"
+)  # fmt: skip
 _SHARES = ("kv_cache_usage_perc",)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, Final, get_args
 
@@ -14,12 +14,20 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from vmserve.client.fleet.fleet import Member
+from vmserve.client.fleet.fleet import MemberState
 from vmserve.client.lending import PoolMember
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ModelState, ServedModel
 
-__all__ = ["engine_figures", "engine_rows", "model_card", "model_families", "model_row", "pool_row"]
+__all__ = [
+    "engine_figures",
+    "engine_rows",
+    "group_rows",
+    "model_card",
+    "model_families",
+    "model_row",
+    "pool_row",
+]
 
 _LABELS: Final = ["model_name", "engine"]
 #: Figures of a member of the pool, as gauges and as counters.
@@ -80,20 +88,39 @@ def _memory(member: PoolMember) -> dict[str, Any]:
 
 def engine_rows(served: ServedModel) -> list[dict[str, Any]]:
     """How each of its engines stands; empty for a model that has one."""
-    return [] if served.fleet is None else [_engine_row(each) for each in served.fleet.members]
+    members = [] if served.fleet is None else served.fleet.members
+    return [
+        _engine_row(each.name, each.state, len(each.requests), each.client.stats())
+        for each in members
+    ]
 
 
-def _engine_row(member: Member) -> dict[str, Any]:
-    stats = member.client.stats()
+def group_rows(served: ServedModel) -> list[dict[str, Any]]:
+    """The row of a model's only engine if that is a group of ranks; else empty."""
+    if served.fleet is not None or not served.is_loaded:
+        return []
+    stats = served.engine.stats()
+    if stats.get("tensor_parallel_size", 1) == 1:
+        return []
+    state: MemberState = "down" if served.engine.errored else "ready"
+    return [_engine_row("0", state, served.num_requests, stats)]
+
+
+def _engine_row(
+    name: str, state: MemberState, num_requests: int, stats: Mapping[str, float | int]
+) -> dict[str, Any]:
+    num_ranks = stats.get("tensor_parallel_size", 1)
     names = (
         *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
         *("prefix_cache_queries_total", "prefix_cache_hits_total", "engine_restarts_total"),
     )
     return {
-        "id": member.name,
-        "state": member.state,
-        "num_requests": len(member.requests),
-        **{name: stats.get(name, 0) for name in names},
+        "id": name,
+        "state": state,
+        "num_requests": num_requests,
+        "num_ranks": num_ranks,
+        "num_live_ranks": 0 if state == "down" else num_ranks,  # one that ends, ends them all
+        **{each: stats.get(each, 0) for each in names},
     }
 
 
