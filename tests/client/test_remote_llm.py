@@ -365,9 +365,9 @@ def test_weights_that_differ_have_other_fingerprints(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def hosted(
-    port: int = 0, listener: socket.socket | None = None
+    port: int = 0, listener: socket.socket | None = None, **options: Any
 ) -> Iterator[tuple[str, EngineHost]]:
-    engine = LLMEngine(EngineConfig.from_options({"model": None, **OPTIONS}))
+    engine = LLMEngine(EngineConfig.from_options({"model": None, **OPTIONS, **options}))
     listener = listener or socket.create_server(("127.0.0.1", port))
     host = EngineHost(engine, listener, KEY)
     address = "{}:{}".format(*listener.getsockname())
