@@ -1,10 +1,12 @@
 """What do prefixes that outlive the process save after a restart, and what do they cost before?
 
-    python benchmarks/persist/run.py MODEL [MODEL ...]
+    python benchmarks/persist/run.py MODEL [MODEL ...] [--beside-llama-cpp]
 
 For each model, in turns: the time to the first token of a prompt of 4,096 tokens in a new process,
 with a directory that has it and without; then steady traffic (8 streams with prompts of their own)
-in one process, with --kv-persist on and off. Tokens of both must be equal.
+in one process, with --kv-persist on and off. Tokens of both must be equal. Beside llama.cpp: the
+first token of the same prompt in its server, which restores a slot from a file (built by
+benchmarks/peers, models in GGUF files alone).
 """
 
 from __future__ import annotations
@@ -76,6 +78,12 @@ def restarts(model: str, num_tokens: int, rounds: int) -> dict[str, Any]:
     return {"runs": found, "wrong": wrong, "seconds": seconds}
 
 
+def first_row(name: str, told: dict[str, Any], cached: int) -> tuple[str, ...]:
+    computed, restored = told["seconds"]["computed"], told["seconds"]["restored"]
+    times = f"{computed:.3f}", f"{restored:.3f}", f"{computed / restored:.1f}"
+    return (name, *times, str(cached), str(told["wrong"]))
+
+
 def steady(model: str, num_pairs: int) -> dict[str, Any]:
     """Every batch has prompts that nobody asked before; what is written is read by nobody."""
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
@@ -123,6 +131,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--beside-llama-cpp", action="store_true")
     parser.add_argument("--discard", action="store_true", help="keep no results")
     options = parser.parse_args()
     first: list[tuple[str, ...]] = []
@@ -131,19 +140,16 @@ def main() -> None:
     for model in options.models:
         name = Path(model).name
         told = restarts(model, options.tokens, options.rounds)
+        first.append(first_row(name, told, told["runs"]["restored"][0]["cached"]))
+        data[name] = {"restarts": told}
+        if options.beside_llama_cpp:
+            from slot_files import restarts as slot_restarts  # noqa: PLC0415 - needs httpx, cmake
+
+            slots = slot_restarts(model, prompt(options.tokens, 2), prompt(40, 1), options.rounds)
+            data[name]["llama.cpp"] = slots
+            first.append(first_row(f"{name}, llama.cpp", slots, slots["cached"]))
         paid = steady(model, options.pairs)
-        data[name] = {"restarts": told, "steady": paid}
-        computed, restored = told["seconds"]["computed"], told["seconds"]["restored"]
-        first.append(
-            (
-                name,
-                f"{computed:.3f}",
-                f"{restored:.3f}",
-                f"{computed / restored:.1f}",
-                str(told["runs"]["restored"][0]["cached"]),
-                str(told["wrong"]),
-            )
-        )
+        data[name]["steady"] = paid
         interval = f"{paid['low']:.3f} to {paid['high']:.3f}"
         cost.append((name, f"{paid['ratio']:.3f}", interval, f"{paid['written']:,}"))
     tables = (

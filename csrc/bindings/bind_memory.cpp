@@ -303,7 +303,8 @@ void bind_pool(py::class_<Memory>& memory) {
       .def("write_when_idle", &Memory::write_when_idle, unlocked())
       .def("flush", &Memory::flush, py::arg("seconds"), unlocked())
       .def("persist_message", &Memory::persist_message, unlocked())
-      .def("persist_to", &Memory::persist_to, py::arg("store"), unlocked())
+      .def("persist_to", &Memory::persist_to, py::arg("store"),
+           py::arg("touch_seconds") = kTouchSeconds, unlocked())
       .def("clear_cache", &Memory::clear_cache, unlocked())
       .def("trim", &Memory::trim, py::arg("keep_pages") = 0, py::arg("drop_idle") = false,
            unlocked())

@@ -579,8 +579,9 @@ void Background::undo_seal(const Command& command, Unfinished unfinished) {
   work_.add_repair(std::move(repair), unfinished.error);
 }
 
-void Background::persist_to(std::shared_ptr<PageStore> store) {
-  persistence_ = std::make_unique<Persistence>(ledger_, work_, copies_in_flight_, std::move(store));
+void Background::persist_to(std::shared_ptr<PageStore> store, double touch_seconds) {
+  persistence_ = std::make_unique<Persistence>(ledger_, work_, copies_in_flight_, std::move(store),
+                                               touch_seconds);
 }
 
 void Background::begin_copies(const Change& change) {

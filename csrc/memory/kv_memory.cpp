@@ -159,7 +159,7 @@ std::optional<SeqId> KVMemory::open(Tenant tenant, View view, const std::string&
   const auto known = static_cast<std::int64_t>(tokens.size());
   fresh.last_checkpoint =
       std::max<std::int64_t>(0, known - 1) / config_.block_tokens * config_.block_tokens;
-  fresh.root = prefix_root(tenant, weights_epoch_, salt);
+  fresh.root = prefix_root(tenant, generation_, salt);
   ledger_.extend_digests(fresh);
   seqs_[id] = std::move(fresh);
   ++ledger_.num_open;
@@ -468,11 +468,11 @@ void KVMemory::launched(Epoch epoch) {
 
 void KVMemory::clear_cache() {
   const auto lock = enter();
-  if (background_.persistence() != nullptr) background_.persistence()->disable();
-  ++weights_epoch_;
+  Persistence* const persistence = background_.persistence();
+  generation_ = persistence == nullptr ? generation_ + 1 : persistence->begin_generation();
   pool_.clear_index();
   for (Sequence& seq : seqs_) {
-    // KV data of the old weights is never published.
+    // What was computed before is never published.
     seq.digests.clear();
     seq.tokens_unknown = true;
   }

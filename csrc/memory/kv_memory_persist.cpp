@@ -14,12 +14,13 @@ using Clock = std::chrono::steady_clock;
 
 // -- one kind of layers
 
-void KVMemory::persist_to(std::shared_ptr<PageStore> store) {
+void KVMemory::persist_to(std::shared_ptr<PageStore> store, double touch_seconds) {
   const auto lock = enter();
   require(
       config_.prefix_caching && background_.persistence() == nullptr && ledger_.num_open == 0,
       [] { return std::string("a memory with a prefix cache and no sequences takes one store"); });
-  background_.persist_to(std::move(store));
+  generation_ = store->generation();
+  background_.persist_to(std::move(store), touch_seconds);
   background_.persistence()->call_when_written([this] {
     const std::lock_guard<std::mutex> written(mutex_);
     if (is_idle_ && work_.space != nullptr) background_.persistence()->write_behind();
@@ -40,7 +41,7 @@ bool KVMemory::restore(SeqId id) {
   if (persistence == nullptr || !work_.failure.empty()) return false;
   background_.apply_finished_work();
   const std::int64_t end = num_within_reach(seq, ledger_.num_matchable(seq), 0);
-  const MissingBlocks missing = persistence->missing(seq, 0, end);
+  const MissingBlocks missing = persistence->look_up(seq, 0, end);
   if (missing.indices.empty()) return missing.is_coming;
   const std::vector<PageId> held = persistence->hold_cached(seq, 0, end);
   const std::int64_t pages = persistence->pages_for(missing.indices);
@@ -74,14 +75,17 @@ void KVMemory::write_when_idle() {
 bool KVMemory::flush(double seconds) {
   const auto until = Clock::now() + std::chrono::duration<double>(seconds);
   for (;;) {
+    bool is_done = false;
     {
       const auto lock = enter();
       if (background_.persistence() == nullptr) return true;
+      background_.persistence()->tell_hits();
       background_.persistence()->write_behind();
-      if (!background_.persistence()->has_writes()) return true;
+      is_done = !background_.persistence()->has_writes();
     }
-    if (Clock::now() > until) return false;
+    if (!is_done && Clock::now() > until) return false;
     background_.persistence()->wait_for_writer();
+    if (is_done) return true;
   }
 }
 
@@ -98,11 +102,12 @@ std::int64_t KVMemory::run_store(std::int64_t max_jobs) {
 
 // -- several kinds
 
-void KindsMemory::persist_to(const std::vector<std::shared_ptr<PageStore>>& stores) {
+void KindsMemory::persist_to(const std::vector<std::shared_ptr<PageStore>>& stores,
+                             double touch_seconds) {
   const auto lock = lock_calls();
   require(stores.size() == kinds_.size(),
           [] { return std::string("each kind of layers has a store of its own"); });
-  for (std::size_t k = 0; k < kinds_.size(); ++k) kinds_[k]->persist_to(stores[k]);
+  for (std::size_t k = 0; k < kinds_.size(); ++k) kinds_[k]->persist_to(stores[k], touch_seconds);
 }
 
 bool KindsMemory::restore(SeqId id) {
@@ -125,8 +130,8 @@ bool KindsMemory::restore(SeqId id) {
   std::int64_t needed_bytes = 0;
   bool is_coming = false, lacks = false;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
-    const Persistence& persistence = *kinds_[k]->background_.persistence();
-    missing.push_back(persistence.missing(kinds_[k]->ledger_.open_seq(id), first_of(k), end));
+    Persistence& persistence = *kinds_[k]->background_.persistence();
+    missing.push_back(persistence.look_up(kinds_[k]->ledger_.open_seq(id), first_of(k), end));
     needed.push_back(persistence.pages_for(missing[k].indices));
     needed_bytes += needed[k] * page_bytes(*kinds_[k]);
     is_coming = is_coming || missing[k].is_coming;

@@ -76,13 +76,15 @@ bool Persistence::Buffers::all_free() {
 
 Persistence::Persistence(Ledger& ledger, DriverWork& work,
                          std::deque<InFlightCopies>& copies_in_flight,
-                         std::shared_ptr<PageStore> store)
+                         std::shared_ptr<PageStore> store, double touch_seconds)
     : LedgerClient(ledger),
       work_(work),
       copies_in_flight_(copies_in_flight),
       store_(std::move(store)),
       block_bytes_(static_cast<std::size_t>(config_.num_groups * config_.block_bytes())),
       has_threads_(config_.mapper == MapperMode::kThread),
+      touch_time_(std::chrono::duration_cast<Clock::duration>(
+          std::chrono::duration<double>(touch_seconds))),
       write_buffers_(block_bytes_, num_buffers(block_bytes_)),
       read_buffers_(block_bytes_, kReadBuffers),
       writer_(mode_of(config_.mapper, WorkerMode::kIdleThread)),
@@ -107,12 +109,15 @@ void Persistence::stop() {
   reader_.stop();
 }
 
-void Persistence::disable() {
+std::uint64_t Persistence::begin_generation() {
   finish_restores();
-  is_enabled_ = false;
-  ledger_.logs_published = false;
   ledger_.just_published.clear();
   pending_.clear();
+  hits_.clear();
+  const std::uint64_t generation = store_->begin_generation();
+  // Comes after what the writer has of the generation before.
+  writer_.submit([this] { store_->remove_older(); });
+  return generation;
 }
 
 std::vector<CopyRun> Persistence::runs(BlockId block, Address buffer, bool out) const {
@@ -147,14 +152,15 @@ void Persistence::wait_for_copy(const std::optional<Mark>& mark) {
 
 // -- writing
 
-bool Persistence::write_behind() {
+void Persistence::write_behind() {
+  if (!hits_.empty() && Clock::now() - told_at_ > touch_time_) tell_hits();
   pending_.insert(pending_.end(), ledger_.just_published.begin(), ledger_.just_published.end());
   ledger_.just_published.clear();
   while (pending_.size() > kMostPending) {
     pending_.pop_front();
     ++ledger_.totals.persist_missed_blocks;
   }
-  if (pending_.empty() || !work_.failure.empty()) return false;
+  if (pending_.empty() || !work_.failure.empty()) return;
   std::vector<Write> batch;
   std::vector<CopyRun> copies;
   std::optional<Mark> mark;
@@ -173,7 +179,7 @@ bool Persistence::write_behind() {
       const std::vector<CopyRun> own = runs(block, buffer, /*out=*/true);
       copies.insert(copies.end(), own.begin(), own.end());
     }
-    if (batch.empty()) return false;
+    if (batch.empty()) return;
     const auto driving = work_.lock();
     work_.driver->copy_out(copies);
     if (work_.has_copy_stream) mark = work_.driver->copy_mark();
@@ -185,7 +191,7 @@ bool Persistence::write_behind() {
     work_.fail_if_sticky(error);
     for (const Write& write : batch) write_buffers_.give_back(write.buffer);
     ledger_.totals.persist_missed_blocks += static_cast<std::int64_t>(batch.size());
-    return false;
+    return;
   }
   if (mark) {  // nothing may write the blocks until they are copied
     InFlightCopies copying{*mark, {}};
@@ -196,14 +202,27 @@ bool Persistence::write_behind() {
     copies_in_flight_.push_back(std::move(copying));
     ++ledger_.version;
   }
-  writer_.submit([this, batch = std::move(batch), mark] { write(batch, mark); });
-  return true;
+  writer_.submit([this, batch = std::move(batch), mark, generation = store_->generation()] {
+    write(batch, mark, generation);
+  });
 }
 
-void Persistence::write(const std::vector<Write>& batch, const std::optional<Mark>& mark) {
+void Persistence::tell_hits() {
+  told_at_ = Clock::now();
+  if (hits_.empty()) return;
+  writer_.submit([this, hits = std::move(hits_)] {
+    for (const Digest& digest : hits) store_->touch(digest);
+  });
+  hits_.clear();
+}
+
+void Persistence::write(const std::vector<Write>& batch, const std::optional<Mark>& mark,
+                        std::uint64_t generation) {
   wait_for_copy(mark);
   for (const Write& write : batch) {
-    store_->put(write.digest, reinterpret_cast<const void*>(write.buffer), block_bytes_);
+    if (generation == store_->generation()) {
+      store_->put(write.digest, reinterpret_cast<const void*>(write.buffer), block_bytes_);
+    }
     write_buffers_.give_back(write.buffer);
   }
   if (has_threads_ && when_written_) when_written_();
@@ -216,16 +235,15 @@ bool Persistence::has_writes() {
 // -- reading
 
 bool Persistence::is_within_reach(const Digest& digest) const {
-  return pool_.find(digest) != kNoBlock || coming_.count(digest) > 0 ||
-         (is_enabled_ && store_->has(digest));
+  return pool_.find(digest) != kNoBlock || coming_.count(digest) > 0 || store_->has(digest);
 }
 
-MissingBlocks Persistence::missing(const Sequence& seq, std::int64_t first,
-                                   std::int64_t end) const {
+MissingBlocks Persistence::look_up(const Sequence& seq, std::int64_t first, std::int64_t end) {
   MissingBlocks missing;
   for (std::int64_t i = first; i < end; ++i) {
-    if (pool_.find(seq.digests[i]) != kNoBlock) continue;
-    if (coming_.count(seq.digests[i]) > 0) {
+    if (pool_.find(seq.digests[i]) != kNoBlock) {
+      if (hits_.size() < kMostPending) hits_.insert(seq.digests[i]);
+    } else if (coming_.count(seq.digests[i]) > 0) {
       missing.is_coming = true;
     } else {
       missing.indices.push_back(i);

@@ -81,10 +81,10 @@ Digest sha256(const void* data, std::size_t bytes) {
   return digest;
 }
 
-Digest prefix_root(Tenant tenant, std::uint64_t weights_epoch, const std::string& salt) {
+Digest prefix_root(Tenant tenant, std::uint64_t generation, const std::string& salt) {
   std::vector<std::uint8_t> message;
   append(message, tenant);
-  append(message, weights_epoch);
+  append(message, generation);
   message.insert(message.end(), salt.begin(), salt.end());
   return sha256(message.data(), message.size());
 }

@@ -7,9 +7,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <chrono>
 #include <climits>
 #include <cstring>
+#include <random>
 
 #include "vmserve/checksum.h"
 #include "vmserve/text.h"
@@ -20,8 +22,12 @@ namespace {
 constexpr char kMagic[8] = {'v', 'm', 's', 'e', 'r', 'v', 'e', '1'};
 constexpr char kSuffix[] = ".kv";
 constexpr char kTemporary[] = ".tmp";
+constexpr char kGeneration[] = ".generation";
 // After a refusal, writes are not tried for so long.
 constexpr std::chrono::seconds kPause{10};
+// An engine looks at the directory, in which others write too, after it has written this part of
+// the limit: with two of them the limit holds, each further one may exceed it by as much.
+constexpr std::int64_t kLooks = 16;
 // A temporary file of this age was left by a process that was killed.
 constexpr std::int64_t kAbandonedSeconds = 300;
 
@@ -57,9 +63,18 @@ std::string hex(const Digest& digest) {
   return text;
 }
 
+std::string random_name() {
+  std::random_device random;
+  return std::to_string(random()) + "-" + std::to_string(random());
+}
+
 bool ends_with(const std::string& text, const char* end) {
   const std::size_t size = std::strlen(end);
   return text.size() > size && text.compare(text.size() - size, size, end) == 0;
+}
+
+std::int64_t used_ns(const struct stat& file) {
+  return file.st_mtim.tv_sec * std::int64_t{1'000'000'000} + file.st_mtim.tv_nsec;
 }
 
 std::vector<std::string> names_in(const std::string& path) {
@@ -102,8 +117,7 @@ std::vector<StoreDirectory::File> StoreDirectory::scan() const {
         ops_->unlink(path);
         continue;
       }
-      files.push_back({found.st_mtim.tv_sec * 1'000'000'000 + found.st_mtim.tv_nsec,
-                       is_temporary ? 0 : found.st_size, path});
+      files.push_back({used_ns(found), is_temporary ? 0 : found.st_size, path});
     }
   }
   return files;
@@ -115,7 +129,7 @@ void StoreDirectory::added(std::int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     bytes_ += bytes;
     added_ += bytes;
-    is_due = bytes_ > limit_ || added_ > limit_ / 8;
+    is_due = bytes_ > limit_ || added_ > limit_ / kLooks;
   }
   if (is_due) evict();
 }
@@ -149,7 +163,8 @@ class FileStore : public PageStore {
       : directory_(std::move(directory)),
         ops_(*directory_->ops_),
         path_(std::move(path)),
-        id_(id) {}
+        id_(id),
+        generation_(newest_generation()) {}
 
   bool has(const Digest& digest) noexcept override {
     return ::access(path_of(digest).c_str(), F_OK) == 0;
@@ -164,6 +179,12 @@ class FileStore : public PageStore {
     ::posix_fadvise(fd, 0, 0, POSIX_FADV_WILLNEED);
     ops_.close(fd);
   }
+
+  void touch(const Digest& digest) noexcept override { set_time(path_of(digest)); }
+
+  std::uint64_t generation() const noexcept override { return generation_; }
+  std::uint64_t begin_generation() noexcept override;
+  void remove_older() noexcept override;
 
   StoreStats stats() const override {
     StoreStats stats;
@@ -188,6 +209,16 @@ class FileStore : public PageStore {
 
  private:
   std::string path_of(const Digest& digest) const { return path_ + "/" + hex(digest) + kSuffix; }
+
+  std::string path_of(std::uint64_t generation) const {
+    return path_ + "/" + std::to_string(generation) + kGeneration;
+  }
+
+  static bool set_time(const std::string& path) {
+    return ::utimensat(AT_FDCWD, path.c_str(), nullptr, AT_SYMLINK_NOFOLLOW) == 0;
+  }
+
+  std::uint64_t newest_generation() const;
 
   // Tells each kind of trouble once.
   void tell(const std::string& kind, const std::string& message) {
@@ -225,6 +256,10 @@ class FileStore : public PageStore {
   FileOps& ops_;
   const std::string path_;
   const Digest id_;
+  // Numbers of processes are no names: a process may have several stores of a space, and containers
+  // that share a directory have processes of one number.
+  const std::string writer_ = random_name();
+  std::atomic<std::uint64_t> generation_;
   std::mutex mutex_;
   Clock::time_point paused_until_{};
   std::set<std::string> told_;
@@ -298,10 +333,10 @@ bool FileStore::put(const Digest& digest, const void* from, std::size_t bytes) n
       return false;
     }
     const std::string path = path_of(digest);
-    if (::access(path.c_str(), F_OK) == 0) return true;
+    if (set_time(path) || ::access(path.c_str(), F_OK) == 0) return true;
     const Header header = make_header(id_, digest, from, bytes);
-    const std::string temporary = path_ + "/." + std::to_string(::getpid()) + "-" +
-                                  std::to_string(++num_temporary_) + kTemporary;
+    const std::string temporary =
+        path_ + "/." + writer_ + "-" + std::to_string(++num_temporary_) + kTemporary;
     const int fd = ops_.open(temporary, O_WRONLY | O_CREAT | O_TRUNC | O_NOFOLLOW);
     if (fd < 0) return refused(errno);
     const auto total = static_cast<ssize_t>(sizeof(header) + bytes);
@@ -334,6 +369,63 @@ bool FileStore::put(const Digest& digest, const void* from, std::size_t bytes) n
     return true;
   } catch (...) {
     return false;
+  }
+}
+
+namespace {
+
+// Of a file that marks a generation; 0 for another file.
+std::uint64_t generation_of(const std::string& name) {
+  if (!ends_with(name, kGeneration)) return 0;
+  std::uint64_t number = 0;
+  const char* const end = name.data() + name.size() - std::strlen(kGeneration);
+  const auto [stop, error] = std::from_chars(name.data(), end, number);
+  return error == std::errc() && stop == end ? number : 0;
+}
+
+}  // namespace
+
+std::uint64_t FileStore::newest_generation() const {
+  std::uint64_t newest = 0;
+  for (const std::string& name : names_in(path_)) newest = std::max(newest, generation_of(name));
+  return newest;
+}
+
+std::uint64_t FileStore::begin_generation() noexcept {
+  try {
+    const std::uint64_t newest = newest_generation();
+    if (newest > generation_) return generation_ = newest;
+    ++generation_;
+    const int fd = ops_.open(path_of(generation_), O_WRONLY | O_CREAT | O_NOFOLLOW);
+    if (fd >= 0) {
+      ops_.close(fd);
+    } else {
+      tell("generation",
+           "what was cleared will be found again after a restart, because writing to " + path_ +
+               " failed (" + error_text(errno) + "): clear the directory");
+    }
+  } catch (...) {
+    ++generation_;
+  }
+  return generation_;
+}
+
+void FileStore::remove_older() noexcept {
+  try {
+    struct stat begun{};
+    if (::lstat(path_of(generation_).c_str(), &begun) != 0) return;
+    for (const std::string& name : names_in(path_)) {
+      const std::string path = path_ + "/" + name;
+      const std::uint64_t generation = generation_of(name);
+      struct stat found{};
+      const bool is_older = generation != 0
+                                ? generation < generation_
+                                : ends_with(name, kSuffix) && ::lstat(path.c_str(), &found) == 0 &&
+                                      used_ns(found) <= used_ns(begun);
+      if (is_older) ops_.unlink(path);
+    }
+    directory_->evict();
+  } catch (...) {  // what is left goes when it is the oldest
   }
 }
 

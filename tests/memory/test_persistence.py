@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -190,13 +191,95 @@ def test_a_plan_that_needs_the_pages_waits_for_them(tmp_path: Path) -> None:
     memory.core.check()
 
 
-def test_a_cleared_cache_is_not_kept_nor_read(tmp_path: Path) -> None:
+def blocks_in(path: Path) -> set[str]:
+    return {file.stem for file in (path / "s").glob("*.kv")}
+
+
+def test_a_cleared_cache_finds_nothing_of_before_and_keeps_what_comes(tmp_path: Path) -> None:
     compute(tmp_path)
     memory = memory_over(tmp_path)
+    old = blocks_in(tmp_path)
+    assert hit(memory, tokens=TOKENS[:9]) == 8  # read, and pending in part
     memory.core.clear_cache()
+    assert not blocks_in(tmp_path)
     assert hit(memory) == 0
-    memory.core.flush(10)
-    assert memory.stat("persist_written_blocks_total") == 0
+    assert memory.core.flush(10)
+    assert len(blocks_in(tmp_path) - old) == 5
+    memory.core.trim(0, drop_idle=True)
+    assert hit(memory) == 20  # in this process, and in the next
+    assert hit(memory_over(tmp_path)) == 20
+    again = memory_over(tmp_path)
+    again.core.clear_cache()
+    assert hit(again) == 0
+
+
+def test_what_a_running_sequence_computed_before_a_clearing_is_not_kept(tmp_path: Path) -> None:
+    memory = memory_over(tmp_path)
+    seq = memory.start(TOKENS)
+    memory.core.clear_cache()
+    memory.release(seq)
+    assert memory.core.flush(10)
+    assert not blocks_in(tmp_path)
+
+
+def test_blocks_on_their_way_to_the_store_are_not_kept_if_the_cache_is_cleared(
+    tmp_path: Path,
+) -> None:
+    memory = memory_over(tmp_path, mapper=MapperMode.MANUAL)
+    memory.release(memory.start(TOKENS))
+    memory.core.write_when_idle()  # copied, and not yet written
+    assert memory.stat("persist_waiting_blocks") == 0
+    memory.core.clear_cache()
+    assert memory.core.flush(10)
+    assert not blocks_in(tmp_path)
+    assert hit(memory_over(tmp_path)) == 0
+
+
+def test_engines_that_clear_their_caches_together_share_what_comes(tmp_path: Path) -> None:
+    compute(tmp_path)
+    first, second = memory_over(tmp_path), memory_over(tmp_path)
+    assert hit(second) == 20
+    first.core.clear_cache()
+    assert hit(second) == 20  # it was not told
+    second.core.clear_cache()
+    assert hit(second) == 0
+    assert second.core.flush(10)
+    assert hit(first) == 20
+
+
+def test_a_directory_that_cannot_be_written_is_cleared_for_this_process(tmp_path: Path) -> None:
+    compute(tmp_path)
+    ops = _core.FaultFileOps()
+    memory = memory_over(tmp_path, ops)
+    ops.refuse_writes(errno.EROFS)
+    memory.core.clear_cache()
+    assert "will be found again after a restart" in memory.core.persist_message()
+    assert hit(memory) == 0
+    assert hit(memory_over(tmp_path)) == 20
+
+
+def times_in(path: Path) -> set[float]:
+    return {file.stat().st_mtime for file in (path / "s").glob("*.kv")}
+
+
+def test_what_is_hit_in_memory_is_used_in_the_store(tmp_path: Path) -> None:
+    """The store is told at most once in a time, and at the end."""
+    compute(tmp_path)
+    memory = memory_over(tmp_path)
+    assert hit(memory) == 20
+    for file in (tmp_path / "s").glob("*.kv"):
+        os.utime(file, (1, 1))
+    assert hit(memory) == 20
+    assert times_in(tmp_path) == {1}
+    assert memory.core.flush(10)
+    assert 1 not in times_in(tmp_path)
+    often = make_memory()
+    often.core.persist_to(store_in(tmp_path), touch_seconds=0)
+    assert hit(often) == 20
+    for file in (tmp_path / "s").glob("*.kv"):
+        os.utime(file, (1, 1))
+    assert hit(often, tokens=TOKENS[:9]) == 8
+    assert sum(file.stat().st_mtime > 1 for file in (tmp_path / "s").glob("*.kv")) == 2
 
 
 def test_a_full_disk_and_a_lost_directory_change_no_content(tmp_path: Path) -> None:

@@ -180,6 +180,27 @@ def test_drafts_are_shown_where_there_are_some() -> None:
     assert "drafts accepted 75%   tokens a step 2.50" in drawn(screen, 300)[1]
 
 
+def test_what_is_kept_on_disk_is_shown_where_something_is() -> None:
+    screen = Screen()
+    data: dict[str, Any] = document("1")
+    data["stats"] |= {"persist_bytes": 0, "persist_written_bytes_total": 0}
+    screen.take(data, now=0.0)
+    assert "disk" not in " ".join(drawn(screen, 300))
+    data["stats"] |= {
+        "persist_bytes": 3 << 30,
+        "persist_written_bytes_total": 5 << 20,
+        "persist_read_bytes_total": 2 << 20,
+        "persist_restored_blocks_total": 1234,
+        "persist_evicted_blocks_total": 7,
+        "persist_hidden_seconds_total": 3.0,
+        "persist_wait_seconds_total": 1.0,
+    }
+    told = (
+        "on disk 3 GiB   written/read 5 MiB/2 MiB   blocks hit/evicted 1,234/7   reading hidden 75%"
+    )
+    assert told in " ".join(drawn(screen, 300))
+
+
 def test_kinds_of_layers_are_shown_where_there_are_several() -> None:
     screen = Screen()
     kind = {"name": "window 32", "page_bytes": 1 << 20}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator
@@ -199,3 +200,53 @@ def test_every_isolated_caller_has_its_prefixes() -> None:
     assert prefixes.lengths(tokens)[0] == len(ByteTokenizer().encode("abc"))
     with pytest.raises(ConfigurationError, match=r"pin_prefix: m\.json is not a list"):
         Prefixes({Path("m.json"): "{"}, keys).tokens(ByteTokenizer(), None)
+
+
+@pytest.mark.timeout(300)
+def test_models_of_one_directory_keep_their_prefixes_apart(tmp_path: Path) -> None:
+    """Two models that differ in a number of their configuration; sleep is a restart."""
+    model, kept = tmp_path / "model", tmp_path / "kv"
+    shutil.copytree(resolve_model(None), model)
+    text = (model / "config.json").read_text()
+    config = json.loads(text)
+    (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.01}))
+    limit = 1 << 20
+    options = {"kv_persist": str(kept), "kv_persist_bytes": limit}
+    server = Server(
+        {"a": {"model": "vmserve-embedded", **options}, "b": {"model": str(model), **options}}
+    )
+
+    def ask(name: str, prompt: str) -> tuple[str, int]:
+        reply = server.complete(model=name, prompt=prompt, max_tokens=8, temperature=0)
+        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return reply["choices"][0]["text"], cached
+
+    def figure(name: str, model: str) -> float:
+        pattern = rf'^vmserve:{name}\{{[^}}]*model_name="{model}"[^}}]*\}} (\S+)$'
+        found = re.search(pattern, server.http.get("/metrics").text, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
+    def held() -> int:
+        return sum(file.stat().st_size for file in kept.glob("*/*.kv"))
+
+    try:
+        whole = len(server.ok("/tokenize", {"prompt": TEXT})["tokens"]) // 16 * 16
+        answers = {name: ask(name, TEXT) for name in "ab"}
+        assert [cached for _, cached in answers.values()] == [0, 0]
+        for name in "ab":
+            server.change("sleep", model=name)
+        for name, (answer, _) in answers.items():
+            assert ask(name, TEXT) == (answer, whole)
+            assert figure("persist_restored_blocks_total", name) == whole // 16
+            assert figure("persist_read_bytes_total", name) > whole * 4096
+            assert 0 < figure("persist_bytes", name) <= limit
+        assert len(list(kept.iterdir())) >= 2 + 2  # a space for each, and digests of weights
+        for number in range(6):
+            for name in "ab":
+                ask(name, f"{number} {TEXT}")
+        for name in "ab":
+            server.change("sleep", model=name)
+        assert held() <= limit
+    finally:
+        server.close()

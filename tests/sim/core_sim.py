@@ -18,6 +18,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,10 @@ class Begun:
 @dataclass
 class Life:
     setting: Setting
+    #: A life that had this directory before, and whose blocks are found.
+    before: Life | None = None
+    #: Where blocks outlive the life.
+    directory: Path | None = None
     rng: random.Random = field(init=False)
     sim: SimCuda = field(init=False)
     core: Any = field(init=False)
@@ -138,7 +143,7 @@ class Life:
     lost: bool = False
 
     def __post_init__(self) -> None:
-        self.rng = random.Random(self.setting.seed ^ 0x5EED)
+        self.rng = random.Random(self.setting.seed ^ (0x5EED if self.before is None else 0xE11A))
         self.sim = SimCuda(self.setting.machine)
         frames = GROUPS * self.setting.max_pages
         driver = _core.CudaDriver(GRANULE, frames, library=str(self.sim.path), spare_bytes=0)
@@ -149,6 +154,13 @@ class Life:
         self.slot_bytes = core.slots_buffer(0).shape[1]
         self.model = Model(self.setting.shape(), self.setting.core["limit_pages"])
         self.max_len: int = self.setting.core["max_len"]
+        if self.directory is not None:
+            (self.directory / "s").mkdir(exist_ok=True)
+            store = _core.StoreDirectory(str(self.directory), 64 * GROUPS * GRANULE)
+            self.core.persist_to(store.space("s", bytes(32)), touch_seconds=0)
+        if self.before is not None:
+            self.model.weights = self.before.model.weights
+            self.model.may_match |= self.before.model.may_match
 
     # -- the books
 
@@ -352,6 +364,12 @@ class Life:
             if seq is None:
                 continue
             opened.append(seq)
+            if self.directory is not None and rng.random() < 0.8:
+                self.chore(lambda each=seq: self.core.restore(each))  # type: ignore[misc]
+                if rng.random() < 0.5 and not self.lost:
+                    self.chore(self.core.finish_restores)
+            if self.lost:
+                return
             matched = self.match(seq)
             if matched > 0 and rng.random() < 0.9:
                 ops.append(Op(Kind.ATTACH, seq, matched))
@@ -526,9 +544,9 @@ class Life:
 
     def keep_house(self) -> None:
         rng, core = self.rng, self.core
-        chore = rng.choice(
-            ["trim", "trim", "limit", "compact", "compact", "cache", "mapper", "settle", "copies"]
-        )
+        chores = ["trim", "trim", "limit", "compact", "compact", "cache", "mapper", "settle"]
+        chores += ["copies"] if self.directory is None else ["store", "store", "flush"]
+        chore = rng.choice(chores)
         if chore == "trim":
             keep, drop = rng.randint(0, 4), rng.random() < 0.5
             self.chore(lambda: core.trim(keep, drop))
@@ -554,6 +572,11 @@ class Life:
             self.chore(lambda: core.run_mapper(count))
         elif chore == "copies":
             self.chore(core.finish_copies)
+        elif chore == "store":
+            jobs = rng.randint(1, 3)
+            self.chore(lambda: core.run_store(jobs))
+        elif chore == "flush":
+            self.chore(lambda: core.flush(10))
         else:
             self.chore(core.settle_mapper)
 
@@ -569,6 +592,9 @@ class Life:
             self.sim.launch_spans(self.spans(seq, self.model.seqs[seq].length), label)
         self.sim.pump()
         self.check()
+        if self.directory is not None:
+            core.finish_restores()
+            assert core.flush(10)
         for seq in list(self.model.seqs):
             core.release(seq)
         core.complete(core.begun_epoch)

@@ -10,6 +10,8 @@ pytest tests/sim/test_core_on_cuda.py --sim-seed 4711
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +41,31 @@ def test_a_random_life(seed: int) -> None:
     life.run(STEPS)
     assert life.num_steps == STEPS or life.lost
     life.close()
+
+
+def test_random_lives_whose_blocks_outlive_them(tmp_path: Path) -> None:
+    """Blocks are copied from device pages to files, and read back in the same life and the next.
+
+    Without swaps, so that all copies are those of blocks on their way to files.
+    """
+    num_written = num_restored = 0
+    for seed in range(12):
+        one = setting(seed)
+        one = replace(one, core={**one.core, "prefix_caching": True, "swap_blocks": 0})
+        directory = tmp_path / str(seed)
+        directory.mkdir()
+        before = None
+        for _ in range(2):
+            life = Life(one, before, directory)
+            life.run(STEPS)
+            assert life.num_steps == STEPS or life.lost, seed
+            stats = life.core.stats()
+            num_written += stats.persist_written_blocks_total
+            num_restored += stats.persist_restored_blocks_total
+            assert stats.persist_broken_blocks_total == 0, seed
+            life.close()
+            if life.lost:
+                break
+            before = life
+    assert num_written > 100
+    assert num_restored > 20

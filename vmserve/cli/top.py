@@ -197,6 +197,7 @@ class Screen:
             ("ITL p50/p99", _pair(latency["itl_p50"], latency["itl_p99"])),
             ("prefix hits", f"{hits / asked:.0%}" if asked else "–"),
             *_drafts(stats),
+            *_persistence(stats),
             ("map calls ahead/waited for", f"{ahead}/{awaited}"),
             *_kinds(data),
         ):
@@ -219,6 +220,25 @@ def _drafts(stats: Data) -> Iterator[tuple[str, str]]:
         generated = stats.get("generation_tokens_total", 0)
         yield "drafts accepted", f"{accepted / drafted:.0%}"
         yield "tokens a step", f"{generated / max(1, generated - accepted):.2f}"
+
+
+def _persistence(stats: Data) -> Iterator[tuple[str, str]]:
+    """What --kv-persist keeps, and what it was good for; without it all is 0."""
+    figures = Counter(
+        {
+            name.removeprefix("persist_").removesuffix("_total"): value
+            for name, value in stats.items()
+            if name.startswith("persist_")
+        }
+    )
+    if not any(figures.values()):
+        return
+    yield "on disk", format_size(figures["bytes"])
+    written, read = format_size(figures["written_bytes"]), format_size(figures["read_bytes"])
+    yield "written/read", f"{written}/{read}"
+    yield "blocks hit/evicted", f"{figures['restored_blocks']:,}/{figures['evicted_blocks']:,}"
+    if reading := figures["hidden_seconds"] + figures["wait_seconds"]:
+        yield "reading hidden", f"{figures['hidden_seconds'] / reading:.0%}"
 
 
 def _kinds(data: Data) -> Iterator[tuple[str, str]]:

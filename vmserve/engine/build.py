@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig, resolve
-from vmserve.engine.draft_build import choose_draft, load_draft
+from vmserve.engine.draft_build import choose_draft, load_draft, persist_draft
 from vmserve.engine.draft_model import DraftModel
 from vmserve.engine.parts import (
     attends_natively,
@@ -184,6 +184,8 @@ def _build(
     if resolved.kv_persist is not None:
         computed = computed_by(runtime, backends, config.quantization, native=native)
         persist(memory, resolved, model_config, path, dtype, computed)
+        if choice is not None and draft_model is not None:
+            persist_draft(draft_model, choice, config, resolved, runtime)
     if resolved.kv_limit_bytes == LEAST_BYTES:
         least = memory.limit_bytes + (0 if draft_model is None else draft_model.limit_bytes)
         resolved = replace(resolved, kv_limit_bytes=least)

@@ -12,6 +12,7 @@ from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.dtypes import DType
 from vmserve.engine.draft_model import DraftModel
 from vmserve.engine.parts import create_memory, kv_dtype, widest_window
+from vmserve.engine.persistence import computed_by, persist
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 from vmserve.models import asked_dtype, load_model, resolve_model
@@ -21,10 +22,11 @@ from vmserve.models.native import refusal
 from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner
+from vmserve.runner.runtime import DeviceRuntime
 from vmserve.speculation.policy import draft_model_policy
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["DraftChoice", "choose_draft", "load_draft"]
+__all__ = ["DraftChoice", "choose_draft", "load_draft", "persist_draft"]
 
 logger = logging.getLogger(__name__)
 
@@ -157,3 +159,18 @@ def load_draft(
         window=widest_window(model_config, 0),
         share=choice.share,
     )
+
+
+def persist_draft(
+    draft: DraftModel,
+    choice: DraftChoice,
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    runtime: DeviceRuntime,
+) -> None:
+    """Let the draft model's blocks outlive the process, beside those of the engine's model.
+
+    Raises as :func:`~vmserve.engine.persistence.persist`.
+    """
+    computed = computed_by(runtime, {Regime.PAGED: CpuBackend()}, config.quantization, native=True)
+    persist(draft.memory, resolved, choice.config, choice.path, choice.dtype, computed)

@@ -263,6 +263,8 @@ class DraftModel:
             salt=request.cache_salt,
         )
         own.num_published, own.num_computed = len(own.tokens), 0
+        if seq is not None and is_caching and memory.restore(seq):
+            memory.finish_restores()
         if seq is not None and is_caching and (matched := memory.match(seq)):
             own.num_computed = matched
             ops[seq] = Attach(seq, matched)

@@ -52,8 +52,9 @@ __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 logger = logging.getLogger(__name__)
 
 _USUAL_TERMS = RequestTerms()
-#: How long the end of an engine waits for blocks on their way to --kv-persist.
-FLUSH_SECONDS = 10.0
+#: How long the end of an engine waits for blocks on their way to --kv-persist: less than a client
+#: waits for the end of its process.
+FLUSH_SECONDS = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,7 +345,7 @@ class LLMEngine:
         return self.lease is not None and self.scheduler.awaits_memory
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix, pinned ones too.
+        """Forget every cached prefix, pinned ones and those that outlive the process too.
 
         Running requests keep their pages, but share them no more.
         """
@@ -601,7 +602,8 @@ class LLMEngine:
 
     def _idle(self) -> None:
         """Give free pages of the pool back to the system when nothing runs."""
-        self.memory.write_when_idle()
+        for memory in self._memories:
+            memory.write_when_idle()
         self._tell_persistence()
         # Keep cached prefixes; without prefix caching drop parked slots.
         for memory in self._memories:
@@ -614,8 +616,9 @@ class LLMEngine:
                 logger.warning("the pool keeps its pages for now: %s", error)
 
     def _tell_persistence(self) -> None:
-        for message in self.memory.persist_messages():
-            logger.warning("kv_persist: %s", message)
+        for memory in self._memories:
+            for message in memory.persist_messages():
+                logger.warning("kv_persist: %s", message)
 
     def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
         """The system refused memory that the plan counted on: preempt, or fail the only request."""
@@ -673,7 +676,8 @@ class LLMEngine:
         self.structured.close()
         self._flight = None
         self._runtime.synchronize()
-        if not self.memory.flush(FLUSH_SECONDS):
+        seconds = FLUSH_SECONDS / len(self._memories)
+        if not all(memory.flush(seconds) for memory in self._memories):
             logger.warning("kv_persist: not all blocks were written in %g seconds", FLUSH_SECONDS)
         self._tell_persistence()
         for memory in self._memories:

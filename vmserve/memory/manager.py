@@ -507,7 +507,7 @@ class MemoryManager:
             self.limit_pages = self._core.stats().limit_pages
 
     def clear_cache(self) -> None:
-        """Forget every cached prefix, for example for new weights."""
+        """Forget every cached prefix, those that outlive the process too."""
         self._core.clear_cache()
 
     # -- reading ------------------------------------------------------------------------

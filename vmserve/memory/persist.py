@@ -1,7 +1,8 @@
 """A directory in which blocks of the KV cache outlive the process (decision 0079).
 
 ``DIR/SPACE/DIGEST.kv`` is a block. A *space* has the blocks of one identity: of all that decides
-about the bytes of a block beside its tokens. ``csrc/store/`` reads and writes the files; what is
+about the bytes of a block beside its tokens. ``SPACE/NUMBER.generation`` says how often its blocks
+were forgotten (``POST /reset_prefix_cache``). ``csrc/store/`` reads and writes the files; what is
 here opens the directory, and lists, checks and empties it.
 """
 

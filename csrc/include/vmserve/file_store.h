@@ -3,7 +3,8 @@
 //   DIR/                        one limit of bytes for all below it
 //     SPACE/                    blocks that are equal whoever computed them; see space()
 //       DIGEST.kv               a header and the block's bytes
-//       .PID-COUNT.tmp          being written
+//       .RANDOM-COUNT.tmp       being written
+//       NUMBER.generation       empty; the highest number counts
 //
 // The directory is the index: a lookup is a system call, and what another process wrote is found at
 // once. A file appears complete, by a rename. Nothing is forced to the disk: what the system loses

@@ -71,7 +71,8 @@ class KindsMemory {
   void append_tokens(const std::vector<SeqId>& seqs, const std::vector<std::int32_t>& tokens);
   void release(SeqId seq);
   // One store for each kind.
-  void persist_to(const std::vector<std::shared_ptr<PageStore>>& stores);
+  void persist_to(const std::vector<std::shared_ptr<PageStore>>& stores,
+                  double touch_seconds = kTouchSeconds);
   bool restore(SeqId seq);
   void finish_restores();
   void write_when_idle();

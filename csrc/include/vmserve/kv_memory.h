@@ -120,8 +120,9 @@ class KVMemory {
   void release(SeqId seq);
 
   // Makes published blocks outlive the process. Pre: prefix_caching; called at most once, before
-  // the first sequence is opened.
-  void persist_to(std::shared_ptr<PageStore> store);
+  // the first sequence is opened. At most every `touch_seconds` the store is told which blocks were
+  // hit in the cache.
+  void persist_to(std::shared_ptr<PageStore> store, double touch_seconds = kTouchSeconds);
   // Begins to read what the store has of an empty sequence's prefix and the cache has not, as far
   // as there are pages. True while that is under way; match() finds it when it is false.
   bool restore(SeqId seq);
@@ -136,7 +137,8 @@ class KVMemory {
   // Executes up to `max_jobs` reads and writes on this thread, for tests; returns their number.
   std::int64_t run_store(std::int64_t max_jobs);
 
-  // Clears the prefix cache. Blocks published before are never found again (new weights).
+  // Clears the prefix cache. Blocks published before are never found again, nor are those in the
+  // store, which removes them.
   void clear_cache();
 
   // Returns free pages above `keep_pages` to the system, highest ids first. With `drop_idle`, idle
@@ -234,7 +236,7 @@ class KVMemory {
   bool is_planned_ = false;
   Assessed assessed_;
   Background background_;
-  std::uint64_t weights_epoch_ = 0;
+  std::uint64_t generation_ = 0;  // in the digests of prefixes
   bool is_idle_ = false;
 };
 

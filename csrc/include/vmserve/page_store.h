@@ -1,5 +1,8 @@
 // Where blocks of KV memory outlive the process: a map from the digest of a prefix to the bytes of
 // its last block. A store never gives bytes that were not put under the digest.
+//
+// Digests have a generation in their root, so that a cache that was cleared finds nothing that was
+// put before, in this process or a later one. The store knows which generation is the newest.
 #pragma once
 
 #include <cstddef>
@@ -34,6 +37,15 @@ class PageStore {
   virtual bool put(const Digest& digest, const void* from, std::size_t bytes) noexcept = 0;
   // Asks the system to have the block ready for get().
   virtual void prefetch(const Digest&) noexcept {}
+  // Tells that the block was hit without being read.
+  virtual void touch(const Digest&) noexcept {}
+  // Of the digests that are asked for; that of the directory when the store was opened.
+  virtual std::uint64_t generation() const noexcept = 0;
+  // Begins another one, for later processes too; returns it. Where another process has begun one
+  // since, it is that one: engines of one server clear their caches together, and go on to share.
+  virtual std::uint64_t begin_generation() noexcept = 0;
+  // Removes what was last used before the generation.
+  virtual void remove_older() noexcept = 0;
   virtual StoreStats stats() const = 0;
   // A new reason why something was not kept or found; empty if there is none. Each is told once.
   virtual std::string take_message() = 0;

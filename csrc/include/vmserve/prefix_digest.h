@@ -1,8 +1,8 @@
 // Digests of prefixes: SHA-256 (FIPS 180-4) chains over blocks of tokens.
 //
 // digest(block k) = SHA-256(digest(block k - 1) || tokens of block k). The chain starts from a root
-// of tenant, salt and weights epoch. Equal digests mean equal prefixes in an equal context, and
-// collisions cannot be constructed.
+// of tenant, salt and generation, which is another one after the cache was cleared. Equal digests
+// mean equal prefixes in an equal context, and collisions cannot be constructed.
 #pragma once
 
 #include <array>
@@ -28,7 +28,7 @@ struct DigestHash {
 
 Digest sha256(const void* data, std::size_t bytes);
 
-Digest prefix_root(Tenant tenant, std::uint64_t weights_epoch, const std::string& salt);
+Digest prefix_root(Tenant tenant, std::uint64_t generation, const std::string& salt);
 Digest prefix_next(const Digest& parent, const std::int32_t* tokens, std::int32_t num_tokens);
 
 }  // namespace vmserve

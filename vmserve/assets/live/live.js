@@ -209,6 +209,7 @@ function showTiles({ stats, latency }) {
   show("hits", asked ? percent(hits / asked) : "–");
   show("hit-tokens", `${count(hits)} of ${count(asked)}`);
   showDrafts(stats);
+  showPersistence(stats);
   drawLine("rate-line", speed);
   drawLine("running-line", state.history.map((sample) => sample.running));
   drawLine("usage-line", state.history.map((sample) => sample.usage), 1);
@@ -222,6 +223,20 @@ function showDrafts(stats) {
   if (!drafted) return;
   show("drafts-accepted", percent(accepted / drafted));
   show("drafts-step", (generated / Math.max(1, generated - accepted)).toFixed(2));
+}
+
+/** What --kv-persist keeps; without it all is 0. */
+const persists = (stats) =>
+  Object.entries(stats).some(([name, value]) => name.startsWith("persist_") && value);
+
+function showPersistence(stats) {
+  at("persist").hidden = !persists(stats);
+  show("persist-bytes", bytes(stats.persist_bytes || 0));
+  show("persist-written", bytes(stats.persist_written_bytes_total || 0));
+  show("persist-read", bytes(stats.persist_read_bytes_total || 0));
+  const hidden = stats.persist_hidden_seconds_total || 0;
+  const reading = hidden + (stats.persist_wait_seconds_total || 0);
+  show("persist-hidden", reading ? percent(hidden / reading) : "–");
 }
 
 function drawLine(id, values, top = 0) {
@@ -253,7 +268,18 @@ function countersOf({ stats, num_rejected: rejected, num_failed: failed }) {
     ["swapped out now", stats.num_sequences_swapped, "effort", "Sequences whose pages are in the swap space"],
     ["map calls made ahead", ahead, "", WORDS["map calls"]],
     ["map calls waited for", awaited, "", "Map calls that a step had to wait for"],
+    ...(persists(stats) ? persistCountersOf(stats) : []),
   ].filter(([, number]) => number !== undefined);
+}
+
+function persistCountersOf(stats) {
+  const lost = (stats.persist_missed_blocks_total || 0) + (stats.persist_refused_blocks_total || 0);
+  return [
+    ["blocks hit on disk", stats.persist_restored_blocks_total, "", "Blocks of prefixes that were read from --kv-persist instead of computed"],
+    ["files evicted", stats.persist_evicted_blocks_total, "", "Blocks that left the directory for newer ones, as --kv-persist-bytes asks"],
+    ["blocks not kept", lost, "effort", "Blocks that left memory before they were written, or that the system refused to write"],
+    ["files broken", stats.persist_broken_blocks_total, "bad", "Files whose checksum was wrong: they were removed, and computed again"],
+  ];
 }
 
 function showCounters(data) {

@@ -14,15 +14,20 @@ _CONSTANTS = (
     "page_bytes", "page_tokens", "block_tokens", "blocks_per_page", "tensor_parallel_size"
 )  # fmt: skip
 _SHARES = ("kv_cache_usage_perc",)
+#: Of what engines share: each tells of all of it.
+_COMMON = ("persist_bytes",)
 
 
 def merged_stats(each: Sequence[Mapping[str, float | int]]) -> dict[str, float | int]:
-    """Sum counts, take the mean of shares, and keep what is the same for all."""
+    """Sum counts, take the mean of shares, and keep what is the same for all or common to them."""
     merged: dict[str, float | int] = {}
     for stats in each:
         for name, value in stats.items():
             if name not in merged or not name.endswith(_CONSTANTS):
                 merged[name] = merged.get(name, 0) + value
+    merged |= {
+        name: max(stats.get(name, 0) for stats in each) for name in _COMMON if name in merged
+    }
     return merged | {name: merged[name] / len(each) for name in _SHARES if name in merged}
 
 

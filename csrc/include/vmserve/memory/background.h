@@ -39,7 +39,7 @@ class Background : LedgerClient {
   const std::deque<InFlightCopies>& copies_in_flight() const { return copies_in_flight_; }
   void begin_copies(const Change& change);
   // Makes blocks outlive the process. At most once.
-  void persist_to(std::shared_ptr<PageStore> store);
+  void persist_to(std::shared_ptr<PageStore> store, double touch_seconds);
   // Null if there is no store.
   Persistence* persistence() const { return persistence_.get(); }
   void end_persistence() { persistence_.reset(); }

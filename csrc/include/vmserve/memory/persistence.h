@@ -12,6 +12,8 @@
 //   read    begin_restore() takes free pages, which are held while the reader thread fills them;
 //           apply_finished() publishes what arrived. Whoever cannot go on without it helps:
 //           finish_restores()
+//   use     what is hit in the cache is used in the store, too: now and then the writer says so,
+//           or the store would drop what is asked for most
 #pragma once
 
 #include <atomic>
@@ -32,6 +34,9 @@
 
 namespace vmserve {
 
+// The store is told of hits in the cache at most so often.
+constexpr double kTouchSeconds = 60;
+
 // Blocks of a prefix that are not in the cache.
 struct MissingBlocks {
   std::vector<std::int64_t> indices;  // to be read; ascending
@@ -42,13 +47,15 @@ struct MissingBlocks {
 class Persistence : LedgerClient {
  public:
   Persistence(Ledger& ledger, DriverWork& work, std::deque<InFlightCopies>& copies_in_flight,
-              std::shared_ptr<PageStore> store);
+              std::shared_ptr<PageStore> store, double touch_seconds);
   ~Persistence();
 
   // Takes no lock. Called by the writer thread, without locks, when it has written a batch.
   void call_when_written(std::function<void()> call) { when_written_ = std::move(call); }
-  // Copies pending blocks to free buffers and lets the writer write them. True if it took any.
-  bool write_behind();
+  // Copies pending blocks to free buffers and lets the writer write them, and tell of hits.
+  void write_behind();
+  // Lets the writer tell of hits, however short ago it did.
+  void tell_hits();
   // Writes that are pending or under way.
   bool has_writes();
   // Without the memory's lock: executes on this thread what the writer has not begun, and waits.
@@ -56,8 +63,8 @@ class Persistence : LedgerClient {
 
   // The block is cached, stored, or on its way.
   bool is_within_reach(const Digest& digest) const;
-  // Of the sequence's blocks first .. end - 1, which are within reach.
-  MissingBlocks missing(const Sequence& seq, std::int64_t first, std::int64_t end) const;
+  // Of the sequence's blocks first .. end - 1, which are within reach. Those in the cache are hits.
+  MissingBlocks look_up(const Sequence& seq, std::int64_t first, std::int64_t end);
   // Pages that begin_restore() takes.
   std::int64_t pages_for(const std::vector<std::int64_t>& indices) const;
   // Holds idle pages with the sequence's blocks first .. end - 1, so that finding memory does not
@@ -70,8 +77,8 @@ class Persistence : LedgerClient {
   // Post: nothing is being read.
   void finish_restores();
 
-  // Stores and restores nothing any more: the weights may be others.
-  void disable();
+  // Forgets what was computed and stored; returns the generation of digests from now on.
+  std::uint64_t begin_generation();
   // Without the memory's lock. Stops the threads; what is not written by now is lost.
   void stop();
   // Without the memory's lock, if mapper commands are executed by hand: executes jobs.
@@ -120,7 +127,8 @@ class Persistence : LedgerClient {
   };
 
   std::vector<CopyRun> runs(BlockId block, Address buffer, bool out) const;
-  void write(const std::vector<Write>& batch, const std::optional<Mark>& mark);
+  void write(const std::vector<Write>& batch, const std::optional<Mark>& mark,
+             std::uint64_t generation);
   void read(Restore& restore, std::size_t first, std::size_t count);
   bool copy_in(const Read& read, Address buffer, std::optional<Mark>& mark);
   void wait_for_copy(const std::optional<Mark>& mark);
@@ -132,8 +140,10 @@ class Persistence : LedgerClient {
   const std::shared_ptr<PageStore> store_;
   const std::size_t block_bytes_;  // of all groups
   const bool has_threads_;
-  bool is_enabled_ = true;
   std::deque<Digest> pending_;  // published, and not written yet
+  const Clock::duration touch_time_;
+  std::unordered_set<Digest, DigestHash> hits_;  // since told_at_
+  Clock::time_point told_at_ = Clock::now();
   std::deque<std::shared_ptr<Restore>> restoring_;
   std::unordered_set<Digest, DigestHash> coming_;
   Buffers write_buffers_, read_buffers_;

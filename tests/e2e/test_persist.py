@@ -1,0 +1,172 @@
+"""``--kv-persist`` wherever engines come from: kinds of layers, several engines, commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.batch.killed import line, write
+from tests.helpers import until
+from vmserve import LLM, SamplingParams  # before torch: how its threads wait
+
+from tests.models.checkpoints import deepseek_v3, gemma3, gpt_oss, qwen3_next, save  # isort: skip
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
+PROMPTS = [[2 + (7 * i + 13 * j) % 90 for i in range(100 - 30 * j)] for j in range(3)]
+FAMILIES = {
+    "gemma3": gemma3(num_hidden_layers=4, sliding_window=24),
+    "gpt-oss": gpt_oss(num_hidden_layers=4, sliding_window=20),
+    "qwen3-next": qwen3_next(),
+    "deepseek-v3": deepseek_v3(),
+}
+TWO_CORES = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="two engines need two cores"
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers"),
+    [*((family, "native") for family in FAMILIES), ("gemma3", "torch"), ("qwen3-next", "torch")],
+)
+def test_every_kind_of_layers_comes_back_after_a_restart(
+    tmp_path: Path, model_dir: Path, family: str, layers: str
+) -> None:
+    """Windows, states and latents, in the native decoder and where torch computes."""
+    directory = save(FAMILIES[family], tmp_path / "model")
+
+    def answers() -> tuple[list[list[int]], list[int], Any]:
+        with LLM(
+            str(directory),
+            tokenizer=str(model_dir),
+            dtype="float32",
+            linear_backend="torch" if layers == "torch" else "auto",
+            kv_cache_memory="8MiB",
+            max_num_seqs=8,
+            max_num_batched_tokens=32,
+            kv_persist=str(tmp_path / "kv"),
+        ) as llm:
+            results = llm.generate(PROMPTS, GREEDY)
+            llm.engine.memory.check()
+            tokens = [list(result.outputs[0].token_ids) for result in results]
+            return tokens, [result.metrics.num_cached_tokens for result in results], llm.stats()
+
+    expected, cached, _ = answers()
+    assert cached == [0] * len(PROMPTS)
+    tokens, cached, stats = answers()
+    assert tokens == expected
+    assert cached == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
+    assert stats["persist_restored_blocks_total"] > 0
+
+
+def num_files(directory: Path) -> int:
+    return len(list(directory.glob("*/*.kv")))
+
+
+@TWO_CORES
+def test_engines_of_one_model_find_what_others_have_written(tmp_path: Path) -> None:
+    """In one life, and all of it after a restart; a reset is one of all engines."""
+    options: dict[str, Any] = {
+        "dtype": "float32", "kv_cache_memory": "32MiB", "max_model_len": 512,
+        "data_parallel_size": 2, "router": "round-robin", "kv_persist": str(tmp_path),
+    }  # fmt: skip
+    first, second = ([5 + index % 7 for index in range(length)] for length in (161, 97))
+
+    def ask(llm: LLM, prompt: list[int]) -> tuple[int, list[int]]:
+        [result] = llm.generate([prompt], GREEDY)
+        return result.metrics.num_cached_tokens, list(result.outputs[0].token_ids)
+
+    with LLM(**options) as llm:
+        cached, expected = ask(llm, first)
+        assert cached == 0
+        until(lambda: num_files(tmp_path) >= 10)
+        assert ask(llm, first) == (160, expected)  # of the other engine
+        assert llm.stats()["persist_restored_blocks_total"] == 10
+        llm.reset_prefix_cache()
+        assert ask(llm, first) == (0, expected)
+        until(lambda: num_files(tmp_path) >= 10)
+        assert ask(llm, first) == (160, expected)
+        _, other = ask(llm, second)
+    with LLM(**options) as llm:
+        assert [ask(llm, second), ask(llm, second)] == [(96, other)] * 2
+        assert ask(llm, first)[0] == 160
+        stats = llm.stats()
+        assert stats["persist_written_blocks_total"] <= 2  # of an answer's end
+        on_disk = sum(file.stat().st_size for file in tmp_path.glob("*/*.kv"))
+        assert 0 < stats["persist_bytes"] <= on_disk  # told once, although both engines know it
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", "from vmserve.cli.main import main; main()", *words],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_generate_reads_what_an_earlier_run_computed(tmp_path: Path) -> None:
+    def generate() -> Any:
+        done = command(
+            *("generate", "--prompt", "Once upon a time " * 20, "--max-tokens", "8"),
+            *("--temperature", "0", "--format", "json", "--kv-persist", str(tmp_path)),
+        )
+        return json.loads(done.stdout)
+
+    first, again = generate(), generate()
+    assert first["metrics"]["num_cached_tokens"] == 0
+    assert again["metrics"]["num_cached_tokens"] == (len(first["prompt_token_ids"]) - 1) // 16 * 16
+    assert again["outputs"] == first["outputs"]
+
+
+@pytest.mark.parametrize("size", ["1", pytest.param("2", marks=TWO_CORES)])
+def test_a_batch_reads_what_an_earlier_one_computed(tmp_path: Path, size: str) -> None:
+    """And what another engine of the same batch has written."""
+    body = {"prompt": "Once upon a time " * 20, "max_tokens": 8, "temperature": 0}
+    lines = [line(str(number), **body) for number in range(4)]
+    source = write(tmp_path / "in", lines)
+
+    def batch(name: str) -> list[dict[str, Any]]:
+        target = tmp_path / name
+        command(
+            *("batch", str(source), str(target), "--data-parallel-size", size),
+            *("--kv-persist", str(tmp_path / "kv"), "--router", "round-robin"),
+        )
+        told = [json.loads(text) for text in target.read_text().splitlines()]
+        return [reply["response"]["body"] for reply in told]
+
+    first, again = batch("first"), batch("again")
+    whole = (first[0]["usage"]["prompt_tokens"] - 1) // 16 * 16
+    cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in again]
+    assert cached == [whole] * len(lines)
+    assert len({reply["choices"][0]["text"] for reply in first + again}) == 1
+
+
+def test_a_draft_model_keeps_its_blocks_too(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "dtype": "float32", "kv_cache_memory": "64MiB", "kv_persist": str(tmp_path),
+        "speculative": "draft-model", "speculative_model": "vmserve-embedded",
+    }  # fmt: skip
+    prompt = [5 + index % 7 for index in range(161)]
+
+    def drafted() -> tuple[list[int], Any, Any]:
+        with LLM(**options) as llm:
+            [result] = llm.generate([prompt], GREEDY)
+            draft = llm.engine.draft_model
+            assert draft is not None
+            return list(result.outputs[0].token_ids), llm.stats(), draft.memory.stats()
+
+    first, stats, draft = drafted()
+    assert stats["spec_decode_num_accepted_tokens_total"] > 0
+    again, _, draft = drafted()
+    assert again == first
+    # Model and draft are one: nothing but their memories tells whose the blocks are.
+    assert draft.persist_restored_blocks_total == 10
