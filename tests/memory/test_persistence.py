@@ -258,6 +258,22 @@ def test_a_directory_that_cannot_be_written_is_cleared_for_this_process(tmp_path
     assert hit(memory_over(tmp_path)) == 20
 
 
+def test_a_kill_at_any_point_of_a_clearing_leaves_all_of_before_or_nothing_to_find(
+    tmp_path: Path,
+) -> None:
+    found = []
+    for point in range(9):
+        directory = tmp_path / str(point)
+        compute(directory)
+        ops = _core.FaultFileOps()
+        memory = memory_over(directory, ops)
+        ops.kill_after(point)
+        memory.core.clear_cache()
+        found.append(hit(memory_over(directory)))
+    # The generation first; then five files of before.
+    assert found == [20, *[0] * 8]
+
+
 def times_in(path: Path) -> set[float]:
     return {file.stat().st_mtime for file in (path / "s").glob("*.kv")}
 
