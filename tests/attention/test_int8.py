@@ -154,7 +154,7 @@ def test_ragged_batches_in_both_views(
     assert_near(outs[0], reference(call, spec, q)[0], q, dense)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     prompt=cut_prompts(),
     shape=SHAPES,

@@ -295,10 +295,12 @@ def test_parts_that_do_not_fit(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ten_thousand_damaged_files(tmp_path: Path) -> None:
-    said = list(fuzz(10_000, 1, tmp_path))
+def test_damaged_files(tmp_path: Path) -> None:
+    count = int(os.environ.get("VMSERVE_DAMAGED_FILES", "2000"))
+    said = list(fuzz(count, 1, tmp_path))
     refused = [each for each in said if each]
-    assert 2_000 < len(refused) < 9_900  # some changes are of no concern, or of names alone
+    # Some changes are of no concern, or of names alone.
+    assert 0.2 * count < len(refused) < 0.99 * count
 
 
 def test_some_damaged_files(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.garbage import only_new_garbage
 from tests.sim.simcuda import SimConfig, SimCuda, build_library, make_sim_cuda_driver
 from vmserve import _core
 
@@ -20,9 +21,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def sim_library() -> Path:
-    gc.collect()
-    gc.freeze()  # what is there by now need not be looked at again by `sim`
     return build_library()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _only_new_garbage() -> Iterator[None]:
+    with only_new_garbage():
+        yield
 
 
 @pytest.fixture
