@@ -49,7 +49,8 @@ class Expected:
 class LateReads:
     """What a step in flight may still read or write of one group of a sequence: memory as its
     kernels were told of it, and the contents. Of a sequence that was released meanwhile it must
-    only be there: later kernels, which run behind, may write to what others share."""
+    only be there: later kernels, which run behind, may write to what others share. So may those of
+    a fork, once the sequence has copied what they shared."""
 
     number: int
     rows: list[NDArray[np.uint64]]
@@ -61,6 +62,10 @@ class LateReads:
         for rows in self.rows:
             right = rows[self.at] == self.wanted[:, None]
             assert self.is_released or right.all(), np.flatnonzero(~right.all(axis=1))
+
+    def accept(self) -> None:
+        """Expect what is there now, and was written by kernels that run later."""
+        self.wanted = self.rows[0][self.at][:, 0].copy()
 
 
 @dataclass

@@ -411,6 +411,8 @@ class Walk:
         self.is_background = mapper is not MapperMode.OFF
         #: Epochs, who grows in them, and what their kernels read.
         self.running: list[tuple[int, list[int], list[LateReads]]] = []
+        #: Of each fork, those whose blocks it may still have.
+        self.forebears: dict[int, set[int]] = {}
 
     def step(self) -> None:
         rng, core = self.rng, self.rig.core
@@ -516,6 +518,7 @@ class Walk:
         view = rig.parts[0].core.view(child)
         copy = Expected(was.tenant, was.salt, was.weights, view, was.tokens[:length])
         copy.length = length
+        self.forebears[child] = {parent} | self.forebears.get(parent, set())
         return [fork(child, parent, length)], child, copy
 
     def fork_length(self, was: Expected) -> int:
@@ -556,8 +559,7 @@ class Walk:
         calls = [part.faults.num_calls for part in rig.parts]
         applied = plan.fits and self.apply(ops, plan.version, after, calls)
         if not applied and child is not None:
-            rig.core.release(child)
-            del rig.seqs[child]
+            self.release_one(child)
 
     def has_past(self, number: int) -> bool:
         rig, seq = self.rig, self.rig.seqs[number]
@@ -587,7 +589,13 @@ class Walk:
         reads = []
         for number in grown:
             start = max(starts[number], hits.get(number, 0))
+            forebears = self.forebears.get(number, set())
+            shared = [each for each in self.late_reads() if each.number in forebears]
+            for each in shared:
+                each.check()
             rig.write(number, start)
+            for each in shared:
+                each.accept()
             reads += rig.late_reads(number, start)
         self.running.append((epochs[0], [*after], reads))
         if self.rng.random() < 0.6:
@@ -598,14 +606,12 @@ class Walk:
         if not self.running:
             return
         core = self.rig.core
-        for _, _, reads in self.running:
-            for each in reads:
-                each.check()
+        for each in self.late_reads():
+            each.check()
         if self.rng.random() < 0.05:
             core.abandon_epoch(self.running[-1][0])  # its kernels failed, so its requests do
             for seq in {seq for _, grown, _ in self.running for seq in grown} & {*self.rig.seqs}:
-                core.release(seq)
-                del self.rig.seqs[seq]
+                self.release_one(seq)
             self.running.clear()
             return
         num_ended = self.rng.randint(1, len(self.running))
@@ -629,12 +635,19 @@ class Walk:
 
     def release(self) -> None:
         if self.rig.seqs:
-            seq = self.rng.choice(sorted(self.rig.seqs))
-            self.rig.core.release(seq)
-            del self.rig.seqs[seq]
-            for _, _, reads in self.running:
-                for each in reads:
-                    each.is_released = each.is_released or each.number == seq
+            self.release_one(self.rng.choice(sorted(self.rig.seqs)))
+
+    def release_one(self, seq: int) -> None:
+        self.rig.core.release(seq)
+        del self.rig.seqs[seq]
+        self.forebears.pop(seq, None)
+        for others in self.forebears.values():
+            others.discard(seq)
+        for each in self.late_reads():
+            each.is_released = each.is_released or each.number == seq
+
+    def late_reads(self) -> list[LateReads]:
+        return [each for _, _, reads in self.running for each in reads]
 
     def end(self) -> None:
         """Everything comes back."""
@@ -642,8 +655,7 @@ class Walk:
         while self.running:
             self.complete()
         for seq in [*self.rig.seqs]:
-            self.rig.core.release(seq)
-        self.rig.seqs.clear()
+            self.release_one(seq)
         self.rig.core.settle_mapper()
         self.rig.core.trim(0, drop_idle=True)  # waits for the copies
         self.rig.check()
