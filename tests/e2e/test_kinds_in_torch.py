@@ -6,6 +6,7 @@ Steps in flight: ``tests/runner/test_async_kinds.py``.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,10 @@ OPTIONS: dict[str, Any] = {
     "max_num_batched_tokens": 64,
     "swap_space": "1MiB",
 }
+RANKS = (
+    pytest.mark.slow,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores"),
+)
 PROMPTS = [[2 + (k * i) % 90 for i in range(20 + 30 * k)] for k in range(1, 5)]
 NUM_TOKENS = 24
 
@@ -76,13 +81,15 @@ def used_by_kind(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("family", "backend", "regime", "preemption", "tight_memory"),
+    ("family", "backend", "regime", "preemption", "tight_memory", "num_ranks"),
     [
-        ("gemma3", "reference", "paged", "swap", "288KiB"),
-        ("gemma3", "cpu", "auto", "recompute", "288KiB"),
-        ("gpt-oss", "sdpa", "virtual", "recompute", "240KiB"),
-        ("gpt-oss", "cpu", "paged", "swap", "176KiB"),
-        ("qwen2", "sdpa", "virtual", "swap", "288KiB"),
+        ("gemma3", "reference", "paged", "swap", "288KiB", 1),
+        ("gemma3", "cpu", "auto", "recompute", "288KiB", 1),
+        ("gpt-oss", "sdpa", "virtual", "recompute", "240KiB", 1),
+        ("gpt-oss", "cpu", "paged", "swap", "176KiB", 1),
+        ("qwen2", "sdpa", "virtual", "swap", "288KiB", 1),
+        pytest.param("gemma3", "sdpa", "virtual", "swap", "288KiB", 2, marks=RANKS),
+        pytest.param("gpt-oss", "cpu", "paged", "recompute", "208KiB", 2, marks=RANKS),
     ],
 )
 def test_as_transformers_through_a_pool_that_is_short(
@@ -93,6 +100,7 @@ def test_as_transformers_through_a_pool_that_is_short(
     regime: str,
     preemption: str,
     tight_memory: str,
+    num_ranks: int,
 ) -> None:
     """Greedy ones after hits; then choices and beams as in a pool that holds all."""
     directory, expected = checkpoints[family]
@@ -111,6 +119,7 @@ def test_as_transformers_through_a_pool_that_is_short(
             block_size=8 if regime == "paged" else 16,
             kv_cache_memory=kv_cache_memory,
             preemption=preemption,
+            tensor_parallel_size=num_ranks,
             **OPTIONS,
         ) as llm:
             assert [kind.window is None for kind in llm.engine.memory.kinds] == [True, False]
