@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from vmserve.dtypes import DType, row_bytes
+from vmserve.dtypes import DType, vector_bytes
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.limits import available_memory
 from vmserve.models.footprint import activation_bytes, state_copy_bytes, weight_bytes
@@ -39,7 +39,7 @@ LinearBackend = Literal["auto", "native", "torch"]
 #: "int8-dynamic": 8-bit activations too, if the processor multiplies those faster.
 Quantization = Literal["none", "int8", "int8-dynamic"]
 KVMapper = Literal["auto", "off", "thread"]
-KVCacheDType = Literal["auto", "int8"]
+KVCacheDType = Literal["auto", "int8", "fp8"]
 Preemption = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority", "v0"]
 #: Where drafts come from; "auto": as far as they pay.
@@ -186,9 +186,10 @@ class EngineConfig:
     kv_cache_dtype: Annotated[
         KVCacheDType,
         Option(
-            "int8 stores keys and values in 8 bits, with a scale for each token and head: half "
-            "the memory of bfloat16, so about twice the requests at once. `vmserve bench quality` "
-            "measures what it costs your model. Only on a CPU, with our own attention kernels.",
+            "int8 and fp8 store keys and values in 8 bits, with a scale for each token and head: "
+            "half the memory of bfloat16, so about twice the requests at once. `vmserve bench "
+            "quality` measures what it costs your model. With our own attention kernels alone: "
+            "int8 on a CPU, fp8 (e4m3) on a GPU.",
             _KV,
             default="auto, the model's own",
         ),
@@ -685,11 +686,12 @@ def _swap_bytes(config: EngineConfig, model: ModelConfig) -> int:
     Raises :class:`ConfigurationError` for a size below one block or above the machine's memory.
     """
     size = parse_size(config.swap_space, "swap_space")
-    elements = config.block_size * model.kv_elements
-    if config.kv_cache_dtype == "int8":
-        block = elements // model.head_dim * row_bytes(model.head_dim, DType.INT8)
+    if config.kv_cache_dtype == "auto":
+        block = config.block_size * model.kv_elements * _itemsize(config, model)
     else:
-        block = elements * _itemsize(config, model)
+        shape = (model.kv_heads, model.head_dim)
+        vectors = config.block_size * (model.kv_elements // (shape[0] * shape[1]))
+        block = vectors * vector_bytes(*shape, DType(config.kv_cache_dtype))
     if 0 < size < block:
         raise ConfigurationError(
             f"swap_space: {format_size(size)} holds no KV block of {format_size(block)}; a number "

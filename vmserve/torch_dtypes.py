@@ -8,7 +8,9 @@ from vmserve.dtypes import DType
 
 __all__ = ["as_torch"]
 
-_DTYPES = {dtype: getattr(torch, dtype) for dtype in DType}
+_DTYPES = {
+    dtype: torch.float8_e4m3fn if dtype is DType.FP8 else getattr(torch, dtype) for dtype in DType
+}
 
 
 def as_torch(dtype: DType) -> torch.dtype:

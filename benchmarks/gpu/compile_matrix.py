@@ -1,6 +1,6 @@
 """Compiles every variant of the CUDA kernels for every architecture, without a GPU.
 
-    python benchmarks/gpu/compile_matrix.py                # all: about two minutes
+    python benchmarks/gpu/compile_matrix.py                # all: about four minutes
     python benchmarks/gpu/compile_matrix.py --out results/compile.json
 
 Prints registers, shared memory and spills of each kernel as a table; the exit status is 1 if any
@@ -48,9 +48,9 @@ OPCODES: Mapping[str, int] = {
 VARIANTS = {
     variant.name: variant
     for variant in (
-        Variant(dtype, head_dim, paged)
-        for dtype, head_dim, paged in itertools.product(
-            (torch.bfloat16, torch.float16), HEAD_DIMS, (True, False)
+        Variant(dtype, head_dim, paged, fp8)
+        for fp8, dtype, head_dim, paged in itertools.product(
+            (False, True), (torch.bfloat16, torch.float16), HEAD_DIMS, (True, False)
         )
     )
 }
@@ -68,7 +68,7 @@ class Row:
 
 
 def sizes_of(variant: Variant, architecture: str) -> Sizes:
-    return sizes_for(variant.head_dim, *ARCHITECTURES[architecture])
+    return sizes_for(variant.head_dim, *ARCHITECTURES[architecture], fp8=variant.fp8)
 
 
 def measure(variant: Variant, architecture: str) -> list[Row]:
@@ -111,7 +111,7 @@ def table(rows: Sequence[Row]) -> str:
     """A line for each variant and architecture: registers, and KiB of shared memory, by kernel."""
     kernels = sorted({row.resources.kernel for row in rows})
     lines = [
-        f"{'variant':16} {'target':8} " + " ".join(f"{name:>13}" for name in kernels),
+        f"{'variant':18} {'target':8} " + " ".join(f"{name:>13}" for name in kernels),
     ]
     keys = sorted({(row.variant, row.architecture) for row in rows})
     for key in keys:
@@ -125,7 +125,7 @@ def table(rows: Sequence[Row]) -> str:
             if row.resources.spills:
                 text += " SPILLS"
             columns.append(f"{text:>13}")
-        lines.append(f"{key[0]:16} {key[1]:8} " + " ".join(columns))
+        lines.append(f"{key[0]:18} {key[1]:8} " + " ".join(columns))
     return "\n".join(lines)
 
 

@@ -19,16 +19,15 @@ constexpr int kAppendBlocks = kHeadDim == 256 ? 1 : 2;
 template <int kHeadDim>
 constexpr int kAppendRows = 16 * kAppendWarps * kAppendBlocks<kHeadDim>;
 
-template <int kHeadDim>
+template <class KV, int kHeadDim>
 struct AppendMemory {
-  static constexpr int kTileBytes = kTileTokens * kHeadDim * 2;
+  using Tile = TileMemory<KV, kHeadDim, kTileTokens>;
   static constexpr int kQueryBytes = kAppendRows<kHeadDim> * kHeadDim * 2;
-  static constexpr int kBytes = kQueryBytes + kAppendStages * 2 * kTileBytes;
+  static constexpr int kBytes = kQueryBytes + kAppendStages * Tile::kBytes;
 
   char* const base;
   VMS_DEVICE char* queries() const { return base; }
-  VMS_DEVICE char* k_tile(int stage) const { return base + kQueryBytes + stage * 2 * kTileBytes; }
-  VMS_DEVICE char* v_tile(int stage) const { return k_tile(stage) + kTileBytes; }
+  VMS_DEVICE Tile tile(int stage) const { return {base + kQueryBytes + stage * Tile::kBytes}; }
 };
 
 // What a thread has of the parts so far, in global memory: registers have no room for it beside
@@ -42,13 +41,13 @@ VMS_DEVICE Pair* scratch_at(const AttendArgs& args, int b, int n, int half) {
 }
 
 // Ends the part that the tile from `begin` on belongs to, for the warp's block b of rows.
-template <class T, int kHeadDim>
+template <class T, class KV, int kHeadDim>
 VMS_DEVICE void end_part_of_block(const ItemRows& rows, int first, int b, int begin,
                                   RowSums<kHeadDim>& sums) {
   const int index = begin / kPartTokens - rows.item.kv_begin / kPartTokens;
   const bool last = begin + kTileTokens >= rows.item.kv_end;
   if (rows.exported()) {
-    store_part<kHeadDim>(rows, sums, first, 0, index);
+    store_part<KV, kHeadDim>(rows, sums, first, 0, index);
   } else {
     Parts parts[2];
 #pragma unroll
@@ -67,7 +66,7 @@ VMS_DEVICE void end_part_of_block(const ItemRows& rows, int first, int b, int be
       if (!last) ptx::store(at, Pair{part[0], part[1]});
     });
     if (last) {
-      store_rows<T, kHeadDim>(rows, sums, parts, first, 0);
+      store_rows<T, KV, kHeadDim>(rows, sums, parts, first, 0);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -79,8 +78,9 @@ VMS_DEVICE void end_part_of_block(const ItemRows& rows, int first, int b, int be
   if (!last) sums.clear();
 }
 
-template <class T, int kHeadDim, bool kPaged, int kBlocks>
-VMS_DEVICE void append_item(const ItemRows& rows, int work, const AppendMemory<kHeadDim>& memory) {
+template <class T, class KV, int kHeadDim, bool kPaged, int kBlocks>
+VMS_DEVICE void append_item(const ItemRows& rows, int work,
+                            const AppendMemory<KV, kHeadDim>& memory) {
   // Queries of two blocks of long heads would need too many registers.
   constexpr bool kHeld = kHeadDim * kBlocks <= 128;
   const int lane = ptx::thread() & 31, first = (ptx::thread() >> 5) * 16;
@@ -88,18 +88,19 @@ VMS_DEVICE void append_item(const ItemRows& rows, int work, const AppendMemory<k
 
   auto start = [&](int begin, int stage) {
     if (begin < item.kv_end) {
-      start_tiles<kHeadDim, kPaged, kTileTokens, 32 * kAppendWarps>(
-          rows.args.kv, item.row, rows.head_offset(), begin, item.kv_end, ptx::thread(),
-          memory.k_tile(stage), memory.v_tile(stage));
+      start_tile<KV, kHeadDim, kPaged, kTileTokens, 32 * kAppendWarps>(
+          rows.args.kv, item.row, rows.head_offset(), rows.scale_offset(), begin, item.kv_end,
+          ptx::thread(), memory.tile(stage));
     }
     ptx::copy_commit();
   };
   start(item.kv_begin, item.kv_begin / kTileTokens & 1);
-  load_queries<kHeadDim, 16 * kAppendWarps * kBlocks, 32 * kAppendWarps>(rows, memory.queries());
+  load_queries<T, KV, kHeadDim, 16 * kAppendWarps * kBlocks, 32 * kAppendWarps>(rows,
+                                                                                memory.queries());
   ptx::sync_block();
   int lowest, highest;  // of all of the warp's rows
   rows.span(first, first + (kBlocks - 1) * kBlockStride + 15, lowest, highest);
-  QueryRows<kHeadDim, kHeld> queries[kBlocks];
+  QueryRows<T, kHeadDim, kHeld> queries[kBlocks];
   RowSums<kHeadDim> sums[kBlocks];
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
@@ -115,36 +116,36 @@ VMS_DEVICE void append_item(const ItemRows& rows, int work, const AppendMemory<k
     if (first < rows.num_rows && begin <= highest &&
         (rows.args.window == 0 || begin + kTileTokens + rows.args.window > lowest + 1)) {
       float scores[kBlocks][kTileTokens / 8][4];
-      score<T, kHeadDim, kTileTokens>(queries, memory.k_tile(stage), lane, scores);
+      score<T>(queries, memory.tile(stage), lane, scores);
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         weights_of(rows.args, item.kv_end, first + b * kBlockStride, lowest, highest, begin,
                    scores[b], sums[b],
                    [&](int row, int& low, int& high) { rows.visible(row, low, high); });
       }
-      weigh<T, kHeadDim, kTileTokens>(scores, memory.v_tile(stage), lane, 0, sums);
+      weigh<T>(scores, memory.tile(stage), lane, 0, sums);
     }
     if (!rows.ends_part(begin)) continue;
     const ItemRows again(rows.args, work);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
       const int row = first + b * kBlockStride;
-      if (row < again.num_rows) end_part_of_block<T>(again, row, b, begin, sums[b]);
+      if (row < again.num_rows) end_part_of_block<T, KV>(again, row, b, begin, sums[b]);
     }
   }
 }
 
-template <class T, int kHeadDim, bool kPaged>
+template <class T, class KV, int kHeadDim, bool kPaged>
 VMS_DEVICE void attend_append(const AttendArgs& args) {
-  const AppendMemory<kHeadDim> memory{ptx::shared()};
+  const AppendMemory<KV, kHeadDim> memory{ptx::shared()};
   // Reads num_items again each time, because registers are scarce.
   for (int work = ptx::block(); work < ptx::load(args.num_items) * args.kv_heads;
        work += ptx::num_blocks()) {
     const ItemRows rows(args, work);
     if (kAppendBlocks<kHeadDim> > 1 && rows.num_rows > 16 * kAppendWarps) {
-      append_item<T, kHeadDim, kPaged, kAppendBlocks<kHeadDim>>(rows, work, memory);
+      append_item<T, KV, kHeadDim, kPaged, kAppendBlocks<kHeadDim>>(rows, work, memory);
     } else {
-      append_item<T, kHeadDim, kPaged, 1>(rows, work, memory);
+      append_item<T, KV, kHeadDim, kPaged, 1>(rows, work, memory);
     }
     ptx::sync_block();  // all warps are done before queries and tiles are overwritten
   }

@@ -8,6 +8,7 @@
 // - paged: block b = table[r * table_width + (p >> block_shift)], token p % 2^block_shift of part
 //   b % blocks_per_page of page b / blocks_per_page;
 // - in slots: token p of slot r. The table is not read; page_stride is the distance of slots.
+// Where K and V are codes, the float scales of all heads follow the codes of the last one.
 struct KvLayer {
   char* keys;    // position 0 of page 0 (slot 0), head 0
   char* values;  // the same; K and V share the strides

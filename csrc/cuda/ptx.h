@@ -17,6 +17,10 @@ struct Bf16 {
 struct Fp16 {
   u16 bits;
 };
+// Of a KV cache alone: a code of 8 bits, which has a scale (kv.cuh).
+struct E4m3 {
+  unsigned char bits;
+};
 
 // 16 bytes, the unit of copies.
 struct alignas(16) Unit {
@@ -25,6 +29,10 @@ struct alignas(16) Unit {
 
 struct alignas(8) Pair {
   float x, y;
+};
+
+struct alignas(8) Codes {
+  u32 low, high;  // four each
 };
 
 #ifdef VMSERVE_EMULATED_PTX
@@ -60,6 +68,9 @@ VMS_PTX void sync_warp() {
 VMS_PTX float shuffle_xor(float x, int mask) {
   return __shfl_xor_sync(0xffffffffU, x, mask);
 }
+VMS_PTX u32 shuffle_xor(u32 x, int mask) {
+  return __shfl_xor_sync(0xffffffffU, x, mask);
+}
 
 // Reads global memory. T: 1, 2, 4, 8 or 16 bytes, aligned to its size.
 template <class T>
@@ -84,6 +95,12 @@ VMS_PTX void copy_async(void* to, const void* from, bool valid) {
                "l"(from), "r"(valid ? 16 : 0)
                : "memory");
 }
+// The same with 4 bytes.
+VMS_PTX void copy_async_word(void* to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
 VMS_PTX void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -91,6 +108,16 @@ VMS_PTX void copy_commit() {
 template <int kPending>
 VMS_PTX void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Reads shared memory that asynchronous copies wrote. In place: registers are scarce.
+VMS_PTX Pair load_copied(const Pair* from) {
+  Pair pair;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(pair.x), "=f"(pair.y)
+               : "r"(shared_address(from))
+               : "memory");
+  return pair;
 }
 
 // Loads four 8 x 8 matrices of 16-bit elements. Lane 8 i + j passes the address of row j of matrix
@@ -152,6 +179,20 @@ VMS_PTX float widen(Fp16 x) {
   float wide;
   asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
   return wide;
+}
+
+// Products of two pairs of elements, each rounded once; subnormals count. sm_80 has no
+// multiplication of these, so it adds -0.
+VMS_PTX u32 product_of_pairs(u32 x, u32 y) {
+  u32 bits;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(bits) : "r"(x), "r"(y), "r"(0x80008000U));
+  return bits;
+}
+VMS_PTX u32 bits_of(float x) {
+  return __float_as_uint(x);
+}
+VMS_PTX float float_of(u32 bits) {
+  return __uint_as_float(bits);
 }
 
 // 2^x and log2 x of the special function unit: error of 2 ulp, subnormals flushed to 0.

@@ -1,7 +1,9 @@
 // Computes blocks of 16 query rows with a tile of keys and values in shared memory: one warp.
 //
 // Thread t of the warp holds, of every 16 x 8 block of scores or output, columns 2 (t % 4) and the
-// next of rows t / 4 (elements 0 and 1) and t / 4 + 8 (elements 2 and 3).
+// next of rows t / 4 (elements 0 and 1) and t / 4 + 8 (elements 2 and 3). Of codes, what a thread
+// loads of a row is four bytes side by side, which become elements of two blocks: so columns of
+// queries, and those of the output, are permuted within each 16 (store_permuted, for_columns).
 //
 // A row has the same bits whatever it is computed beside. Both kernels compute one expression of
 // it: tiles of kTileTokens positions and parts of kPartTokens, at multiples of them, each part from
@@ -36,7 +38,8 @@ struct RowSums {
 };
 
 // 16 query rows as fragments: in registers, or in shared memory if they need too many registers.
-template <int kHeadDim, bool kHeld = kHeadDim <= 128>
+// T: of their elements.
+template <class T, int kHeadDim, bool kHeld = kHeadDim <= 128>
 struct QueryRows {
   u32 held[kHeld ? kHeadDim / 16 : 1][4];
   const char* tile;
@@ -51,7 +54,7 @@ struct QueryRows {
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k) {
       if (kHeld)
-        ptx::load_matrices(held[kHeld ? k : 0], tile + tile_offset<kHeadDim>(row, 2 * k + unit));
+        ptx::load_matrices(held[kHeld ? k : 0], tile + tile_offset<T, kHeadDim>(row, 2 * k + unit));
     }
   }
   VMS_DEVICE void fragment(int k, u32 (&to)[4]) const {
@@ -59,15 +62,35 @@ struct QueryRows {
 #pragma unroll
       for (int i = 0; i < 4; ++i) to[i] = held[kHeld ? k : 0][i];
     } else {
-      ptx::load_matrices(to, tile + tile_offset<kHeadDim>(row, 2 * k + unit));
+      ptx::load_matrices(to, tile + tile_offset<T, kHeadDim>(row, 2 * k + unit));
     }
   }
 };
 
+// Scales of the keys, or values, of columns n .. n + 7 of a tile that are this thread's.
+VMS_DEVICE Pair scales_of(const char* scales, int n, int lane) {
+  return ptx::load_copied(reinterpret_cast<const Pair*>(scales + (n + 2 * (lane & 3)) * 4));
+}
+
+// Multiplies scores with the scales of their keys.
+template <int kCount>
+VMS_DEVICE void scale_scores(float (&scores)[kCount][4], const char* scales, int lane) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    const Pair scale = scales_of(scales, 8 * n, lane);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      scores[n][2 * half] = ptx::product(scores[n][2 * half], scale.x);
+      scores[n][2 * half + 1] = ptx::product(scores[n][2 * half + 1], scale.y);
+    }
+  }
+}
+
 // Scores of all blocks of rows; each key is loaded once.
-template <class T, int kHeadDim, int kTokens, int kBlocks, bool kHeld>
-VMS_DEVICE void score(const QueryRows<kHeadDim, kHeld> (&queries)[kBlocks], const char* k_tile,
-                      int lane, float (&scores)[kBlocks][kTokens / 8][4]) {
+template <class T, class KV, int kHeadDim, int kTokens, int kBlocks, bool kHeld>
+VMS_DEVICE void score(const QueryRows<T, kHeadDim, kHeld> (&queries)[kBlocks],
+                      const TileMemory<KV, kHeadDim, kTokens>& tile, int lane,
+                      float (&scores)[kBlocks][kTokens / 8][4]) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
 #pragma unroll
@@ -77,21 +100,40 @@ VMS_DEVICE void score(const QueryRows<kHeadDim, kHeld> (&queries)[kBlocks], cons
     }
   }
   const int row = ((lane >> 4) << 3) + (lane & 7), unit = (lane >> 3) & 1;
-#pragma unroll
+  // Codes want a few registers more than there are for all columns at once.
+#pragma unroll(kCoded<KV> && !kHeld ? 4 : kHeadDim / 16)
   for (int k = 0; k < kHeadDim / 16; ++k) {
     u32 q[kBlocks][4];
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) queries[b].fragment(k, q[b]);
-#pragma unroll
-    for (int n = 0; n < kTokens / 16; ++n) {
+    if constexpr (kCoded<KV>) {
+      static_assert(kTokens == 32, "a load of codes has 32 rows of 16 columns");
       u32 keys[4];
-      ptx::load_matrices(keys, k_tile + tile_offset<kHeadDim>(16 * n + row, 2 * k + unit));
+      ptx::load_matrices(keys, tile.keys() + tile_offset<KV, kHeadDim>(lane, k));
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        ptx::multiply_add<T>(scores[b][2 * n], q[b], keys[0], keys[1]);
-        ptx::multiply_add<T>(scores[b][2 * n + 1], q[b], keys[2], keys[3]);
+      for (int n = 0; n < kTokens / 8; ++n) {
+        u32 even, odd;
+        widen_codes<T>(keys[n], even, odd);
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) ptx::multiply_add<T>(scores[b][n], q[b], even, odd);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kTokens / 16; ++n) {
+        u32 keys[4];
+        ptx::load_matrices(keys,
+                           tile.keys() + tile_offset<KV, kHeadDim>(16 * n + row, 2 * k + unit));
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          ptx::multiply_add<T>(scores[b][2 * n], q[b], keys[0], keys[1]);
+          ptx::multiply_add<T>(scores[b][2 * n + 1], q[b], keys[2], keys[3]);
+        }
       }
     }
+  }
+  if constexpr (kCoded<KV>) {
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) scale_scores(scores[b], tile.key_scales(), lane);
   }
 }
 
@@ -164,11 +206,12 @@ VMS_DEVICE void soften(float (&scores)[kCount][4], float scale, RowSums<kColumns
   }
 }
 
-// Adds values times weights, in the columns of V's tile from unit `first_unit` on.
+// Adds values times weights, in the columns from `column` on.
 template <class T, int kHeadDim, int kTokens, int kColumns, int kBlocks>
-VMS_DEVICE void weigh(const float (&weights)[kBlocks][kTokens / 8][4], const char* v_tile, int lane,
-                      int first_unit, RowSums<kColumns> (&sums)[kBlocks]) {
-  const int row = lane & 15, unit = first_unit + (lane >> 4);
+VMS_DEVICE void weigh(const float (&weights)[kBlocks][kTokens / 8][4],
+                      const TileMemory<T, kHeadDim, kTokens>& tile, int lane, int column,
+                      RowSums<kColumns> (&sums)[kBlocks]) {
+  const int row = lane & 15, unit = column / 8 + (lane >> 4);
 #pragma unroll
   for (int k = 0; k < kTokens / 16; ++k) {
     u32 w[kBlocks][4];
@@ -183,12 +226,60 @@ VMS_DEVICE void weigh(const float (&weights)[kBlocks][kTokens / 8][4], const cha
 #pragma unroll
     for (int n = 0; n < kColumns / 16; ++n) {
       u32 values[4];
-      ptx::load_matrices_transposed(values,
-                                    v_tile + tile_offset<kHeadDim>(16 * k + row, 2 * n + unit));
+      ptx::load_matrices_transposed(
+          values, tile.values() + tile_offset<T, kHeadDim>(16 * k + row, 2 * n + unit));
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b) {
         ptx::multiply_add<T>(sums[b].out[2 * n], w[b], values[0], values[1]);
         ptx::multiply_add<T>(sums[b].out[2 * n + 1], w[b], values[2], values[3]);
+      }
+    }
+  }
+}
+
+// A weight times the scale of its value. One that is 0 adds nothing, even to a value that is NaN.
+VMS_DEVICE float scaled(float weight, float scale) {
+  return weight == 0.0F ? 0.0F : ptx::product(weight, scale);
+}
+
+// The same of codes.
+template <class T, int kHeadDim, int kTokens, int kColumns, int kBlocks>
+VMS_DEVICE void weigh(const float (&weights)[kBlocks][kTokens / 8][4],
+                      const TileMemory<E4m3, kHeadDim, kTokens>& tile, int lane, int column,
+                      RowSums<kColumns> (&sums)[kBlocks]) {
+  constexpr int kUnits = kColumns < 32 ? 1 : 2;  // of 16 columns, in a load of values
+  const int row = lane & 15, unit = column / 16 + (kUnits > 1 ? lane >> 4 : 0);
+#pragma unroll
+  for (int k = 0; k < kTokens / 16; ++k) {
+    u32 w[kBlocks][4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const Pair scale = scales_of(tile.value_scales(), 16 * k + 8 * n, lane);
+#pragma unroll
+      for (int b = 0; b < kBlocks; ++b) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float (&from)[4] = weights[b][2 * k + n];
+          w[b][2 * n + half] =
+              ptx::pack<T>(scaled(from[2 * half], scale.x), scaled(from[2 * half + 1], scale.y));
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kColumns / 16; n += kUnits) {
+      u32 values[4];
+      ptx::load_matrices_transposed(
+          values, tile.values() + tile_offset<E4m3, kHeadDim>(16 * k + row, unit + n));
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        u32 even[2], odd[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) widen_codes<T>(values[2 * u + i], even[i], odd[i]);
+#pragma unroll
+        for (int b = 0; b < kBlocks; ++b) {
+          ptx::multiply_add<T>(sums[b].out[2 * (n + u)], w[b], even[0], even[1]);
+          ptx::multiply_add<T>(sums[b].out[2 * (n + u) + 1], w[b], odd[0], odd[1]);
+        }
       }
     }
   }
@@ -220,6 +311,10 @@ struct ItemRows {
   }
   VMS_DEVICE int q_head(int row) const { return head * args.group + row % args.group; }
   VMS_DEVICE i64 head_offset() const { return head * args.kv.head_stride; }
+  // From a head's row of a token to its scale, which is behind the codes of all heads.
+  VMS_DEVICE i64 scale_offset() const {
+    return args.kv_heads * args.kv.head_stride - head_offset() + head * 4;
+  }
 
   // Whether the item's parts are combined by another kernel: all of its tokens have parts, or none.
   VMS_DEVICE bool exported() const { return ptx::load(args.part_starts + token(0)) >= 0; }
@@ -252,8 +347,22 @@ struct ItemRows {
   }
 };
 
+// Stores a unit of a row of queries for keys that are codes: elements 4 t and 4 t + 2 of each 16 go
+// where a fragment's columns 2 t and the next are, 4 t + 1 and 4 t + 3 eight columns behind.
+template <class T, int kHeadDim>
+VMS_DEVICE void store_permuted(char* tile, int row, int unit, const Unit& value) {
+  const auto low = [](u32 x, u32 y) { return (x & 0xffffU) | y << 16; };
+  const auto high = [](u32 x, u32 y) { return x >> 16 | (y & 0xffff0000U); };
+  const auto at = [&](int of_pair) {
+    return reinterpret_cast<Codes*>(tile + tile_offset<T, kHeadDim>(row, (unit & ~1) + of_pair)) +
+           (unit & 1);
+  };
+  *at(0) = Codes{low(value.x, value.y), low(value.z, value.w)};
+  *at(1) = Codes{high(value.x, value.y), high(value.z, value.w)};
+}
+
 // Copies the item's queries into shared memory; missing rows become zeros.
-template <int kHeadDim, int kRows, int kThreads>
+template <class T, class KV, int kHeadDim, int kRows, int kThreads>
 VMS_DEVICE void load_queries(const ItemRows& rows, char* tile) {
   constexpr int kUnits = kHeadDim / 8;
   for (int i = ptx::thread(); i < kRows * kUnits; i += kThreads) {
@@ -265,7 +374,11 @@ VMS_DEVICE void load_queries(const ItemRows& rows, char* tile) {
                                rows.q_head(row) * rows.args.q_head_stride + unit * 16;
       value = ptx::load(reinterpret_cast<const Unit*>(from));
     }
-    *reinterpret_cast<Unit*>(tile + tile_offset<kHeadDim>(row, unit)) = value;
+    if constexpr (kCoded<KV>) {
+      store_permuted<T, kHeadDim>(tile, row, unit, value);
+    } else {
+      *reinterpret_cast<Unit*>(tile + tile_offset<T, kHeadDim>(row, unit)) = value;
+    }
   }
 }
 
@@ -351,9 +464,25 @@ VMS_DEVICE void end_part(RowSums<kColumns>& sums, Parts (&parts)[2], FoldPair fo
   }
 }
 
+// Calls `store(i, x, y)` for all pairs of neighbours among a thread's columns of a row, of which
+// the first is i.
+template <class KV, int kColumns, class Store>
+VMS_DEVICE void for_columns(const RowSums<kColumns>& sums, int half, int lane, Store store) {
+  constexpr int kTogether = kCoded<KV> ? 2 : 1;  // blocks of eight columns
+#pragma unroll
+  for (int n = 0; n < kColumns / 8; n += kTogether) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      // Of codes, even columns are in one block and odd ones in the next (weigh).
+      const float next = kCoded<KV> ? sums.out[n + 1][2 * half + i] : sums.out[n][2 * half + 1];
+      store(8 * n + 2 * kTogether * (lane & 3) + 2 * i, sums.out[n][2 * half + i], next);
+    }
+  }
+}
+
 // Stores a part of a warp's rows from `first` on for the combination, in the columns from `column`
 // on. `index`: of the part within the item.
-template <int kHeadDim, int kColumns>
+template <class KV, int kHeadDim, int kColumns>
 VMS_DEVICE void store_part(const ItemRows& rows, const RowSums<kColumns>& sums, int first,
                            int column, int index) {
   const AttendArgs& args = rows.args;
@@ -366,12 +495,10 @@ VMS_DEVICE void store_part(const ItemRows& rows, const RowSums<kColumns>& sums, 
     const int start = ptx::load(args.part_starts + rows.token(row / args.group));
     const i64 at = static_cast<i64>(start + rows.item.part + index) * args.kv_heads * args.group +
                    rows.q_head(row);
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-      float* const to = args.parts + at * kHeadDim + column + 8 * n + 2 * (lane & 3);
-      ptx::store(reinterpret_cast<Pair*>(to),
-                 Pair{sums.out[n][2 * half], sums.out[n][2 * half + 1]});
-    }
+    for_columns<KV>(sums, half, lane, [&](int i, float x, float y) {
+      float* const to = args.parts + at * kHeadDim + column + i;
+      ptx::store(reinterpret_cast<Pair*>(to), Pair{x, y});
+    });
     if ((lane & 3) == 0 && column == 0) {
       ptx::store(args.part_sums + at, Pair{sums.maximum[half], total});
     }
@@ -379,7 +506,7 @@ VMS_DEVICE void store_part(const ItemRows& rows, const RowSums<kColumns>& sums, 
 }
 
 // Stores a warp's finished rows.
-template <class T, int kHeadDim, int kColumns>
+template <class T, class KV, int kHeadDim, int kColumns>
 VMS_DEVICE void store_rows(const ItemRows& rows, const RowSums<kColumns>& sums,
                            const Parts (&parts)[2], int first, int column) {
   const AttendArgs& args = rows.args;
@@ -391,13 +518,11 @@ VMS_DEVICE void store_rows(const ItemRows& rows, const RowSums<kColumns>& sums,
     const float inverse = parts[half].inverse(args.sinks, rows.q_head(row));
     const i64 at = static_cast<i64>(rows.token(row / args.group)) * args.kv_heads * args.group +
                    rows.q_head(row);
-#pragma unroll
-    for (int n = 0; n < kColumns / 8; ++n) {
-      char* const to = args.out + (at * kHeadDim + column + 8 * n + 2 * (lane & 3)) * 2;
+    for_columns<KV>(sums, half, lane, [&](int i, float x, float y) {
+      char* const to = args.out + (at * kHeadDim + column + i) * 2;
       ptx::store(reinterpret_cast<u32*>(to),
-                 ptx::pack<T>(finished(sums.out[n][2 * half], inverse),
-                              finished(sums.out[n][2 * half + 1], inverse)));
-    }
+                 ptx::pack<T>(finished(x, inverse), finished(y, inverse)));
+    });
     if (args.lse != nullptr && (lane & 3) == 0 && column == 0) {
       ptx::store(args.lse + at, parts[half].lse());
     }

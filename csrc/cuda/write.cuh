@@ -2,7 +2,8 @@
 // moves for the KV cache.
 //
 // Rotations round where separate tensor operations in the element type would: after each product
-// and after the sum (vmserve/attention/rotary.py).
+// and after the sum (vmserve/attention/rotary.py). Where K and V are codes, rows are rounded to
+// them after that.
 #pragma once
 
 #include "kv.cuh"
@@ -49,9 +50,59 @@ VMS_DEVICE Unit rotate_unit(const T* row, const T* cos, const T* sin, int d, int
   return to.unit;
 }
 
+constexpr float kMostCode = 448.0F;
+constexpr float kLeastRow = 0x1p-110F;  // rows below it are zeros: so 448 / largest is finite
+
+// The code of e4m3 nearest to x, halves to even; 448 at most. In integers, so that every device
+// has the same bits.
+VMS_DEVICE u32 code_of(float x) {
+  const u32 bits = ptx::bits_of(x), size = bits & 0x7fffffffU;
+  u32 code;
+  if (size <
+      0x3c800000U) {  // below 2^-6: multiples of 2^-9, the last place of numbers from 2^14 on
+    code = ptx::bits_of(ptx::sum(ptx::float_of(size), 0x1p14F)) & 0xffU;
+  } else {
+    const u32 nearest = (size + 0x7ffffU + (size >> 20 & 1)) >> 20;  // the exponent's bias is 127
+    code = nearest < 0x43fU ? nearest - 960 : 0x7eU;
+  }
+  return code | (bits >> 24 & 0x80U);
+}
+
+// The largest magnitude among the kUnits units of a head, which as many lanes side by side have.
+// NaN is larger than infinity, which is larger than numbers: bits tell.
+template <class T, int kUnits>
+VMS_DEVICE float largest_of_head(const Unit& unit) {
+  const u32 words[4] = {unit.x, unit.y, unit.z, unit.w};
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const u32 low = words[i] & 0x7fffU, high = words[i] >> 16 & 0x7fffU;
+    if (low > largest) largest = low;
+    if (high > largest) largest = high;
+  }
+#pragma unroll
+  for (int mask = kUnits / 2; mask > 0; mask /= 2) {
+    const u32 other = ptx::shuffle_xor(largest, mask);
+    if (other > largest) largest = other;
+  }
+  return ptx::widen(T{static_cast<u16>(largest)});
+}
+
+template <class T>
+VMS_DEVICE Codes codes_of(const Unit& unit, float inverse) {
+  const u32 words[4] = {unit.x, unit.y, unit.z, unit.w};
+  u32 codes[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const T x = {static_cast<u16>(words[i / 2] >> (16 * (i & 1)))};
+    codes[i / 4] |= code_of(ptx::product(ptx::widen(x), inverse)) << (8 * (i & 3));
+  }
+  return {codes[0], codes[1]};
+}
+
 // One block per token; its threads share the units of all heads: q if there is a rotation, then k
 // and v.
-template <class T, int kHeadDim, bool kPaged>
+template <class T, class KV, int kHeadDim, bool kPaged>
 VMS_DEVICE void write_token(const WriteArgs& args) {
   constexpr int kUnits = kHeadDim / 8;
   const int token = ptx::block();
@@ -62,13 +113,17 @@ VMS_DEVICE void write_token(const WriteArgs& args) {
   const T* const sin = reinterpret_cast<const T*>(args.sin + token * args.sin_stride);
   const int q_heads = args.rotary_dim > 0 ? args.q_heads : 0;
   const int num_units = (q_heads + 2 * args.kv_heads) * kUnits;
-  for (int i = ptx::thread(); i < num_units; i += kWriteThreads) {
-    int head = i / kUnits;
+  // All threads of a warp go on while one does: they look for the largest of a head together.
+  for (int i = ptx::thread(); (kCoded<KV> ? i - ptx::thread() : i) < num_units;
+       i += kWriteThreads) {
+    const bool is_none = kCoded<KV> && i >= num_units;
+    int head = is_none ? 0 : i / kUnits;
     const int unit = i % kUnits;
+    const bool is_query = head < q_heads;
     const char* from;
     char* to;
     int rotary_dim = args.rotary_dim;
-    if (head < q_heads) {
+    if (is_query) {
       from = args.q + token * args.q_token_stride + head * args.q_head_stride;
       to = args.q_out + (static_cast<i64>(token) * args.q_heads + head) * kHeadDim * 2;
     } else if ((head -= q_heads) < args.kv_heads) {
@@ -82,6 +137,23 @@ VMS_DEVICE void write_token(const WriteArgs& args) {
     }
     const Unit value =
         rotate_unit<T>(reinterpret_cast<const T*>(from), cos, sin, unit * 8, rotary_dim);
+    if constexpr (kCoded<KV>) {
+      const float largest = largest_of_head<T, kUnits>(value);
+      if (is_none) continue;
+      if (!is_query) {
+        const bool is_zero = largest < kLeastRow;
+        const Codes codes = codes_of<T>(value, is_zero ? 0.0F : kMostCode / largest);
+        ptx::store(reinterpret_cast<Codes*>(to) + unit, codes);
+        // Of what is not finite the scale is NaN: so is infinity times 0.
+        const float scale = is_zero ? 0.0F : ptx::product(largest, 256.0F / kMostCode);
+        if (unit == 0) {
+          char* const scales = to + (args.kv_heads - head) * args.kv.head_stride;
+          ptx::store(reinterpret_cast<float*>(scales) + head,
+                     ptx::sum(scale, ptx::product(largest, 0.0F)));
+        }
+        continue;
+      }
+    }
     ptx::store(reinterpret_cast<Unit*>(to) + unit, value);
   }
 }

@@ -15,6 +15,11 @@ from vmserve.memory.views import ContiguousView, KindTables, PagedView
 NO_BLOCK = 1 << 30
 
 
+def _nothing(dtype: torch.dtype) -> float:
+    """NaN; of bytes those of one."""
+    return float("nan") if dtype.is_floating_point else torch.tensor(-1).to(dtype).item()
+
+
 def dense_view(
     num_layers: int,
     slots: int,
@@ -25,7 +30,7 @@ def dense_view(
 ) -> ContiguousView:
     """Each token holds all layers' K and V side by side; every number in it is NaN."""
     shape = (slots, max_len, num_layers, 2, kv_heads, head_dim)
-    memory = torch.full(shape, float("nan"), dtype=dtype)
+    memory = torch.full(shape, _nothing(dtype), dtype=dtype)
     return ContiguousView(
         keys=tuple(memory[:, :, layer, 0] for layer in range(num_layers)),
         values=tuple(memory[:, :, layer, 1] for layer in range(num_layers)),
@@ -41,7 +46,7 @@ def paged_view(
 ) -> PagedView:
     """The first ``tokens[row]`` positions of each slot of ``dense``, in blocks placed at random.
 
-    Pages are padded, every other number in them is NaN (of int8 -1), and entries of the table that
+    Pages are padded, every other number in them is NaN, and entries of the table that
     stand for nothing are garbage: ids outside the arena, or of somebody else's block.
     """
     rng = random.Random(seed)
@@ -53,8 +58,7 @@ def paged_view(
     token_floats = num_layers * 2 * kv_heads * head_dim
     page_floats = blocks_per_page * block_tokens * token_floats + 48
     dtype = dense.keys[0].dtype
-    other = float("nan") if dtype.is_floating_point else -1  # the bytes of a NaN
-    memory = torch.full((num_pages, page_floats), other, dtype=dtype)
+    memory = torch.full((num_pages, page_floats), _nothing(dtype), dtype=dtype)
     shape = (num_pages, blocks_per_page * block_tokens, num_layers, 2, kv_heads, head_dim)
     strides = (page_floats, token_floats, 2 * kv_heads * head_dim, kv_heads * head_dim, head_dim, 1)
     arena = memory.as_strided(shape, strides)

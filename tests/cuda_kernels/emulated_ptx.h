@@ -26,12 +26,14 @@ int block_index();
 int grid_blocks();
 char* shared_memory();
 void check_global(const void* address, std::size_t bytes, bool write);
+// As check_row, for `bytes` that a thread reads by itself.
+void check_copied(const void* address, std::size_t bytes);
 // A lane's row of a matrix in shared memory, which its whole warp reads now.
 void check_row(const void* address, int lane);
 void meet_block();
 // All threads of the warp bring `mine`; the last to come does `work` on what all brought.
 void meet_warp(Op op, void* mine, void (*work)(void** lanes));
-void copy_async(void* to, const void* from, bool valid);
+void copy_async(void* to, const void* from, std::size_t bytes, bool valid);
 void copy_commit();
 void copy_wait(int pending);
 
@@ -136,7 +138,7 @@ void multiply(void** lanes) {
 }
 
 struct Shuffle {
-  float x, y;
+  std::uint32_t x, y;
   int mask;
 };
 inline void shuffle(void** lanes) {
@@ -168,10 +170,13 @@ inline void sync_block() {
 inline void sync_warp() {
   emu::meet_warp(emu::Op::kWarp, nullptr, [](void**) {});
 }
-inline float shuffle_xor(float x, int mask) {
-  emu::Shuffle mine = {x, 0.0F, mask};
+inline u32 shuffle_xor(u32 x, int mask) {
+  emu::Shuffle mine = {x, 0, mask};
   emu::meet_warp(emu::Op::kShuffle, &mine, emu::shuffle);
   return mine.y;
+}
+inline float shuffle_xor(float x, int mask) {
+  return emu::float_of(shuffle_xor(emu::bits_of(x), mask));
 }
 template <class T>
 T load(const T* from) {
@@ -184,7 +189,10 @@ void store(T* to, T value) {
   *to = value;
 }
 inline void copy_async(void* to, const void* from, bool valid) {
-  emu::copy_async(to, from, valid);
+  emu::copy_async(to, from, 16, valid);
+}
+inline void copy_async_word(void* to, const void* from, bool valid) {
+  emu::copy_async(to, from, 4, valid);
 }
 inline void copy_commit() {
   emu::copy_commit();
@@ -192,6 +200,10 @@ inline void copy_commit() {
 template <int kPending>
 void copy_wait() {
   emu::copy_wait(kPending);
+}
+inline Pair load_copied(const Pair* from) {
+  emu::check_copied(from, sizeof(Pair));
+  return *from;
 }
 inline void load_matrices(u32 (&to)[4], const void* row) {
   emu::Rows mine = {row, to};
@@ -209,6 +221,18 @@ void multiply_add(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 template <class T>
 u32 pack(float low, float high) {
   return emu::round_to<T>(low).bits | static_cast<u32>(emu::round_to<T>(high).bits) << 16;
+}
+inline u32 product_of_pairs(u32 x, u32 y) {
+  const auto product = [&](int high) {
+    return emu::round_to<Bf16>(emu::half_of<Bf16>(x, high) * emu::half_of<Bf16>(y, high)).bits;
+  };
+  return product(0) | static_cast<u32>(product(1)) << 16;
+}
+inline u32 bits_of(float x) {
+  return emu::bits_of(x);
+}
+inline float float_of(u32 bits) {
+  return emu::float_of(bits);
 }
 template <class T>
 float widen(T x) {

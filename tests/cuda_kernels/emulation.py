@@ -71,6 +71,8 @@ def kv_ranges(
             size = tensor.element_size()
             offsets = (index * tensor.stride(0) + token * tensor.stride(1)) * size
             row = tensor.shape[2] * tensor.stride(2) * size
+            if tensor.dtype == torch.float8_e4m3fn:
+                row += tensor.shape[2] * 4  # scales, and not the padding behind them
             assert tensor.stride(2) == tensor.shape[3], "a row with holes"
             ranges += [
                 (tensor.data_ptr() + offset, row, at >= first)
@@ -96,6 +98,12 @@ class _Library:
         self.widen_bits = library.emu_widen
         self.widen_bits.argtypes = [ctypes.c_uint32]
         self.widen_bits.restype = ctypes.c_float
+        self.code = library.emu_code
+        self.code.argtypes = [ctypes.c_float]
+        self.code.restype = ctypes.c_uint32
+        self.widen_code = library.emu_widen_code
+        self.widen_code.argtypes = [ctypes.c_uint32]
+        self.widen_code.restype = ctypes.c_uint32
         self.run = library.emu_launch
         self.run.argtypes = [
             ctypes.c_char_p,
@@ -171,7 +179,7 @@ class Emulators:
 
 
 def emulated_sizes(variant: Variant) -> Sizes:
-    return sizes_for(variant.head_dim, BLOCK_BYTES, MULTIPROCESSOR_BYTES)
+    return sizes_for(variant.head_dim, BLOCK_BYTES, MULTIPROCESSOR_BYTES, fp8=variant.fp8)
 
 
 @dataclass

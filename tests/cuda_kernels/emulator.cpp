@@ -83,6 +83,7 @@ struct Meeting {
 struct Copy {
   void* to;
   const void* from;
+  std::size_t bytes;
   bool valid;
 };
 
@@ -106,7 +107,7 @@ struct Moment {
 };
 constexpr int kNobody = -1, kSeveral = -2;
 
-// Who touched 16 bytes of shared memory last: by an asynchronous copy, and as rows of matrices.
+// Who touched four bytes of shared memory last: by an asynchronous copy, and as rows of matrices.
 struct Access {
   int writer = kNobody;        // a thread
   int reading_warp = kNobody;  // kSeveral: more than one since the block met
@@ -219,9 +220,10 @@ bool met_since(const Moment& then, int warp, bool same_warp) {
   return at.block != then.block || (same_warp && at.warp != then.warp);
 }
 
-Access& access_of(const void* address) {
-  return m
-      .accesses[static_cast<std::size_t>(static_cast<const char*>(address) - m.shared_base) / 16];
+// Those of the words from `address` on.
+Access* accesses_of(const void* address) {
+  return &m.accesses[static_cast<std::size_t>(static_cast<const char*>(address) - m.shared_base) /
+                     4];
 }
 
 void check_shared(const void* address, std::size_t bytes) {
@@ -256,13 +258,15 @@ void arrive(Meeting& meeting, Op op, int expected, void* mine, int slot, void (*
 
 void perform(const std::vector<Copy>& copies) {
   for (const Copy& copy : copies) {
-    Access& access = access_of(copy.to);
-    access.writer = m.current;
-    access.written = now(m.current / kWarp);
+    Access* const access = accesses_of(copy.to);
+    for (std::size_t word = 0; word < copy.bytes / 4; ++word) {
+      access[word].writer = m.current;
+      access[word].written = now(m.current / kWarp);
+    }
     if (copy.valid) {
-      std::memcpy(copy.to, copy.from, 16);
+      std::memcpy(copy.to, copy.from, copy.bytes);
     } else {
-      std::memset(copy.to, 0, 16);
+      std::memset(copy.to, 0, copy.bytes);
     }
   }
 }
@@ -271,7 +275,7 @@ void run_block(int threads) {
   std::fill(m.shared.begin(), m.shared.end(), static_cast<char>(0xff));
   for (Meeting& warp : m.warps) warp = Meeting{};
   m.block_meeting = Meeting{};
-  m.accesses.assign(m.shared_bytes / 16, Access{});
+  m.accesses.assign(m.shared_bytes / 4, Access{});
   for (int i = 0; i < threads; ++i) {
     Thread& thread = m.threads[static_cast<std::size_t>(i)];
     thread.done = false;
@@ -305,9 +309,9 @@ struct Entry {
 };
 const Entry kEntries[] = {
     {"vms_decode", call<AttendArgs, vms_decode>, 32 * kDecodeWarps, sizeof(AttendArgs),
-     DecodeMemory<VMS_HEAD_DIM, VMS_STAGES>::kBytes},
+     DecodeMemory<VMS_KV, VMS_HEAD_DIM, VMS_STAGES>::kBytes},
     {"vms_append", call<AttendArgs, vms_append>, 32 * kAppendWarps, sizeof(AttendArgs),
-     AppendMemory<VMS_HEAD_DIM>::kBytes},
+     AppendMemory<VMS_KV, VMS_HEAD_DIM>::kBytes},
     {"vms_combine", call<CombineArgs, vms_combine>, 32 * kCombineWarps, sizeof(CombineArgs), 0},
     {"vms_write", call<WriteArgs, vms_write>, kWriteThreads, sizeof(WriteArgs), 0},
     {"vms_norm", call<NormArgs, vms_norm>, kNormThreads, sizeof(NormArgs),
@@ -378,19 +382,32 @@ void check_global(const void* address, std::size_t bytes, bool write) {
   m.last_range = static_cast<std::size_t>(after - m.ranges.begin());
 }
 
-void check_row(const void* address, int lane) {
-  check_shared(address, 16);
-  Access& access = access_of(address);
-  const int warp = m.current / kWarp, writer = access.writer;
-  if (writer != kNobody && writer != warp * kWarp + lane &&
-      !met_since(access.written, warp, writer / kWarp == warp)) {
-    fail("thread %d reads what thread %d copied, and they have not met since", warp * kWarp + lane,
-         writer);
+namespace {
+void check_read(const void* address, std::size_t bytes, int lane) {
+  check_shared(address, bytes);
+  const int warp = m.current / kWarp;
+  for (std::size_t word = 0; word < bytes / 4; ++word) {
+    Access& access = accesses_of(address)[word];
+    const int writer = access.writer;
+    if (writer != kNobody && writer != warp * kWarp + lane &&
+        !met_since(access.written, warp, writer / kWarp == warp)) {
+      fail("thread %d reads what thread %d copied, and they have not met since",
+           warp * kWarp + lane, writer);
+    }
+    const bool others = access.reading_warp != kNobody && access.reading_warp != warp &&
+                        access.read.block == m.block_syncs;
+    access.reading_warp = others ? kSeveral : warp;
+    access.read = now(warp);
   }
-  const bool others = access.reading_warp != kNobody && access.reading_warp != warp &&
-                      access.read.block == m.block_syncs;
-  access.reading_warp = others ? kSeveral : warp;
-  access.read = now(warp);
+}
+}  // namespace
+
+void check_row(const void* address, int lane) {
+  check_read(address, 16, lane);
+}
+
+void check_copied(const void* address, std::size_t bytes) {
+  check_read(address, bytes, m.current % kWarp);
 }
 
 void meet_block() {
@@ -402,20 +419,22 @@ void meet_warp(Op op, void* mine, void (*work)(void**)) {
          work);
 }
 
-void copy_async(void* to, const void* from, bool valid) {
-  check_shared(to, 16);
-  check_global(from, 16, false);
-  const Access& access = access_of(to);
+void copy_async(void* to, const void* from, std::size_t bytes, bool valid) {
+  check_shared(to, bytes);
+  check_global(from, bytes, false);
   const int warp = m.current / kWarp;
-  if (access.reading_warp != kNobody &&
-      !met_since(access.read, warp, access.reading_warp == warp)) {
-    fail("a copy to where a warp reads, and they have not met since");
+  for (std::size_t word = 0; word < bytes / 4; ++word) {
+    const Access& access = accesses_of(to)[word];
+    if (access.reading_warp != kNobody &&
+        !met_since(access.read, warp, access.reading_warp == warp)) {
+      fail("a copy to where a warp reads, and they have not met since");
+    }
   }
-  const Copy copy = {to, from, valid};
+  const Copy copy = {to, from, bytes, valid};
   if (m.eager) {
     perform({copy});
   } else {
-    std::memset(to, 0xff, 16);  // undefined until the wait
+    std::memset(to, 0xff, bytes);  // undefined until the wait
     current().open.push_back(copy);
   }
 }
@@ -499,6 +518,16 @@ extern "C" const char* emu_launch(const char* name, std::int64_t blocks, std::in
 // widened.
 extern "C" std::uint32_t emu_round(float x) {
   return ptx::pack<VMS_TYPE>(x, 0.0F) & 0xffff;
+}
+// The code nearest to a float, as the write has it.
+extern "C" std::uint32_t emu_code(float x) {
+  return code_of(x);
+}
+// Bits of the two elements of type VMS_TYPE that a code's byte, four times, becomes.
+extern "C" std::uint32_t emu_widen_code(std::uint32_t code) {
+  std::uint32_t even = 0, odd = 0;
+  widen_codes<VMS_TYPE>(code * 0x01010101U, even, odd);
+  return even == odd ? even : 0xffffffffU;
 }
 extern "C" float emu_widen(std::uint32_t bits) {
   return ptx::widen(VMS_TYPE{static_cast<u16>(bits)});

@@ -22,6 +22,7 @@ from vmserve.dtypes import DType
 pytestmark = pytest.mark.timeout(600)
 
 BF16_PAGED, BF16_SLOTS = VARIANTS[0], VARIANTS[1]
+CODED = [variant for variant in VARIANTS if variant.fp8]
 
 
 def sinks_of(q_heads: int) -> torch.Tensor:
@@ -169,7 +170,8 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
     cuts = sorted(rng.sample(range(1, new), 4))
     chunks = [b - a for a, b in itertools.pairwise([0, *cuts, new])]
     spec = LayerAttention(0, variant.head_dim**-0.5, window, softcap)
-    variants = VARIANTS[:2] if variant == VARIANTS[0] else (variant,)
+    views = (VARIANTS[:2], CODED[:2])
+    variants = next((each for each in views if each[0] == variant), (variant,))
     found, kernels = [], set()
     for each, sizes, resident in itertools.product(
         variants, ([new], [1] * new, chunks), (Resident(1, 1), Resident(24, 24))
@@ -183,6 +185,32 @@ def test_a_row_has_the_same_bits_however_it_is_computed(
     for out, lse in found[1:]:
         assert torch.equal(out.view(torch.int16), found[0][0].view(torch.int16))
         assert torch.equal(lse, found[0][1])
+
+
+@pytest.mark.parametrize("variant", CODED, ids=lambda variant: variant.name)
+@pytest.mark.parametrize(("group", "window"), [(1, None), (4, None), (1, 3), (4, 3)])
+def test_what_is_not_finite_is_in_those_rows_alone_that_attend_to_it(
+    emulators: Emulators, variant: Variant, group: int, window: int | None
+) -> None:
+    """In either kernel (of codes: others multiply a weight that is 0 with a value that is NaN)."""
+    launcher = EmulatedLauncher(emulators)
+    spec = LayerAttention(0, variant.head_dim**-0.5, window)
+    found = []
+    for is_finite in (True, False):
+        case = make_case(variant, [50], [9], kv_heads=2, group=group)
+        if not is_finite:
+            case.inputs.k[4, 0, 7] = torch.nan
+            case.inputs.v[5, 1, 9] = torch.inf
+        call = CudaPagedBackend(launcher).bind(case.view, case.batch)
+        found.append(attend(case, call, launcher, spec)[0].unflatten(1, (2, group)))
+    kernels = {launch.kernel for launch in launcher.launches}
+    assert kernels == {"vms_write", "vms_decode" if group == 1 else "vms_append"}
+    sees = torch.zeros(9, 2, dtype=torch.bool)
+    for head, first in ((0, 4), (1, 5)):
+        sees[first : None if window is None else first + window, head] = True
+    clean, got = found
+    assert got[sees].isnan().all()
+    assert torch.equal(got[~sees].view(torch.int16), clean[~sees].view(torch.int16))
 
 
 def test_the_layers_of_a_step_share_a_plan_and_differ_in_windows(emulators: Emulators) -> None:

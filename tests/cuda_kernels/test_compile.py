@@ -35,6 +35,9 @@ SIZES = sizes_for(128, *H100_BYTES)
         (Variant(torch.float16, 256, False), "sm_90a"),
         (Variant(torch.bfloat16, 256, True), "sm_100a"),
         (Variant(torch.float16, 64, False), "sm_100a"),
+        (Variant(torch.bfloat16, 128, True, fp8=True), "sm_80"),
+        (Variant(torch.float16, 256, False, fp8=True), "sm_90a"),
+        (Variant(torch.bfloat16, 64, True, fp8=True), "sm_100a"),
     ],
     ids=lambda value: value.name if isinstance(value, Variant) else value,
 )
@@ -52,15 +55,16 @@ def test_kernels_compile_without_spills(variant: Variant, architecture: str) -> 
     dim = variant.head_dim
     # Eight of a tile's 32 positions for a warp of the decode, and a quarter of the columns.
     assert counts["vms_decode"]["HMMA"] == dim // 16 + (32 // 16) * (dim // 4 // 8)
-    # Of 32 rows a warp, and of 16 where an item has no more than 64, or heads of 256.
-    blocks = 1 if dim == 256 else 2 + 1
-    assert counts["vms_append"]["HMMA"] == blocks * 2 * (32 // 8) * (dim // 16)
-    # Keys and values are loaded once for both blocks of rows; queries again for each tile where
-    # heads are so long that those of two blocks, or of one, are not held in registers.
-    tile = 2 * (32 // 16) * (dim // 16)
-    queries = {64: 2 + 1, 128: 2 + 1, 256: 1}[dim] * (dim // 16)
-    paths = 1 if dim == 256 else 2
-    assert counts["vms_append"]["LDSM"] == paths * tile + queries
+    products = loads = 0
+    # Of 32 rows a warp, and of 16 where an item has no more than 64, or heads of 256. Keys and
+    # values are loaded once for both blocks of rows; codes are half of that. Queries that are not
+    # held in registers are loaded for each tile; with codes such loops are unrolled in part.
+    for blocks in (1,) if dim == 256 else (1, 2):
+        steps = 4 if variant.fp8 and dim * blocks > 128 else dim // 16
+        products += blocks * ((32 // 8) * steps + (32 // 16) * (dim // 8))
+        loads += blocks * steps + (2 * steps + 2 * (dim // 16)) // (2 if variant.fp8 else 1)
+    assert counts["vms_append"]["HMMA"] == products
+    assert counts["vms_append"]["LDSM"] == loads
     by_name = {row.resources.kernel: row.resources.registers for row in rows}
     sizes = compile_matrix.sizes_of(variant, architecture)
     assert by_name["vms_decode"] * 128 * sizes.decode_blocks <= 65_536

@@ -53,8 +53,8 @@ MISTAKES = {
     ),
     "one key too many is read": (
         "kv.cuh",
-        "begin + 16 * i + r < end;",
-        "begin + 16 * i + r <= end;",
+        "begin + sixteen + r < end;",
+        "begin + sixteen + r <= end;",
     ),
     "the edge is not masked": (
         "tile.cuh",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cuda_kernels.cases import VARIANTS, Case, make_case
+from tests.cuda_kernels.cases import VARIANTS, Case, attend, make_case, quantized, scales_of
 from tests.cuda_kernels.emulation import EmulatedLauncher, EmulationError, Emulators, tensor_range
 from vmserve.attention.base import LayerAttention
 from vmserve.attention.cpu import CpuBackend
@@ -19,6 +20,7 @@ from vmserve.attention.cuda.params import WriteArgs
 from vmserve.attention.cuda.variant import Variant
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.rotary import Rotary, rotate
+from vmserve.memory.views import PagedView
 
 #: A compiler is waited for, which takes long where many want the processor.
 pytestmark = pytest.mark.timeout(600)
@@ -34,7 +36,11 @@ def memory_of(case: Case) -> list[torch.Tensor]:
     return [bits(tensor.clone()) for tensor in (*case.view.keys, *case.view.values)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+NUMBERS = [variant for variant in VARIANTS if not variant.fp8]
+CODED = [variant for variant in VARIANTS if variant.fp8]
+
+
+@pytest.mark.parametrize("variant", NUMBERS, ids=lambda variant: variant.name)
 @pytest.mark.parametrize("rotary_dim", [None, 64, 16, 6])
 def test_the_same_bits_as_the_cpu_backend(
     emulators: Emulators, variant: Variant, rotary_dim: int | None
@@ -67,6 +73,76 @@ def test_the_same_bits_as_the_cpu_backend(
     for ours, theirs in zip(got[0], want[0], strict=True):
         assert torch.equal(ours, theirs)
     assert torch.equal(got[1], want[1])
+
+
+@pytest.mark.parametrize("variant", CODED, ids=lambda variant: variant.name)
+@pytest.mark.parametrize("rotary_dim", [None, 6])
+def test_codes_and_scales_by_definition(
+    emulators: Emulators, variant: Variant, rotary_dim: int | None
+) -> None:
+    """Three heads, so that a warp has units of none; numbers of every size, and what is none."""
+    new, start = 40, 9
+    case = make_case(variant, [start], [new], kv_heads=3, group=1, rotated=True)
+    inputs, rotary = case.inputs, None
+    size = torch.logspace(-4, 4, new)[:, None, None]
+    if variant.dtype == torch.bfloat16:
+        size[:6] = torch.tensor([1e-40, 1e-37, 2.0**-112, 1e-30, 1e30, 1e37])[:, None, None]
+    for tensor in (inputs.k, inputs.v):
+        tensor.mul_(size.to(variant.dtype))
+        tensor[6] = 0.0
+        tensor[7, 0, ::3] = 0.0
+        tensor[8:11, 1, 5] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+        # The largest fixes the factor: the rest are ties, of subnormals too, and zeros of a sign.
+        tensor[11] = torch.arange(variant.head_dim) / 2
+        tensor[12] = torch.arange(variant.head_dim) * 2.0**-10
+        tensor[11:13, :, 0] = 448.0
+        tensor[12, :, 1::2] *= -1.0
+        tensor[12, :, 3] = -0.0
+    if rotary_dim is not None:
+        assert case.rotary is not None
+        rotary = Rotary(*(t[..., :rotary_dim].contiguous() for t in case.rotary))
+    case = replace(case, rotary=rotary)
+    launcher = EmulatedLauncher(emulators)
+    attend(case, CudaPagedBackend(launcher).bind(case.view, case.batch), launcher, SPEC)
+    keys = inputs.k if rotary is None else partly_rotated(inputs.k, rotary)
+    position = torch.arange(start, start + new)
+    index, token = torch.zeros_like(position), position
+    if isinstance(case.view, PagedView):
+        block = case.view.block_tables[0].long()[position // 16]
+        index, token = block // 3, block % 3 * 16 + position % 16
+    for stored, rows in ((case.view.keys[0], keys), (case.view.values[0], inputs.v)):
+        codes, scales = quantized(rows)
+        got, got_scales = stored.view(torch.uint8)[index, token], scales_of(stored)[index, token]
+        is_number = scales.isfinite()
+        assert int((~is_number).sum()) == 3
+        assert torch.equal(got_scales.isnan(), ~is_number)
+        assert torch.equal(got_scales[is_number], scales[is_number])
+        assert torch.equal(got[is_number], codes.view(torch.uint8)[is_number])
+        assert not (got & 0x7F).eq(0x7F).any(), "no code is NaN"
+
+
+def test_codes_are_rounded_as_torch_rounds(emulators: Emulators) -> None:
+    library = emulators.get(CODED[0])
+    codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    halfway = (codes[1:] + codes[:-1]) / 2
+    near = [torch.nextafter(halfway, torch.tensor(to)) for to in (0.0, torch.inf)]
+    random = 512 * torch.rand(2000, generator=torch.Generator().manual_seed(0)) ** 3
+    numbers = torch.cat([codes, halfway, *near, random, torch.tensor([1e-45, 460.0, 1e30])])
+    for x in torch.cat([numbers, -numbers]):
+        want = x.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+        assert library.code(float(x)) == int(want), float(x)
+
+
+@pytest.mark.parametrize("variant", [CODED[0], CODED[-1]], ids=lambda variant: variant.name)
+def test_codes_are_widened_exactly(emulators: Emulators, variant: Variant) -> None:
+    library = emulators.get(variant)
+    for code in range(256):
+        if code & 0x7F == 0x7F:
+            continue
+        exact = torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fn).double() / 256
+        pair = library.widen_code(code)
+        assert pair & 0xFFFF == pair >> 16 == int(bits(exact.to(variant.dtype))) & 0xFFFF
+        assert exact.to(variant.dtype).double() == exact
 
 
 def partly_rotated(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -88,6 +88,12 @@ def test_kernels_that_read_no_codes_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="the sdpa backend reads no KV cache of int8"):
         LLM(kv_cache_dtype="int8", attention_backend="sdpa")
     assert not SdpaBackend().kv_dtypes
+    for backend, why in (
+        ("auto", "no kernels read a KV cache of fp8 on the device cpu .* use auto or int8"),
+        ("cpu", "the cpu backend reads no KV cache of fp8"),
+    ):
+        with pytest.raises(UnsupportedError, match=why):
+            LLM(kv_cache_dtype="fp8", attention_backend=backend)
     with pytest.raises(ConfigurationError, match="kv_cache_dtype: 'int4' is not one of"):
         LLM(kv_cache_dtype="int4")
 

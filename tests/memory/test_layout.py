@@ -26,11 +26,26 @@ QWEN = (28, 4, 128, "bfloat16")
 
 def test_rows_of_8_bits_have_their_scale_behind_them() -> None:
     layout = plan_layout(4, 3, 64, "int8", HOST_GRANULARITY, layers_per_group=2)
-    assert layout.row_bytes == 64 + 4
+    assert layout.head_stride == 64 + 4
     assert [layout.key_location(layer) for layer in (0, 1, 2)] == [(0, 0), (0, 2 * 204), (1, 0)]
     assert layout.value_location(3) == (1, 3 * 204)
     half = plan_layout(4, 3, 64, "bfloat16", HOST_GRANULARITY, layers_per_group=2)
     assert half.token_stride / layout.token_stride > 1.8
+
+
+def test_scales_of_fp8_follow_the_codes_of_all_heads() -> None:
+    layout = plan_layout(4, 3, 64, "fp8", HOST_GRANULARITY, layers_per_group=2)
+    vector = 3 * 64 + 3 * 4 + 4  # padded to a multiple of 16
+    assert (layout.head_stride, layout.token_bytes) == (64, 4 * vector)
+    assert [layout.key_location(layer) for layer in (0, 1, 2)] == [(0, 0), (0, 2 * vector), (1, 0)]
+    assert layout.value_location(3) == (1, 3 * vector)
+    assert layout.token_stride % 16 == 0
+    of_ranks = plan_layout(
+        4, 8, 128, "fp8", CUDA_GRANULARITY, layers_per_group=4, tensor_parallel=8
+    )
+    assert of_ranks.token_bytes == 8 * (128 + 16)
+    llama = dataclasses.replace(PRESETS["llama-3-8b"], dtype="fp8")
+    assert [kind.token_bytes for kind in llama.kinds()] == [2 * 8 * (128 + 4)]
 
 
 def test_all_layers_of_qwen_fit_256_tokens_exactly_in_14_mib() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.rotary import Rotary
+from vmserve.dtypes import DType
 from vmserve.memory.views import KVView
 
 __all__ = ["PlannedCpu"]
@@ -68,6 +69,7 @@ class PlannedCpu(CpuBackend):
         max_len: int,
         q_heads: int,
         windows: Sequence[int | None],
+        dtype: DType,
     ) -> _Plan:
         assert windows == (None,)
         assert max_new == 1

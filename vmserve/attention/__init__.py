@@ -88,10 +88,12 @@ def create_backend(
     view = ContiguousView if regime is Regime.VIRTUAL else PagedView
     if kv_dtype in (None, kind):
         kv_dtype = None
+    refusals, readable = [], {"auto"}
     for chosen in (name, *able):
         if chosen not in BACKENDS:
             continue
         backend = BACKENDS[chosen]()
+        readable |= backend.kv_dtypes
         if view not in backend.views:
             continue
         if chosen == name:
@@ -113,10 +115,12 @@ def create_backend(
                 f"attention_backend: {name} cannot serve a head_dim of {head_dim} in {kind}: "
                 f"{refusal}; use auto"
             )
+        refusals.append(f"{chosen}: {refusal}")
     assert kv_dtype is not None, "the reference serves everything else"
     raise UnsupportedError(
         f"kv_cache_dtype: no kernels read a KV cache of {kv_dtype} on the device {device} for "
-        "this model: use auto"
+        f"this model{''.join(f' ({each})' for each in refusals)}: use "
+        f"{' or '.join(sorted(readable - {kv_dtype}))}"
     )
 
 

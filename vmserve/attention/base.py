@@ -219,9 +219,11 @@ class PlansAhead(Protocol):
         max_len: int,
         q_heads: int,
         windows: Sequence[int | None],
+        dtype: DType | None = None,
     ) -> AttentionPlan:
         """Make a plan for batches up to these sizes; ``max_new``, ``max_len``: of one sequence.
 
+        ``dtype``: of q, k and v (default: that of the KV cache).
         ``windows``: those of the layers. Plans of one backend share working memory: only one may be
         in use at a time, in the order of a stream.
         """

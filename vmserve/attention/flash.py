@@ -354,6 +354,7 @@ class FlashBackend:
         max_len: int,
         q_heads: int,
         windows: Sequence[int | None],
+        dtype: DType | None = None,
     ) -> DecodePlan:
         """A plan for steps that decode at most ``max_tokens`` sequences.
 

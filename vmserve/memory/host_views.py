@@ -68,7 +68,7 @@ def _layers(
             buffers[group].ctypes.data + offset_bytes,
             layout.dtype,
             shape,
-            (*(each // layout.itemsize for each in (*strides, layout.row_bytes)), 1),
+            (*(each // layout.itemsize for each in (*strides, layout.head_stride)), 1),
         )
 
     places = layer_places(memory.kinds, layout.num_layers)

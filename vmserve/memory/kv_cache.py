@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final, Literal, Self, get_args
 
 import torch
 
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.base import Fork, Growth, MemoryPlan, Shortfall
 from vmserve.memory.manager import MemoryManager, MemoryOptions
@@ -92,10 +91,10 @@ class KVCache:
             raise ConfigurationError(
                 f"zero_pages: {zero_pages!r} is not one of {', '.join(get_args(_ZeroPages))}"
             )
-        if layout.dtype is DType.INT8:
+        if layout.dtype.has_scales:
             raise ConfigurationError(
-                "a KVCache has tensors of numbers, and int8 rows have scales beside them: plan the "
-                "layout with another dtype"
+                f"a KVCache has tensors of numbers, and {layout.dtype} rows have scales beside "
+                "them: plan the layout with another dtype"
             )
         reserved = num_slots * layout.pages_for(max_len + read_slack_tokens) * layout.page_bytes
         if reserved > _MAX_RESERVATION:

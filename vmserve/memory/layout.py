@@ -10,8 +10,9 @@ a group lie side by side for each token,
 * with ``keys_only`` K alone, ``[token, layer_in_group, kv_heads, head_dim]``: V is a slice of K's
   row (the latent of multi-head latent attention, arXiv 2405.04434 §2.1).
 
-With int8, the last dimension has ``head_dim`` integers + 128, each a byte, and their float32 scale
-(docs/decisions/0080).
+With int8, the last dimension has ``head_dim`` integers + 128, each a byte, and their float32 scale.
+With fp8, the last two have ``kv_heads * head_dim`` bytes of e4m3, then ``kv_heads`` float32 scales,
+padded to 16 bytes (docs/decisions/0080).
 
 Layers that keep a *state* of constant size instead (recurrent layers) are not among these. The
 states of a sequence lie in one page of their own, whatever its length.
@@ -26,7 +27,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vmserve.dtypes import DType, row_bytes
+from vmserve.dtypes import DType, head_stride, vector_bytes
 from vmserve.errors import ConfigurationError
 from vmserve.sizes import format_size
 
@@ -98,12 +99,16 @@ class KVLayout:
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in one group, without padding."""
-        return self.layers_per_group * self._parts * self.kv_heads * self.row_bytes
+        return self.layers_per_group * self._parts * self._vector_bytes
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes from one head to the next: K or V of one token."""
-        return row_bytes(self.head_dim, self.dtype)
+    def head_stride(self) -> int:
+        """Bytes from one head to the next, in K or V of one token."""
+        return head_stride(self.head_dim, self.dtype)
+
+    @property
+    def _vector_bytes(self) -> int:
+        return vector_bytes(self.kv_heads, self.head_dim, self.dtype)
 
     @property
     def _parts(self) -> int:
@@ -168,10 +173,9 @@ class KVLayout:
 
     def _location(self, layer: int, *, is_value: bool) -> tuple[int, int]:
         group, index = divmod(layer, self.layers_per_group)
-        vector_bytes = self.kv_heads * self.row_bytes
         if self.split_kv:
-            return 2 * group + is_value, index * vector_bytes
-        return group, (self._parts * index + is_value) * vector_bytes
+            return 2 * group + is_value, index * self._vector_bytes
+        return group, (self._parts * index + is_value) * self._vector_bytes
 
     def to_dict(self) -> dict[str, Any]:
         """The fields and derived figures as plain JSON values."""
@@ -268,7 +272,7 @@ def plan_layout(
         raise ConfigurationError("keys without values cannot be split from them: drop split_kv")
     rank_heads = kv_heads // tensor_parallel
     parts = _parts(split_kv=split_kv, keys_only=keys_only)
-    token_bytes = layers_per_group * parts * rank_heads * row_bytes(head_dim, kind)
+    token_bytes = layers_per_group * parts * vector_bytes(rank_heads, head_dim, kind)
     if page_bytes is not None:
         _check_page_bytes(page_bytes, granularity)
     if page_tokens is not None:
@@ -374,7 +378,7 @@ def layers_for_granularity(
     """
     _check_shape(num_layers, kv_heads, head_dim, 1, 1)
     parts = _parts(split_kv=False, keys_only=keys_only)
-    layer_bytes = parts * kv_heads * row_bytes(head_dim, DType.of(dtype))
+    layer_bytes = parts * vector_bytes(kv_heads, head_dim, DType.of(dtype))
     divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
     return next(
         (n for n in divisors if granularity <= _MAX_PAGE_TOKENS * n * layer_bytes), num_layers

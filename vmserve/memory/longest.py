@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from vmserve.dtypes import DType, row_bytes
+from vmserve.dtypes import DType, vector_bytes
 from vmserve.errors import ConfigurationError
 from vmserve.memory.kind_pages import KindPages, most_bytes, pages_of_layout
 from vmserve.memory.layout import KVLayout, LayerKind, layer_kinds, layers_for_granularity
@@ -54,7 +54,7 @@ def layers_for_kinds(
     common = gcd(*(len(kind.layers) for kind in kinds))
     shape = (kv_heads, head_dim, dtype, granularity)
     group = layers_for_granularity(common, *shape, keys_only=keys_only)
-    layer_bytes = (1 if keys_only else 2) * kv_heads * row_bytes(head_dim, dtype)
+    layer_bytes = (1 if keys_only else 2) * vector_bytes(kv_heads, head_dim, dtype)
     return group if granularity <= _MOST_PAGE_TOKENS * group * layer_bytes else None
 
 

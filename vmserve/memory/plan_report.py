@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.table import Table
 
-from vmserve.dtypes import DType, row_bytes
+from vmserve.dtypes import DType, vector_bytes
 from vmserve.errors import ConfigurationError
 from vmserve.memory.kind_pages import (
     KindPages,
@@ -87,7 +87,7 @@ class ModelShape:
         """The kinds of layers, those of one rank."""
         vectors = 1 if self.keys_only else 2
         heads = self.kv_heads // tensor_parallel
-        token_bytes = vectors * heads * row_bytes(self.head_dim, DType.of(self.dtype))
+        token_bytes = vectors * vector_bytes(heads, self.head_dim, DType.of(self.dtype))
         kinds = [
             KindShape(num_layers=len(kind.layers), token_bytes=token_bytes, window=kind.window)
             for kind in self.layer_kinds()

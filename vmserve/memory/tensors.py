@@ -82,14 +82,14 @@ def _layer_tensors(
     """K and V of every layer: ``[rows, num_tokens, kv_heads, head_dim]`` each.
 
     ``buffers[group]``: uint8 ``[rows, row_bytes]``, a slot or a page per row. The tensors
-    keep the buffers, and so the memory, alive. With int8 they are the codes, and reach over the
-    scales behind these.
+    keep the buffers, and so the memory, alive. With int8 and fp8 they are the codes, and reach over
+    the scales behind these.
     """
     layout = memory.layout
     dtype = as_torch(layout.dtype)
     flat = [_tensor(memory.device, buffer).view(dtype) for buffer in buffers]
 
-    strides = (layout.token_stride, layout.row_bytes)
+    strides = (layout.token_stride, layout.head_stride)
 
     def tensor(location: tuple[int, int]) -> torch.Tensor:
         group, offset_bytes = location

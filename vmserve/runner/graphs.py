@@ -163,6 +163,7 @@ class DecodeGraphs:
         self._runtime = runtime
         self._max_len = max_len
         self._q_heads = q_heads
+        self._dtype = model.dtype
         self._windows = tuple(dict.fromkeys(model.config.windows))
         self._widths = widths(max_rows)
         self._token_ids = torch.zeros(max_rows, dtype=torch.int64, device=runtime.device)
@@ -317,6 +318,7 @@ class DecodeGraphs:
             max_len=length,
             q_heads=self._q_heads,
             windows=self._windows,
+            dtype=self._dtype,
         )
 
     def _capture_whole(

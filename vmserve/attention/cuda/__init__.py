@@ -40,7 +40,8 @@ Rules of a captured plan:
 
 The kernels read no position at or past a sequence's length (``read_slack_tokens`` is 0), in
 blocks of 16 tokens or a multiple that is a power of two, and heads of 64, 128 or 256 in bf16 or
-fp16.
+fp16. K and V are in the same type, or codes of 8 bits with a scale for each token and head
+(``--kv-cache-dtype fp8``, docs/decisions/0080).
 """
 
 from __future__ import annotations

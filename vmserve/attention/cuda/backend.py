@@ -63,7 +63,7 @@ class CudaPagedBackend:
     softcap = True
     sinks = True
     latents = False
-    kv_dtypes: frozenset[DType] = frozenset()
+    kv_dtypes: frozenset[DType] = frozenset((DType.FP8,))
     plans_by_length = False
     views: tuple[type[KVView], ...] = (PagedView, ContiguousView)
 
@@ -120,11 +120,13 @@ class CudaPagedBackend:
         q_heads: int,
         max_new: int | None = None,
         windows: Sequence[int | None] = (None,),
+        dtype: DType | None = None,
         shared_prefixes: bool = False,
     ) -> CapacityPlan:
         """Buffers and grids of a fixed size for CUDA graphs, as the package's docstring says.
 
         ``max_len``: tokens of a sequence. ``max_new``: new ones of a sequence (None: all).
+        ``dtype``: of q, k and v (default: that of the KV cache, if it has no codes).
         ``shared_prefixes``: ``update`` may be given some. Raises as :meth:`bind` does.
         """
         device_view = self._device_view(view)
@@ -140,6 +142,7 @@ class CudaPagedBackend:
             q_heads,
             limits,
             windows,
+            device_view.dtype if dtype is None else as_torch(dtype),
             self._workspace,
         )
         return CapacityPlan(plans)
@@ -199,15 +202,31 @@ class _PlanInUse:
 
 
 class _Plans(ABC):
-    """Plans by window. Subclasses decide when they are made and how large they are."""
+    """Plans by window. Subclasses decide when they are made and how large they are.
 
-    def __init__(self, launcher: Launcher, view: DeviceView, copy_tables: bool) -> None:
+    ``dtype``: of q, k and v; None: of those that :meth:`use` is told first.
+    """
+
+    def __init__(
+        self, launcher: Launcher, view: DeviceView, copy_tables: bool, dtype: torch.dtype | None
+    ) -> None:
         self.launcher = launcher
         self.view = view
+        self._variant = None if dtype is None else view.variant(dtype)
         self._copy_tables = copy_tables
         self._tables: dict[int | None, Tables] = {}
         self._by_window: dict[int | None, _PlanInUse] = {}
         self._rotated: torch.Tensor | None = None
+
+    @property
+    def variant(self) -> Variant:
+        if self._variant is None:
+            raise ValueError("a KV cache of codes: its plans need the dtype of q, k and v")
+        return self._variant
+
+    def use(self, dtype: torch.dtype) -> None:
+        if self._variant is None:
+            self._variant = self.view.variant(dtype)
 
     @abstractmethod
     def of(self, window: int | None, q_heads: int) -> _PlanInUse: ...
@@ -240,7 +259,7 @@ class _Plans(ABC):
             prefixes = ()  # one that begins alike has been given up by some, perhaps
         step = Step(tables.rows(batch), batch.num_past, batch.num_new, batch.starts)
         kv_heads = self.view.kv_heads
-        resident = self.launcher.resident(self.view.variant)
+        resident = self.launcher.resident(self.variant)
         heads = Heads(kv_heads, q_heads // kv_heads, append_rows(self.view.head_dim))
         return make_plan(step, heads, resident, window, prefixes)
 
@@ -260,7 +279,7 @@ class _EagerPlans(_Plans):
         batch: RaggedBatch,
         prefixes: Sequence[SharedPrefix],
     ) -> None:
-        super().__init__(launcher, view, copy_tables)
+        super().__init__(launcher, view, copy_tables, view.dtype)
         self._batch = batch
         self._prefixes = prefixes
 
@@ -284,7 +303,7 @@ class _EagerPlans(_Plans):
         self._fill(buffer, batch, plan, tables)
         append = len(plan.append) * self.view.kv_heads
         if plan.needs_scratch:  # of each block
-            append = min(append, self.launcher.resident(self.view.variant).append)
+            append = min(append, self.launcher.resident(self.variant).append)
         blocks = (
             len(plan.decode) * self.view.kv_heads,
             append,
@@ -362,12 +381,13 @@ class _FixedPlans(_Plans):
         q_heads: int,
         limits: _Limits,
         windows: Sequence[int | None],
+        dtype: torch.dtype | None,
         workspace: _Workspace,
     ) -> None:
-        super().__init__(launcher, view, copy_tables)
+        super().__init__(launcher, view, copy_tables, dtype)
         self._limits = limits
         self.q_heads = q_heads
-        resident = launcher.resident(view.variant)
+        resident = launcher.resident(self.variant)
         items = (
             chunk_limit(resident.decode, view.kv_heads),
             chunk_limit(resident.append, view.kv_heads),
@@ -398,7 +418,7 @@ class _FixedPlans(_Plans):
             )
             self._by_window[window] = plan
         size = limits.tokens * q_heads * view.head_dim
-        kept = workspace.of("rotated", size, view.variant.dtype, device)
+        kept = workspace.of("rotated", size, self.variant.dtype, device)
         self._rotated = kept[:size].view(limits.tokens, q_heads, view.head_dim)
 
     def rotated(self, q: torch.Tensor) -> torch.Tensor:
@@ -473,7 +493,8 @@ class CudaCall:
         """
         plans, view = self._plans, self._plans.view
         plans.check_tokens(q.shape[0])
-        _check_tensors(view, spec, q, k, v, rotary)
+        plans.use(q.dtype)
+        _check_tensors(view, plans.variant.dtype, spec, q, k, v, rotary)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         _check_contiguous(out, "out", q.dtype, q.shape)
@@ -512,7 +533,7 @@ class CudaCall:
             args.sin_stride = rotary.signed_sin.stride(0) * size
             args.rotary_dim = rotary.cos.shape[-1]
             q = rotated
-        self._plans.launcher.launch(self._plans.view.variant, "vms_write", q.shape[0], args)
+        self._plans.launcher.launch(self._plans.variant, "vms_write", q.shape[0], args)
         return q
 
     def _launch_attention(
@@ -552,11 +573,12 @@ class CudaCall:
 
     def _launch(self, plan: _PlanInUse, kernel: str, args: AttendArgs | CombineArgs) -> None:
         plans = self._plans
-        plans.launcher.launch(plans.view.variant, kernel, plan.blocks[kernel], args)
+        plans.launcher.launch(plans.variant, kernel, plan.blocks[kernel], args)
 
 
 def _check_tensors(
     view: DeviceView,
+    dtype: torch.dtype,
     spec: LayerAttention,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -577,7 +599,7 @@ def _check_tensors(
         _check_contiguous(spec.sinks, "sinks", torch.float32, q.shape[1:2])
     shape = (tokens, view.kv_heads, view.head_dim)
     for name, tensor, expected in (("q", q, q.shape), ("k", k, shape), ("v", v, shape)):
-        _check_rows(tensor, name, view.variant.dtype, tuple(expected), view.device)
+        _check_rows(tensor, name, dtype, tuple(expected), view.device)
     if rotary is None:
         return
     dim = rotary.cos.shape[-1]
@@ -586,8 +608,8 @@ def _check_tensors(
     for name, tensor in (("cos", rotary.cos), ("sin", rotary.signed_sin)):
         if tensor.shape != (tokens, 1, dim) or tensor.stride(2) != 1:
             raise ValueError(f"{name} is {list(tensor.shape)}, not {[tokens, 1, dim]}, contiguous")
-        if tensor.dtype != view.variant.dtype:
-            raise ValueError(f"{name} and the KV cache differ in dtype")
+        if tensor.dtype != dtype:
+            raise _other_dtype(name, tensor, dtype)
 
 
 def _check_rows(
@@ -600,7 +622,7 @@ def _check_rows(
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} is {list(tensor.shape)}, not {list(shape)}")
     if tensor.dtype != dtype:
-        raise ValueError(f"{name} and the KV cache differ in dtype")
+        raise _other_dtype(name, tensor, dtype)
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, the KV cache on {device}")
     size = tensor.element_size()
@@ -612,6 +634,12 @@ def _check_rows(
             f"{name}: rows of heads must be contiguous and lie at multiples of 16 bytes; its "
             f"strides are {tensor.stride()}"
         )
+
+
+def _other_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> ValueError:
+    return ValueError(
+        f"{name} is {tensor.dtype}, the kernels are for {dtype}: they differ in dtype"
+    )
 
 
 def _check_contiguous(

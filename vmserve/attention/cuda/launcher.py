@@ -102,7 +102,7 @@ class CudaLauncher:
     def _load(self, variant: Variant) -> _Loaded:
         self._enter_context()
         properties = torch.cuda.get_device_properties(self._device)
-        sizes = self._sizes(variant.head_dim)
+        sizes = self._sizes(variant.head_dim, fp8=variant.fp8)
         target = architecture(properties.major, properties.minor)
         cubin = self._cache.get(variant, sizes, target)
         image = ctypes.create_string_buffer(cubin, len(cubin))
@@ -150,7 +150,7 @@ class CudaLauncher:
         context = self._check("cuDevicePrimaryCtxRetain", result)
         self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(context))
 
-    def _sizes(self, head_dim: int) -> Sizes:
+    def _sizes(self, head_dim: int, *, fp8: bool = False) -> Sizes:
         attribute = self._driver.CUdevice_attribute
         names = (
             "CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN",
@@ -165,7 +165,7 @@ class CudaLauncher:
             )
             for name in names
         )
-        return sizes_for(head_dim, block, multiprocessor)
+        return sizes_for(head_dim, block, multiprocessor, fp8=fp8)
 
     def _check(self, call: str, result: tuple[Any, ...]) -> Any:
         """Return the call's value; raises :class:`~vmserve.errors.DriverError` with its status."""

@@ -34,17 +34,20 @@ _RESERVED_BYTES = 1024
 
 @dataclass(frozen=True)
 class Variant:
-    """One compilation of csrc/cuda/kernels.cu. ``dtype``: bfloat16 or float16."""
+    """One compilation of csrc/cuda/kernels.cu. ``dtype``: bfloat16 or float16; ``fp8``: the KV
+    cache has codes of 8 bits with scales, else ``dtype``."""
 
     dtype: torch.dtype
     head_dim: int
     paged: bool
+    fp8: bool = False
 
     @property
     def name(self) -> str:
-        """For example ``bf16-128-paged``."""
+        """For example ``bf16-128-paged``, or ``bf16-128-paged-fp8``."""
         view = "paged" if self.paged else "slots"
-        return f"{_TYPES[self.dtype].lower()}-{self.head_dim}-{view}"
+        cache = "-fp8" if self.fp8 else ""
+        return f"{_TYPES[self.dtype].lower()}-{self.head_dim}-{view}{cache}"
 
     @staticmethod
     def refusal(head_dim: int, dtype: torch.dtype) -> str | None:
@@ -57,6 +60,7 @@ class Variant:
     def macros(self, sizes: Sizes) -> list[tuple[str, str]]:
         return [
             ("VMS_TYPE", _TYPES[self.dtype]),
+            ("VMS_KV", "E4m3" if self.fp8 else _TYPES[self.dtype]),
             ("VMS_HEAD_DIM", str(self.head_dim)),
             ("VMS_PAGED", str(self.paged).lower()),
             ("VMS_STAGES", str(sizes.stages)),
@@ -99,14 +103,16 @@ class Sizes(NamedTuple):
         return {"vms_decode": self.decode_bytes, "vms_append": self.append_bytes}.get(kernel, 0)
 
 
-def sizes_for(head_dim: int, block_bytes: int, multiprocessor_bytes: int) -> Sizes:
+def sizes_for(
+    head_dim: int, block_bytes: int, multiprocessor_bytes: int, *, fp8: bool = False
+) -> Sizes:
     """Sizes for shared memory of ``block_bytes`` in a block, ``multiprocessor_bytes`` in all.
 
     The decode takes two blocks, with as many stages (4 to 8) as fit; one block if two do not fit.
     More blocks would not have their registers without spills (benchmarks/gpu/compile_matrix.py).
     Raises ``ValueError``, with the numbers, if not even one fits.
     """
-    stage = 2 * TILE_TOKENS * head_dim * 2
+    stage = 2 * TILE_TOKENS * (head_dim + 4 if fp8 else 2 * head_dim)
     fixed = _DECODE_ROWS * head_dim * 2 + _DECODE_ROWS * (TILE_TOKENS + 8) * 4
     append = append_rows(head_dim) * head_dim * 2 + 2 * stage
     for blocks in (2, 1):

@@ -14,6 +14,8 @@ __all__ = ["DeviceView"]
 
 _UNIT_BYTES = 16
 _LEAST_BLOCK = 16
+#: Of views whose scales lie behind the codes of a token's heads (vmserve.dtypes.vector_bytes).
+_CODES = torch.float8_e4m3fn
 
 
 class DeviceView:
@@ -34,11 +36,15 @@ class DeviceView:
                     f"{list(first.shape)} by {first.stride()}"
                 )
         self.kv_heads, self.head_dim = int(first.shape[2]), int(first.shape[3])
-        refusal = Variant.refusal(self.head_dim, first.dtype)
-        if refusal is not None:
-            raise UnsupportedError(f"the cuda backend: {refusal}")
         self.device = first.device
-        self.variant = Variant(first.dtype, self.head_dim, isinstance(view, PagedView))
+        self.has_codes = first.dtype == _CODES
+        if self.has_codes and first.stride(2) != self.head_dim:
+            raise UnsupportedError(
+                "the cuda backend wants the codes of a token's heads side by side"
+            )
+        #: That of q, k and v; None: the view has codes, with which either type goes.
+        self.dtype = None if self.has_codes else first.dtype
+        self.variant(self.dtype or torch.bfloat16)
         self._strides = self._byte_strides(first)
         self._pointers = [
             (keys.data_ptr(), values.data_ptr())
@@ -50,6 +56,16 @@ class DeviceView:
         if isinstance(view, PagedView):
             self.block_tokens = view.block_tokens
             self._check_blocks(int(first.shape[1]))
+
+    def variant(self, dtype: torch.dtype) -> Variant:
+        """The kernels for q, k and v of this type.
+
+        Raises :class:`~vmserve.errors.UnsupportedError` if there are none.
+        """
+        refusal = Variant.refusal(self.head_dim, dtype)
+        if refusal is not None:
+            raise UnsupportedError(f"the cuda backend: {refusal}")
+        return Variant(dtype, self.head_dim, isinstance(self.view, PagedView), self.has_codes)
 
     def _byte_strides(self, tensor: torch.Tensor) -> tuple[int, int, int]:
         size = tensor.element_size()

@@ -1,0 +1,166 @@
+"""A KV cache of codes in the memory and the engine: what moves bytes moves scales with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators
+from vmserve import SamplingParams
+from vmserve.attention import BACKENDS, PREFERRED, create_backend
+from vmserve.attention.base import LayerAttention, RaggedBatch
+from vmserve.attention.cuda import CudaPagedBackend
+from vmserve.config import EngineConfig
+from vmserve.dtypes import DType
+from vmserve.engine.engine import LLMEngine
+from vmserve.errors import UnsupportedError
+from vmserve.memory.base import Fork, Growth, MemoryOp, MemoryPlan, Regime, SwapIn
+from vmserve.memory.layout import plan_layout
+from vmserve.memory.manager import MemoryManager, MemoryOptions
+from vmserve.memory.tensors import contiguous_view, paged_view
+from vmserve.models.config import ModelConfig
+from vmserve.runner.torch_runtime import TorchCpuRuntime
+
+#: A compiler is waited for, which takes long where many want the processor.
+pytestmark = pytest.mark.timeout(600)
+
+
+class Cache:
+    """Three layers of one KV head and two query heads, which the kernels write and read."""
+
+    def __init__(self, emulators: Emulators, regime: Regime) -> None:
+        self.memory = MemoryManager(
+            plan_layout(3, 1, 64, DType.FP8, 4096, layers_per_group=3),
+            num_slots=3,
+            max_len=256,
+            limit_bytes=1 << 20,
+            options=MemoryOptions(swap_bytes=1 << 20, mapper="off"),
+        )
+        self.regime = regime
+        is_paged = regime is Regime.PAGED
+        self.view = (paged_view if is_paged else contiguous_view)(self.memory)
+        self.backend = CudaPagedBackend(EmulatedLauncher(emulators))
+        generator = torch.Generator().manual_seed(0)
+        self.rows = torch.randn(256, 4, 64, generator=generator).to(torch.bfloat16)
+
+    def open(self) -> int:
+        seq = self.memory.open(regime=self.regime)
+        assert seq is not None
+        return seq
+
+    def begin(self, growths: Sequence[Growth], *ops: MemoryOp) -> int:
+        plan = self.memory.plan(growths, ops)
+        assert isinstance(plan, MemoryPlan)
+        return self.memory.apply(plan)
+
+    def change(self, op: MemoryOp) -> None:
+        self.memory.complete(self.begin([], op))
+
+    def attend(self, seq: int, past: int, new: int) -> torch.Tensor:
+        """Write these positions of all layers, and return what the last one's rows have."""
+        epoch = self.begin([Growth(seq, past + new)])
+        place = seq if self.regime is Regime.PAGED else int(self.memory.slots([seq])[0])
+        call = self.backend.bind(self.view, RaggedBatch.build([place], [past], [new]))
+        q, k, v = self.rows[past : past + new].split([2, 1, 1], dim=1)
+        outs = [call(LayerAttention(layer, 0.125), q, k + layer, v) for layer in range(3)]
+        self.memory.complete(epoch)
+        return torch.stack(outs)[:, -1].view(torch.int16)
+
+
+@pytest.mark.parametrize("regime", list(Regime))
+def test_forks_and_swaps_keep_codes_and_scales(emulators: Emulators, regime: Regime) -> None:
+    cache = Cache(emulators, regime)
+    first = cache.open()
+    cache.attend(first, 0, 140)
+    fork = cache.open()
+    cache.change(Fork(fork, first, 135))  # in the middle of a block, which is copied
+    found = [cache.attend(first, 140, 1)]
+    for length in range(135, 141):  # the same numbers again, at other addresses
+        forked = cache.attend(fork, length, 1)
+    assert cache.memory.stats().copied_blocks_total > 0
+    found.append(forked)
+    if regime is Regime.PAGED:
+        assert cache.memory.swap_out([fork])
+        other = cache.open()
+        cache.attend(other, 0, 200)  # where it was
+        cache.memory.release(other)
+        cache.change(SwapIn(fork))
+        found.append(cache.attend(fork, 141, 1))
+        found.append(cache.attend(first, 141, 1))
+    for one, same in zip(found[::2], found[1::2], strict=True):
+        assert torch.equal(one, same)
+    cache.memory.check()
+    cache.memory.close()
+
+
+@pytest.mark.parametrize("regime", list(Regime))
+def test_auto_takes_the_kernels_that_read_it(
+    emulators: Emulators, regime: Regime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(name: str, head_dim: int = 128) -> str:
+        shape = (head_dim, DType.BFLOAT16)
+        return create_backend(name, regime, *shape, device="cuda", kv_dtype=DType.FP8).name
+
+    monkeypatch.setitem(BACKENDS, "cuda", lambda: CudaPagedBackend(EmulatedLauncher(emulators)))
+    assert create("auto") == create("cuda") == "cuda"
+    with pytest.raises(
+        UnsupportedError, match=r"device cuda .*\(cuda: its kernels want a head_dim"
+    ):
+        create("auto", 80)
+    others = ("flash-attn", "torch-flash", "sdpa") if regime is Regime.VIRTUAL else ("flashinfer",)
+    for name in (*others, "reference"):
+        with pytest.raises(UnsupportedError, match=f"the {name} backend reads no KV cache of fp8"):
+            create(name)
+
+
+class HalfRuntime(TorchCpuRuntime):
+    """Computes in the type that was asked for, also where that is slow."""
+
+    def dtype(self, requested: str, model: ModelConfig) -> DType:
+        return DType(requested)
+
+
+def tokens_of(engine: LLMEngine, prompts: Sequence[str], num_tokens: int) -> list[int]:
+    asked = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(str(index), engine.tokenizer.encode(prompt), asked)
+    found: dict[str, list[int]] = {}
+    while engine.has_unfinished:
+        result = engine.step()
+        assert not result.failures
+        for output in result.outputs:
+            if output.finished:
+                found[output.request_id] = output.outputs[0].token_ids
+    return [token for index in range(len(prompts)) for token in found[str(index)]]
+
+
+@pytest.mark.parametrize("regime", ["virtual", "paged"])
+def test_the_engine_answers_as_with_the_type_of_the_model(
+    emulators: Emulators, regime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nearly. A cache that lost its scales would answer otherwise from the second token on."""
+    monkeypatch.setitem(BACKENDS, "cuda", lambda: CudaPagedBackend(EmulatedLauncher(emulators)))
+    monkeypatch.setitem(PREFERRED, "cpu", ("cuda", *PREFERRED["cpu"]))
+    prompts = ["Once upon a time there was a", "The cat sat on the", "Tom said to his mother"]
+    found = []
+    for dtype in ("auto", "fp8"):
+        config = EngineConfig(
+            dtype="bfloat16",
+            kv_cache_dtype=dtype,
+            kv_cache_memory="8MiB",
+            kv_regime=regime,
+            attention_backend="cuda",
+            linear_backend="torch",
+            max_model_len=256,
+            max_num_seqs=4,
+        )
+        engine = LLMEngine(config, runtime=HalfRuntime())
+        found.append(tokens_of(engine, prompts, 6))
+        layout = engine.memory.layout
+        engine.close()
+    assert (layout.dtype, layout.token_bytes) == (DType.FP8, 2 * (2 * 64 + 16))
+    equal = sum(one == other for one, other in zip(*found, strict=True))
+    assert equal >= 0.75 * len(found[0])
