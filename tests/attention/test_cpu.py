@@ -413,7 +413,7 @@ def cut_prompts(draw: st.DrawFn) -> tuple[int, list[int]]:
     return past, draw(st.lists(chunk, min_size=1, max_size=12))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     prompt=cut_prompts(),
     shape=SHAPES,
@@ -459,7 +459,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
             assert torch.equal(got, expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     prompt=cut_prompts(),
     q_heads=st.sampled_from([1, 3, 16, 40, 128]),

@@ -117,7 +117,7 @@ def test_quantized_weights_are_what_the_file_says(types: Mapping[str, str], tmp_
 @pytest.fixture(scope="module")
 def smollm2() -> tuple[Reference, list[list[int]]]:
     file = smollm2_file()
-    return Reference(file), real_prompts(file, 7, 290)
+    return Reference(file), real_prompts(file, 4, 290)
 
 
 @pytest.mark.timeout(900)

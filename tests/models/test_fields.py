@@ -259,7 +259,7 @@ _ODD = st.sampled_from([None, "x", 1.5, True, [], {}, 3])
 
 
 @given(data=st.data())
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_fields(data: st.DataObject) -> None:
     model_type = data.draw(st.sampled_from(sorted(BY_TYPE)))
     family = BY_TYPE[model_type]
