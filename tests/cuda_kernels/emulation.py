@@ -86,26 +86,21 @@ class _Library:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
-        self.allow = library.emu_allow
-        self.allow.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-        self.allow.restype = None
-        self.shared_bytes = library.emu_shared_bytes
-        self.shared_bytes.argtypes = [ctypes.c_char_p]
-        self.shared_bytes.restype = ctypes.c_int64
-        self.round_bits = library.emu_round
-        self.round_bits.argtypes = [ctypes.c_float]
-        self.round_bits.restype = ctypes.c_uint32
-        self.widen_bits = library.emu_widen
-        self.widen_bits.argtypes = [ctypes.c_uint32]
-        self.widen_bits.restype = ctypes.c_float
-        self.code = library.emu_code
-        self.code.argtypes = [ctypes.c_float]
-        self.code.restype = ctypes.c_uint32
-        self.widen_code = library.emu_widen_code
-        self.widen_code.argtypes = [ctypes.c_uint32]
-        self.widen_code.restype = ctypes.c_uint32
-        self.run = library.emu_launch
-        self.run.argtypes = [
+
+        def function(name: str, result: Any, *arguments: Any) -> Any:
+            found = getattr(library, f"emu_{name}")
+            found.argtypes, found.restype = arguments, result
+            return found
+
+        self.allow = function("allow", None, ctypes.c_void_p, ctypes.c_int64)
+        self.shared_bytes = function("shared_bytes", ctypes.c_int64, ctypes.c_char_p)
+        self.round_bits = function("round", ctypes.c_uint32, ctypes.c_float)
+        self.widen_bits = function("widen", ctypes.c_float, ctypes.c_uint32)
+        self.code = function("code", ctypes.c_uint32, ctypes.c_float)
+        self.widen_code = function("widen_code", ctypes.c_uint32, ctypes.c_uint32)
+        self.run = function(
+            "launch",
+            ctypes.c_char_p,
             ctypes.c_char_p,
             *[ctypes.c_int64] * 3,
             ctypes.c_void_p,
@@ -113,8 +108,7 @@ class _Library:
             ctypes.c_int,
             ctypes.c_uint32,
             ctypes.c_int,
-        ]
-        self.run.restype = ctypes.c_char_p
+        )
 
 
 class Emulators:

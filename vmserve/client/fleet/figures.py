@@ -23,11 +23,10 @@ def merged_stats(each: Sequence[Mapping[str, float | int]]) -> dict[str, float |
     merged: dict[str, float | int] = {}
     for stats in each:
         for name, value in stats.items():
-            if name not in merged or not name.endswith(_CONSTANTS):
+            if name in _COMMON:
+                merged[name] = max(merged.get(name, 0), value)
+            elif name not in merged or not name.endswith(_CONSTANTS):
                 merged[name] = merged.get(name, 0) + value
-    merged |= {
-        name: max(stats.get(name, 0) for stats in each) for name in _COMMON if name in merged
-    }
     return merged | {name: merged[name] / len(each) for name in _SHARES if name in merged}
 
 
