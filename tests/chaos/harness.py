@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 import httpx
 import psutil
 
-__all__ = ["ENGINE_OPTIONS", "MAIN", "Server", "Stream", "until"]
+__all__ = ["ENGINE_OPTIONS", "MAIN", "Disturbance", "Server", "Stream", "until"]
 
 MAIN = "from vmserve.cli.main import main; main()"
 ENGINE_OPTIONS = [
@@ -177,3 +180,29 @@ class Stream:
             return None
         reason: str | None = json.loads(self.events[-2])["choices"][0]["finish_reason"]
         return reason
+
+
+class Disturbance:
+    """What is done to one server under load, and what came of it, by name."""
+
+    def __init__(self, server: Server, seed: int) -> None:
+        self.server = server
+        self.counts: Counter[str] = Counter()
+        self.violations: list[str] = []
+        self._random = random.Random(seed)
+        self._over = threading.Event()
+
+    @contextmanager
+    def _meanwhile(
+        self, works: Sequence[Callable[[], None]], seconds: float
+    ) -> Iterator[list[threading.Thread]]:
+        """Do ``works`` in threads, each until ``_over``; wait so long for the end of each."""
+        threads = [threading.Thread(target=work) for work in works]
+        for thread in threads:
+            thread.start()
+        try:
+            yield threads
+        finally:
+            self._over.set()
+            for thread in threads:
+                thread.join(seconds)

@@ -18,17 +18,16 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from tests.chaos.harness import ENGINE_OPTIONS, MAIN, Server, until
+from tests.chaos.harness import ENGINE_OPTIONS, MAIN, Disturbance, Server, until
 
 __all__ = ["WAYS", "Kills", "kill"]
 
@@ -51,15 +50,11 @@ REQUESTS: list[dict[str, Any]] = [
 ]
 
 
-class Kills:
-    """One server, what is killed of it, and what came of it by name."""
+class Kills(Disturbance):
+    """Engines and ranks of one server that are killed."""
 
     def __init__(self, server: Server, seed: int) -> None:
-        self.server = server
-        self.counts: Counter[str] = Counter()
-        self.violations: list[str] = []
-        self._random = random.Random(seed)
-        self._over = threading.Event()
+        super().__init__(server, seed)
         self._expected = [self._undisturbed(body) for body in REQUESTS]
         self._began_with = psutil.Process(server.popen.pid).num_fds()
         #: All that were ever seen.
@@ -78,18 +73,12 @@ class Kills:
     def run(self, num_kills: int) -> None:
         """Kill so many times while clients ask, each time at a random moment of a server that
         serves."""
-        clients = [threading.Thread(target=self._ask, args=(n,)) for n in range(CLIENTS)]
-        for client in clients:
-            client.start()
-        try:
+        works = [partial(self._ask, number) for number in range(CLIENTS)]
+        with self._meanwhile(works, _HANG_SECONDS) as clients:
             while self.counts["kills"] < num_kills:
                 until(self._serves, _HANG_SECONDS, "an engine serves")
                 time.sleep(self._random.uniform(0, 1.5))
                 self._kill()
-        finally:
-            self._over.set()
-            for client in clients:
-                client.join(_HANG_SECONDS)
         self.counts["hung"] = sum(client.is_alive() for client in clients)
 
     def _serves(self) -> bool:

@@ -13,9 +13,7 @@ import contextlib
 import json
 import random
 import tempfile
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.chaos.harness import Server, until
+from tests.chaos.harness import Disturbance, Server, until
 
 OPTIONS = (
     *("--model", "a=vmserve-embedded", "--model", "b=vmserve-embedded", "--max-num-seqs", "8"),
@@ -34,35 +32,24 @@ ADMIN = {"authorization": "Bearer admin"}
 CLIENTS = 4
 
 
-class Chaos:
-    """What is done to one server, and what came of it, by name."""
+class Chaos(Disturbance):
+    """Models of one server that change."""
 
     def __init__(self, server: Server, seed: int) -> None:
-        self.server = server
-        self.counts: Counter[str] = Counter()
-        self.violations: list[str] = []
-        self._random = random.Random(seed)
-        self._over = threading.Event()
+        super().__init__(server, seed)
         self._names = ["a", "b"]
         self._added = 0
 
     def run(self, seconds: float) -> None:
         """Change models for so long, while clients ask and the laws are checked."""
         works = [*(lambda number=n: self._ask(number) for n in range(CLIENTS)), self._look]
-        threads = [threading.Thread(target=work) for work in works]
-        for thread in threads:
-            thread.start()
         changes = (self._add, self._remove, self._sleep, self._wake, self._kill, self._share)
         end = time.monotonic() + seconds
-        try:
+        with self._meanwhile(works, 120) as threads:
             while time.monotonic() < end:
                 change: Callable[[], None] = self._random.choice(changes)
                 change()
                 time.sleep(self._random.uniform(0, 0.5))
-        finally:
-            self._over.set()
-            for thread in threads:
-                thread.join(120)
         if any(thread.is_alive() for thread in threads):
             self.violations.append("a client still waits for its answer")
 
