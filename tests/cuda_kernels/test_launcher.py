@@ -133,12 +133,14 @@ def test_a_launch_passes_the_structure_on_the_current_stream(driver: NotedDriver
 
 
 @pytest.mark.parametrize(
-    ("capability", "block_bytes", "head_dim", "why"),
+    ("capability", "block_bytes", "head_dim", "kv_dtype", "why"),
     [
-        ((9, 0), 232_448, 256, None),
-        ((8, 9), 101_376, 128, None),
-        ((8, 9), 101_376, 256, "heads of 256 need 141824 bytes of shared memory for a block; this"),
-        ((7, 5), 65_536, 64, "compute capability 8.0 or later, this one has 7.5"),
+        ((9, 0), 232_448, 256, None, None),
+        ((8, 9), 101_376, 128, None, None),
+        ((8, 9), 101_376, 256, None, "heads of 256 need 141824 bytes of shared memory for a block"),
+        ((8, 9), 101_376, 256, DType.FP8, None),
+        ((8, 9), 65_536, 256, DType.FP8, "heads of 256 need 77312 bytes of shared memory"),
+        ((7, 5), 65_536, 64, None, "compute capability 8.0 or later, this one has 7.5"),
     ],
 )
 def test_what_a_device_cannot_run_is_refused_at_start(
@@ -147,13 +149,14 @@ def test_what_a_device_cannot_run_is_refused_at_start(
     capability: tuple[int, int],
     block_bytes: int,
     head_dim: int,
+    kv_dtype: DType | None,
     why: str | None,
 ) -> None:
     """And not in the first step that compiles its kernels."""
     driver.shared_bytes = (block_bytes, block_bytes + 1024)
     device = SimpleNamespace(major=capability[0], minor=capability[1])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
-    found = CudaPagedBackend().refusal(head_dim, DType.BFLOAT16)
+    found = CudaPagedBackend().refusal(head_dim, DType.BFLOAT16, kv_dtype)
     assert found is None if why is None else why in (found or "")
 
 

@@ -107,7 +107,7 @@ def create_backend(
             kv_dtype is not None and kv_dtype not in backend.kv_dtypes
         ):
             continue
-        refusal = backend.refusal(head_dim, kind)
+        refusal = backend.refusal(head_dim, kind, kv_dtype)
         if refusal is None:
             return backend
         if chosen == name:

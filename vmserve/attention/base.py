@@ -166,8 +166,11 @@ class AttentionBackend(Protocol):
         """The views that :meth:`bind` takes."""
         ...
 
-    def refusal(self, head_dim: int, dtype: DType) -> str | None:
-        """Return why the kernels cannot serve such heads; None if they can."""
+    def refusal(self, head_dim: int, dtype: DType, kv_dtype: DType | None = None) -> str | None:
+        """Return why the kernels cannot serve such heads; None if they can.
+
+        ``kv_dtype``: one of :attr:`kv_dtypes`, where it is not ``dtype``.
+        """
         ...
 
     def bind(self, view: KVView, batch: RaggedBatch) -> AttentionCall:

@@ -69,7 +69,7 @@ class CpuBackend:
         #: A view of tensors, and the same for the kernels.
         self._view: tuple[TensorView, HostView] | None = None
 
-    def refusal(self, head_dim: int, dtype: DType) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType, kv_dtype: DType | None = None) -> str | None:
         return head_refusal(head_dim, dtype)
 
     @property

@@ -331,7 +331,7 @@ class FlashBackend:
         self.latents = False
         self._slots: SlotTensors | None = None
 
-    def refusal(self, head_dim: int, dtype: DType) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType, kv_dtype: DType | None = None) -> str | None:
         return self.kernel.refusal(head_dim, dtype)
 
     def _tensors(self, view: KVView) -> SlotTensors:

@@ -156,7 +156,7 @@ class FlashInferBackend:
         self._wrappers: tuple[dict[LayerKind, Any], dict[LayerKind, Any]] = ({}, {})
         self._turn = 0
 
-    def refusal(self, head_dim: int, dtype: DType) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType, kv_dtype: DType | None = None) -> str | None:
         if self._module is None:
             if importlib.util.find_spec(_MODULE) is None:
                 return "the package flashinfer is not installed: pip install flashinfer-python"

@@ -26,7 +26,7 @@ class ReferenceBackend:
     kv_dtypes: frozenset[DType] = frozenset()
     views: tuple[type[KVView], ...] = (ContiguousView, PagedView)
 
-    def refusal(self, head_dim: int, dtype: DType) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType, kv_dtype: DType | None = None) -> str | None:
         return None
 
     def bind(self, view: KVView, batch: RaggedBatch) -> _ReferenceCall:

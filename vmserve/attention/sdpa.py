@@ -54,7 +54,7 @@ class SdpaBackend:
     kv_dtypes: frozenset[DType] = frozenset()
     views: tuple[type[KVView], ...] = (ContiguousView,)
 
-    def refusal(self, head_dim: int, dtype: DType) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType, kv_dtype: DType | None = None) -> str | None:
         return None
 
     def __init__(self) -> None:

@@ -80,12 +80,12 @@ class CudaPagedBackend:
         self._view: DeviceView | None = None
         self._workspace = _Workspace()
 
-    def refusal(self, head_dim: int, dtype: DType) -> str | None:
+    def refusal(self, head_dim: int, dtype: DType, kv_dtype: DType | None = None) -> str | None:
         if self._given is None and not torch.cuda.is_available():
             return "torch sees no GPU here"
         refusal = Variant.refusal(head_dim, as_torch(dtype))
         if refusal is None and self._given is None:
-            refusal = CudaLauncher().refusal(head_dim)
+            refusal = CudaLauncher().refusal(head_dim, fp8=kv_dtype is DType.FP8)
         return refusal
 
     @property

@@ -62,8 +62,11 @@ class CudaLauncher:
     def device(self) -> torch.device:
         return self._device
 
-    def refusal(self, head_dim: int) -> str | None:
-        """Return why the device cannot run the kernels for such heads; None if it can."""
+    def refusal(self, head_dim: int, *, fp8: bool = False) -> str | None:
+        """Return why the device cannot run the kernels for such heads; None if it can.
+
+        ``fp8``: as of :class:`Variant`; tiles of codes need less shared memory.
+        """
         properties = torch.cuda.get_device_properties(self._device)
         if properties.major < 8:
             return (
@@ -71,7 +74,7 @@ class CudaLauncher:
                 f"{properties.major}.{properties.minor}"
             )
         try:
-            self._sizes(head_dim)
+            self._sizes(head_dim, fp8=fp8)
         except (ValueError, CompileError) as error:  # too little shared memory; no cuda-bindings
             return str(error)
         return None
