@@ -74,19 +74,21 @@ void KVMemory::write_when_idle() {
 
 bool KVMemory::flush(double seconds) {
   const auto until = Clock::now() + std::chrono::duration<double>(seconds);
+  Persistence* persistence = nullptr;
   for (;;) {
-    bool is_done = false;
     {
       const auto lock = enter();
-      if (background_.persistence() == nullptr) return true;
-      background_.persistence()->tell_hits();
-      background_.persistence()->write_behind();
-      is_done = !background_.persistence()->has_writes();
+      persistence = background_.persistence();
+      if (persistence == nullptr) return true;
+      persistence->tell_hits();
+      persistence->write_behind();
+      if (!persistence->has_writes()) break;
     }
-    if (!is_done && Clock::now() > until) return false;
-    background_.persistence()->wait_for_writer();
-    if (is_done) return true;
+    if (Clock::now() > until) return false;
+    persistence->wait_for_writer();
   }
+  persistence->wait_for_writer();  // touches files of hits
+  return true;
 }
 
 std::string KVMemory::persist_message() {
