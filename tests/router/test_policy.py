@@ -138,6 +138,32 @@ def test_a_prefix_is_worth_less_than_its_load_above_the_mean() -> None:
         assert (asked.member == owner) is follows, extra
 
 
+def test_a_prefix_that_is_not_hot_has_one_home() -> None:
+    """After a spill both members have it, and the older copy is no longer asked for."""
+    made = router(2)
+    old = made.choose(prompt(1), "", idle(2)).member
+    moved = made.choose(prompt(1), "", {**idle(2), old: 9})
+    assert (moved.member != old, moved.reason) == (True, "spill")
+    for n in range(3):
+        for other in range(3):
+            made.choose(prompt(10 * n + other + 2), "", idle(2))
+        again = made.choose(prompt(1), "", {old: 2, moved.member: 4})
+        assert (again.member, again.reason) == (moved.member, "prefix")
+    assert made.choose(prompt(1), "", {old: 2, moved.member: 4}).member == old, "hot: copies equal"
+
+
+def test_a_prefix_that_is_not_hot_leaves_an_overloaded_home() -> None:
+    made = router(4)
+    loads = dict.fromkeys("0123", 10.0)
+    owner = made.choose(prompt(1), "", loads).member
+    # 40 of 50 tokens at a weight of 0.6: until the owner has 1.33 means more than the least one.
+    for extra, follows in ((17.0, True), (24.0, False)):
+        for other in range(5):
+            made.choose(prompt(10 * int(extra) + other), "", loads)
+        asked = made.choose(prompt(1) + prompt(int(extra), 10), "", {**loads, owner: 10 + extra})
+        assert (asked.member == owner) is follows, extra
+
+
 def test_roots_share_nothing() -> None:
     made = router()
     owner = made.choose(prompt(1), ("tenant", "salt"), idle()).member
@@ -191,5 +217,5 @@ def test_chains_agree_as_far_as_whole_blocks_do(ids: list[int], other: list[int]
     assert equal(first, second) == equal(ids, other) // BLOCK
     table = ChainTable(1000)
     table.join("a", 100)
-    table.add("a", first)
+    table.add("a", first, 1)
     assert table.matches(second).get("a", 0) == equal(first, second)

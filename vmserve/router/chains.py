@@ -39,7 +39,8 @@ class ChainTable:
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._capacity: dict[str, int] = {}
-        self._blocks: dict[str, OrderedDict[int, None]] = {}
+        #: Of each member, with the turn in which each was last sent.
+        self._blocks: dict[str, OrderedDict[int, int]] = {}
         #: A bit for each member, and for each block the bits of those that have it.
         self._bits: dict[str, int] = {}
         self._holders: dict[int, int] = {}
@@ -69,15 +70,15 @@ class ChainTable:
         while blocks:
             self._drop_oldest(name)
 
-    def add(self, name: str, chain: Sequence[int]) -> None:
-        """Note that a member is sent these blocks. The last ones of a chain are forgotten first."""
+    def add(self, name: str, chain: Sequence[int], turn: int) -> None:
+        """Note that a member is sent these blocks now. A chain's last ones are forgotten first."""
         blocks, holders, bit = self._blocks[name], self._holders, self._bits[name]
         for value in reversed(chain):
             if value in blocks:
                 blocks.move_to_end(value)
             else:
-                blocks[value] = None
                 holders[value] = holders.get(value, 0) | bit
+            blocks[value] = turn
         self._shrink(name)
 
     def matches(self, chain: Iterable[int]) -> dict[str, int]:
@@ -94,6 +95,10 @@ class ChainTable:
                 return found
             length += 1
         return found | dict.fromkeys(self._members_of(alive), length) if length else found
+
+    def last_turn(self, name: str, block: int) -> int:
+        """When a member was last sent a block that it has."""
+        return self._blocks[name][block]
 
     def _members_of(self, bits: int) -> list[str]:
         members = []

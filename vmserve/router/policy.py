@@ -4,8 +4,10 @@ The caller says which members take requests now and how many each has in flight,
 the router's own can drift. Policies:
 
 - ``prefix``: the best score, which is the part of the prompt that a member is expected to have in
-  its prefix cache, minus what its load is above the mean, in means (``load_weight`` times). A
-  prefix that everybody asks for so spills over to members that have less to do.
+  its prefix cache, minus what its load is above the mean, in means. A hot prefix, which is asked
+  for more often than once in as many turns as there are members, so spills over to members that
+  have less to do, and all that have it are equal. One that is not hot has a home, the member that
+  was sent it last: older copies count for nothing, and the load counts less.
 - ``least-loaded``: the least load.
 - ``round-robin``: the member that was chosen longest ago.
 
@@ -15,13 +17,12 @@ Members that are equal take turns. What is expected to be cached is what was sen
 
 from __future__ import annotations
 
-from itertools import count
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vmserve.router.chains import ChainTable, chain_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 __all__ = ["Choice", "Policy", "Reason", "Router"]
 
@@ -32,6 +33,9 @@ Reason = Literal["only", "prefix", "spill", "least", "turn"]
 
 #: All members together; a block takes 200 bytes.
 _MAX_BLOCKS = 1 << 22
+#: Of the load, for a prefix that is hot and for others. Half of it is the least with which a prefix
+#: leaves one of two members when the other is idle.
+_HOT_WEIGHT, _CALM_WEIGHT = 1.0, 0.6
 
 
 class Choice(NamedTuple):
@@ -53,15 +57,13 @@ class Router:
         policy: Policy = "prefix",
         *,
         block_tokens: int,
-        load_weight: float = 1.0,
         table: ChainTable | None = None,
     ) -> None:
         self.policy: Policy = policy
         self._block_tokens = block_tokens
-        self._load_weight = load_weight
         self._table = ChainTable(_MAX_BLOCKS) if table is None else table
-        self._turns = count(1)
-        #: When a member was last chosen; 0: never.
+        self._turn = 0
+        #: In which turn a member was last chosen; 0: never.
         self._last_turn: dict[str, int] = {}
 
     @property
@@ -99,6 +101,7 @@ class Router:
         ``root``: what the prefix cache separates requests by (isolation and salt). ``loads``: how
         many requests each member that takes requests has in flight; not empty.
         """
+        self._turn += 1
         if self.policy == "round-robin":
             choice = Choice(self._longest_ago(loads), "turn", 0)
         elif self.policy == "least-loaded":
@@ -107,7 +110,7 @@ class Router:
             choice = self._by_prefix(token_ids, root, loads)
         if len(loads) == 1:
             choice = choice._replace(reason="only")
-        self._last_turn[choice.member] = next(self._turns)
+        self._last_turn[choice.member] = self._turn
         return choice
 
     def _by_prefix(
@@ -116,27 +119,40 @@ class Router:
         chain = chain_of(token_ids, root, self._block_tokens)
         found = self._table.matches(chain)
         matches = {name: blocks for name, blocks in found.items() if name in loads}
+        most = max(matches.values(), default=0)
         # Of members that have nothing, the one with the least load has the best score.
-        least = self._least_loaded(loads)
-        matches.setdefault(least, 0)
-        if len(matches) > 1:
-            mean = sum(loads.values()) / len(loads)
-            per_block = self._block_tokens / len(token_ids)
-            per_request = self._load_weight / max(1.0, mean)
-            chosen = max(
-                matches,
-                key=lambda name: (
-                    matches[name] * per_block - loads[name] * per_request,
-                    -loads[name],
-                    -self._last_turn[name],
-                ),
-            )
-        else:
-            chosen = least
-        most = max(matches.values())
+        chosen = self._least_loaded(loads)
+        matches.setdefault(chosen, 0)
+        if most:
+            turns = {
+                name: self._table.last_turn(name, chain[most - 1])
+                for name, blocks in matches.items()
+                if blocks == most
+            }
+            home = max(turns, key=turns.__getitem__)
+            is_hot = self._turn - turns[home] <= len(loads)
+            worth = self._worth(len(token_ids), loads, _HOT_WEIGHT if is_hot else _CALM_WEIGHT)
+            # Other copies of a prefix that is not hot are left to age.
+            old = () if is_hot else turns.keys() - {home}
+            counted = {**matches, **dict.fromkeys(old, 0)}
+            chosen = max(counted, key=lambda name: worth(name, counted[name]))
+            if counted[chosen] < most:
+                chosen = max(matches, key=lambda name: worth(name, matches[name]))
         reason: Reason = "least" if not most else "prefix" if matches[chosen] == most else "spill"
-        self._table.add(chosen, chain)
+        self._table.add(chosen, chain, self._turn)
         return Choice(chosen, reason, matches[chosen] * self._block_tokens)
+
+    def _worth(
+        self, num_tokens: int, loads: Mapping[str, float], weight: float
+    ) -> Callable[[str, int], tuple[float, float, int]]:
+        per_block = self._block_tokens / num_tokens
+        per_request = weight / max(1.0, sum(loads.values()) / len(loads))
+
+        def worth(name: str, blocks: int) -> tuple[float, float, int]:
+            load = loads[name]
+            return blocks * per_block - load * per_request, -load, -self._last_turn[name]
+
+        return worth
 
     def _least_loaded(self, loads: Mapping[str, float]) -> str:
         least = min(loads.values())

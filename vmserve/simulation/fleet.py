@@ -8,6 +8,7 @@ real engine, :class:`~vmserve.simulation.light.LightReplica` blocks of a cache t
 from __future__ import annotations
 
 import heapq
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -135,8 +136,12 @@ class KnownCaches(ChainTable):
         #: Of the prompt that is being routed.
         self.pieces: Sequence[int] = ()
 
-    def add(self, name: str, chain: Sequence[int]) -> None:
+    def add(self, name: str, chain: Sequence[int], turn: int) -> None:
         """Replicas tell."""
+
+    def last_turn(self, name: str, block: int) -> int:
+        """As if each had been sent just now: copies are equal."""
+        return sys.maxsize
 
     def matches(self, chain: Iterable[int]) -> dict[str, int]:
         counts = {name: each.num_matched(self.pieces) for name, each in self._replicas.items()}
