@@ -157,16 +157,24 @@ def test_a_draft_model_keeps_its_blocks_too(tmp_path: Path) -> None:
     }  # fmt: skip
     prompt = [5 + index % 7 for index in range(161)]
 
-    def drafted() -> tuple[list[int], Any, Any]:
+    def drafted() -> tuple[list[int], Any, list[int]]:
+        """Tokens, figures, and the blocks that model and draft each read."""
         with LLM(**options) as llm:
             [result] = llm.generate([prompt], GREEDY)
             draft = llm.engine.draft_model
             assert draft is not None
-            return list(result.outputs[0].token_ids), llm.stats(), draft.memory.stats()
+            read = [
+                memory.stats().persist_restored_blocks_total
+                for memory in (llm.engine.memory, draft.memory)
+            ]
+            return list(result.outputs[0].token_ids), llm.stats(), read
 
-    first, stats, draft = drafted()
+    first, stats, _ = drafted()
     assert stats["spec_decode_num_accepted_tokens_total"] > 0
-    again, _, draft = drafted()
+    again, stats, read = drafted()
     assert again == first
     # Model and draft are one: nothing but their memories tells whose the blocks are.
-    assert draft.persist_restored_blocks_total == 10
+    assert read == [10, 10]
+    assert stats["persist_restored_blocks_total"] == 20
+    on_disk = sum(file.stat().st_size for file in tmp_path.glob("*/*.kv"))
+    assert 0 < stats["persist_bytes"] <= on_disk

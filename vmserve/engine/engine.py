@@ -16,6 +16,7 @@ from vmserve.engine.deadlines import Deadlines, too_late
 from vmserve.engine.drafts import Drafts
 from vmserve.engine.grammars import StructuredRequests
 from vmserve.engine.lease import Lease
+from vmserve.engine.persistence import persist_figures
 from vmserve.engine.pins import PinnedPrefixes
 from vmserve.engine.requests import RequestIntake, memory_tenant, request_limits
 from vmserve.engine.step import EngineStep, InFlightStep
@@ -650,6 +651,7 @@ class LLMEngine:
         """All metrics, by names without prefix, including those of the memory."""
         self._tell_persistence()
         memory = self.memory.stats()
+        draft = None if self.draft_model is None else self.draft_model.memory.stats()
         return {
             "num_requests_running": self.scheduler.num_running,
             "num_requests_waiting": self.scheduler.num_waiting,
@@ -660,6 +662,7 @@ class LLMEngine:
             "tensor_parallel_size": self.memory.layout.tensor_parallel,
             **self.counters.as_dict(),
             **memory.as_dict(),
+            **({} if draft is None else persist_figures(memory, draft)),
             **kind_figures(self.memory),
         }
 

@@ -12,13 +12,14 @@ from vmserve.attention.cpu import CpuBackend
 from vmserve.config import ResolvedConfig
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
+from vmserve.memory.base import MemoryStats
 from vmserve.memory.manager import MemoryManager
 from vmserve.memory.persist import core_digest, open_stores
 from vmserve.models.config import ModelConfig
 from vmserve.models.content import content_digest
 from vmserve.runner.runtime import DeviceRuntime
 
-__all__ = ["computed_by", "persist"]
+__all__ = ["computed_by", "persist", "persist_figures"]
 
 #: Of the layout, what says where a token's numbers lie; pages may have any size.
 _PLACES = ("num_layers", "kv_heads", "head_dim", "dtype", "layers_per_group", "split_kv",
@@ -87,6 +88,17 @@ def computed_by(
         "attention": sorted(kernels),
         "layers": "native" if native else _torch_kernels(runtime.device_type),
         "quantization": quantization,
+    }
+
+
+def persist_figures(memory: MemoryStats, draft: MemoryStats) -> dict[str, float | int]:
+    """The figures of files that a model and its draft model share."""
+    own = memory.as_dict()
+    return {
+        # Both know the size of the whole directory.
+        name: max(own[name], value) if name == "persist_bytes" else own[name] + value
+        for name, value in draft.as_dict().items()
+        if name.startswith("persist_")
     }
 
 
