@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.batch.killed import line, write
+from tests.chaos.harness import Server
 from tests.helpers import until
 from vmserve import LLM, SamplingParams  # before torch: how its threads wait
 
@@ -148,6 +150,50 @@ def test_a_batch_reads_what_an_earlier_one_computed(tmp_path: Path, size: str) -
     cached = [reply["usage"]["prompt_tokens_details"]["cached_tokens"] for reply in again]
     assert cached == [whole] * len(lines)
     assert len({reply["choices"][0]["text"] for reply in first + again}) == 1
+
+
+@TWO_CORES
+def test_a_server_of_two_engines_finds_it_after_a_restart(tmp_path: Path) -> None:
+    """Also an engine that did not write it: with round-robin, each gets one of two requests."""
+    prompt = [5 + index % 7 for index in range(161)]
+    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+
+    def serve(num_requests: int) -> tuple[list[tuple[str, int]], str]:
+        """Answers with their cached tokens, and the metrics after them."""
+        server = Server(
+            tmp_path / "log",
+            *("--data-parallel-size", "2", "--router", "round-robin"),
+            *("--kv-persist", str(tmp_path / "kv")),
+        )
+        try:
+            told = [
+                server.http.post("/v1/completions", json=body).raise_for_status().json()
+                for _ in range(num_requests)
+            ]
+            metrics = server.http.get("/metrics").text
+            server.popen.terminate()
+            assert server.popen.wait(60) == 0
+        finally:
+            server.close()
+        return [
+            (
+                reply["choices"][0]["text"],
+                reply["usage"]["prompt_tokens_details"]["cached_tokens"],
+            )
+            for reply in told
+        ], metrics
+
+    [(text, cached)], _ = serve(1)
+    assert cached == 0
+    answers, metrics = serve(2)
+    assert answers == [(text, 160)] * 2
+    for engine in "01":
+        sample = rf'^vmserve:(\w+)\{{engine="{engine}",[^}}]*\}} (\S+)$'
+        figures = dict(re.findall(sample, metrics, re.MULTILINE))
+        assert float(figures["persist_restored_blocks_total"]) == 10
+        assert float(figures["prefix_cache_hits_total"]) == 160
+        assert float(figures["persist_broken_blocks_total"]) == 0
+        assert float(figures["persist_bytes"]) > 0
 
 
 def test_a_draft_model_keeps_its_blocks_too(tmp_path: Path) -> None:
