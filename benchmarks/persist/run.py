@@ -169,7 +169,8 @@ def main() -> None:
         described = {
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "machine": machine_info(),
-            "arguments": vars(options),
+            # Where a model lay tells nothing to a reader.
+            "arguments": {**vars(options), "models": [Path(each).name for each in options.models]},
             "data": data,
         }
         result = {"persist": SectionResult(data, tables)}
