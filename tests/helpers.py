@@ -6,25 +6,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-__all__ = ["one_thread", "peak_bytes", "run_python", "smollm2_file", "start_python", "until"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Of torch, in the folders that import this: its threads wait for each other at every
-    operation, and where cores are shared tiny ones take a hundred times as long by that."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+__all__ = ["peak_bytes", "run_python", "smollm2_file", "start_python", "until"]
 
 
 def until(holds: Callable[[], bool], seconds: float = 60) -> None:

@@ -16,7 +16,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from tests.helpers import one_thread
 from vmserve import LLM, SamplingParams
 from vmserve.bench.ab.variants import Variant, parse_variants
 from vmserve.bench.quality.command import KNOWN, Options, quality_command, run
@@ -24,8 +23,6 @@ from vmserve.bench.quality.text import Text, cut, read_text
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.models.hub import resolve_model
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
-
-__all__ = ["one_thread"]
 
 EMBEDDED = resolve_model(None)
 WINDOW, STRIDE = 96, 40

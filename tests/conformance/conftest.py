@@ -11,16 +11,9 @@ from dataclasses import dataclass
 import pytest
 
 from tests.conformance.subjects import NUM_FRAMES, Subject, plugin, registered
-from tests.garbage import only_new_garbage
 from vmserve._core import Access, Backing, DriverStats, PageDriver
 
 RW = Access.READ_WRITE
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _only_new_garbage() -> Iterator[None]:
-    with only_new_garbage():
-        yield
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,10 +6,9 @@ import pytest
 
 from tests.cuda_kernels.cases import VARIANTS
 from tests.cuda_kernels.emulation import Emulators
-from tests.helpers import one_thread
 from tests.sim.conftest import sim, sim_library
 
-__all__ = ["emulators", "one_thread", "sim", "sim_library"]
+__all__ = ["emulators", "sim", "sim_library"]
 
 
 @pytest.fixture(scope="session")

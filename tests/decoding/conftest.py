@@ -6,14 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.helpers import one_thread
 from vmserve.models import resolve_model  # first: it sets how torch's threads wait
 
 import torch  # isort: skip
 from torch import Tensor  # isort: skip
 from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 
-__all__ = ["embedded", "one_thread"]
+__all__ = ["embedded"]
 
 
 class Embedded:

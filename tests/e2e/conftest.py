@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import one_thread
 from tests.sim.conftest import sim, sim_library
 from vmserve import LLM  # first: it sets how torch's threads wait, before torch is loaded
 
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # isort: skip
 
 from vmserve.models import resolve_model
 
-__all__ = ["one_thread", "sim", "sim_library"]
+__all__ = ["sim", "sim_library"]
 
 Reference = Callable[[list[int], int], list[int]]
 

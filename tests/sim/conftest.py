@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.garbage import only_new_garbage
 from tests.sim.simcuda import SimConfig, SimCuda, build_library, make_sim_cuda_driver
 from vmserve import _core
 
@@ -22,12 +21,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def sim_library() -> Path:
     return build_library()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _only_new_garbage() -> Iterator[None]:
-    with only_new_garbage():
-        yield
 
 
 @pytest.fixture

@@ -1,3 +1,0 @@
-from tests.helpers import one_thread
-
-__all__ = ["one_thread"]
