@@ -18,6 +18,7 @@ from vmserve.memory.persist import core_digest, open_stores
 from vmserve.models.config import ModelConfig
 from vmserve.models.content import content_digest
 from vmserve.runner.runtime import DeviceRuntime
+from vmserve.telemetry.counters import merged_stats
 
 __all__ = ["computed_by", "persist", "persist_figures"]
 
@@ -91,15 +92,14 @@ def computed_by(
     }
 
 
-def persist_figures(memory: MemoryStats, draft: MemoryStats) -> dict[str, float | int]:
-    """The figures of files that a model and its draft model share."""
-    own = memory.as_dict()
-    return {
-        # Both know the size of the whole directory.
-        name: max(own[name], value) if name == "persist_bytes" else own[name] + value
-        for name, value in draft.as_dict().items()
-        if name.startswith("persist_")
-    }
+def persist_figures(*memories: MemoryStats) -> dict[str, float | int]:
+    """The figures of files that the memories of a model and its draft model share."""
+    return merged_stats(
+        [
+            {name: value for name, value in each.as_dict().items() if name.startswith("persist_")}
+            for each in memories
+        ]
+    )
 
 
 def _torch_kernels(device_type: str) -> str:

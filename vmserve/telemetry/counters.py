@@ -1,14 +1,15 @@
-"""Counters that the engine raises as it works; they only grow."""
+"""Counters that the engine raises as it works, which only grow; figures of several as one."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 from vmserve.telemetry.phases import PHASES, StepPhases
 
-__all__ = ["STEP_TOKENS", "WAITS", "EngineCounters"]
+__all__ = ["STEP_TOKENS", "WAITS", "EngineCounters", "merged_stats"]
 
 REGIMES = ("virtual", "paged")
 #: Why a step was not launched while the one before it ran: none did, its beams, its
@@ -18,6 +19,13 @@ REGIMES = ("virtual", "paged")
 WAITS = ("idle", "beams", "prompt_logprobs", "pooling", "sampler", "forks", "speculation", "room")
 #: Bounds of the histogram of a step's tokens, prompts' and generated ones.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+#: Ends of names of figures that are the same for all.
+_CONSTANTS = (
+    "page_bytes", "page_tokens", "block_tokens", "blocks_per_page", "tensor_parallel_size"
+)  # fmt: skip
+_SHARES = ("kv_cache_usage_perc",)
+#: Of what engines share: each tells of all of it.
+_COMMON = ("persist_bytes",)
 
 
 @dataclass(slots=True)
@@ -103,3 +111,15 @@ class EngineCounters:
             "spec_decode_num_draft_tokens_total": self.draft_tokens,
             "spec_decode_num_accepted_tokens_total": self.accepted_tokens,
         }
+
+
+def merged_stats(each: Sequence[Mapping[str, float | int]]) -> dict[str, float | int]:
+    """Sum counts, take the mean of shares, and keep what is the same for all or common to them."""
+    merged: dict[str, float | int] = {}
+    for stats in each:
+        for name, value in stats.items():
+            if name in _COMMON:
+                merged[name] = max(merged.get(name, 0), value)
+            elif name not in merged or not name.endswith(_CONSTANTS):
+                merged[name] = merged.get(name, 0) + value
+    return merged | {name: merged[name] / len(each) for name in _SHARES if name in merged}

@@ -2,32 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from vmserve.telemetry.counters import merged_stats
 from vmserve.telemetry.snapshot import EngineSnapshot, PoolMap
 
-__all__ = ["merged_snapshot", "merged_stats"]
-
-#: Ends of names of figures that are the same for all engines.
-_CONSTANTS = (
-    "page_bytes", "page_tokens", "block_tokens", "blocks_per_page", "tensor_parallel_size"
-)  # fmt: skip
-_SHARES = ("kv_cache_usage_perc",)
-#: Of what engines share: each tells of all of it.
-_COMMON = ("persist_bytes",)
-
-
-def merged_stats(each: Sequence[Mapping[str, float | int]]) -> dict[str, float | int]:
-    """Sum counts, take the mean of shares, and keep what is the same for all or common to them."""
-    merged: dict[str, float | int] = {}
-    for stats in each:
-        for name, value in stats.items():
-            if name in _COMMON:
-                merged[name] = max(merged.get(name, 0), value)
-            elif name not in merged or not name.endswith(_CONSTANTS):
-                merged[name] = merged.get(name, 0) + value
-    return merged | {name: merged[name] / len(each) for name in _SHARES if name in merged}
+__all__ = ["merged_snapshot"]
 
 
 def merged_snapshot(snapshots: Sequence[EngineSnapshot]) -> EngineSnapshot:
