@@ -107,7 +107,7 @@ async def _load(
     return done / seconds, num_cached / max(1, num_prompt)
 
 
-def _measure(model: str | None, seconds: float, rounds: int) -> None:
+def _measure(model: str | None, seconds: float, rounds: int, workloads: list[str]) -> None:
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     choices: list[float] = []
     for number in range(rounds):
@@ -115,7 +115,8 @@ def _measure(model: str | None, seconds: float, rounds: int) -> None:
             with tempfile.TemporaryDirectory() as directory:
                 popen, url = _serve(model, options, Path(directory) / "log")
                 try:
-                    for workload, prompt_of in WORKLOADS.items():
+                    for workload in workloads:
+                        prompt_of = WORKLOADS[workload]
                         got = asyncio.run(_load(url, prompt_of, seconds, number * LOAD))
                         found.setdefault((workload, subject), []).append(got)
                         admin = {"authorization": "Bearer admin"}
@@ -134,7 +135,7 @@ def _measure(model: str | None, seconds: float, rounds: int) -> None:
         + " | prefix / round-robin |"
     )
     print("|---|" + "---:|" * (len(SUBJECTS) + 1))
-    for workload in WORKLOADS:
+    for workload in workloads:
         rates, cached = (
             {
                 each: statistics.median(got[part] for got in found[workload, each])
@@ -154,5 +155,6 @@ if __name__ == "__main__":
     parser.add_argument("--model")
     parser.add_argument("--seconds", type=float, default=5)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     given = parser.parse_args()
-    _measure(given.model, given.seconds, given.rounds)
+    _measure(given.model, given.seconds, given.rounds, given.workloads)

@@ -33,8 +33,8 @@ Reason = Literal["only", "prefix", "spill", "least", "turn"]
 
 #: All members together; a block takes 200 bytes.
 _MAX_BLOCKS = 1 << 22
-#: Of the load, for a prefix that is hot and for others. Half of it is the least with which a prefix
-#: leaves one of two members when the other is idle.
+#: Of the load, for a prefix that is hot and for others. 0.5 is the least with which a prefix leaves
+#: one of two members when the other is idle.
 _HOT_WEIGHT, _CALM_WEIGHT = 1.0, 0.6
 
 
