@@ -78,6 +78,10 @@ class Drafting:
         if self.searching is not None:
             self.searching.forget(sequence)
 
+    def start_over(self) -> None:
+        if self.searching is not None:
+            self.searching.start_over()
+
 
 def key_of(sequence: Sequence) -> tuple[tuple[int, ...], int, int]:
     return tuple(sequence.request.prompt_token_ids), sequence.request.seed, sequence.index

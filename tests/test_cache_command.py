@@ -55,6 +55,22 @@ def test_listing_checking_and_emptying_a_directory(tmp_path: Path) -> None:
         run("list", str(tmp_path / "none"))
 
 
+def test_what_is_no_file_is_told_and_stops_nothing(tmp_path: Path) -> None:
+    fill(tmp_path, "first", 3)
+    [space] = list_spaces(tmp_path)
+    pipe, folder = (tmp_path / space.name / f"{name * 32}.kv" for name in ("ab", "cd"))
+    os.mkfifo(pipe)
+    folder.mkdir()
+    assert list_spaces(tmp_path)[0].num_blocks == 3
+    code, told = run("verify", str(tmp_path))
+    assert (code, told.count("it is not a file")) == (1, 2)
+    code, told = run("verify", str(tmp_path), "--remove")
+    assert (code, told.count("5 blocks")) == (0, 1)
+    assert (pipe.exists(), folder.exists()) == (False, True)
+    assert run("clear", str(tmp_path))[1].startswith("3 blocks removed")
+    assert folder.exists()
+
+
 def test_tenants_have_the_salts_that_they_had_before_a_restart(tmp_path: Path) -> None:
     keys = [ApiKey.of("anna", "a"), ApiKey.of("bert", "b")]
 

@@ -141,7 +141,7 @@ void bind_enums(py::module_& m) {
 
 py::dict as_dict(const MemoryStats& stats) {
   py::dict values;
-#define VMSERVE_GAUGE(type, name, what) values[#name] = stats.name;
+#define VMSERVE_GAUGE(type, name, rule, what) values[#name] = stats.name;
 #define VMSERVE_COUNTER(type, name, what) values[#name "_total"] = stats.name##_total;
 #include "vmserve/stats.def"
   return values;
@@ -155,6 +155,7 @@ void bind_stats(py::module_& m) {
       .def_readonly("waiting_pages", &Plan::waiting_pages)
       .def_readonly("missing_slots", &Plan::missing_slots)
       .def_readonly("missing_swap_blocks", &Plan::missing_swap_blocks)
+      .def_readonly("lost_prefixes", &Plan::lost_prefixes)
       .def_readonly("needed_mappings", &Plan::needed_mappings)
       .def_readonly("available_mappings", &Plan::available_mappings)
       .def_readonly("version", &Plan::version)
@@ -162,7 +163,7 @@ void bind_stats(py::module_& m) {
   py::class_<MemoryStats> stats(m, "MemoryStats");
   stats.def_readonly("health", &MemoryStats::health);
   stats.def("as_dict", &as_dict);
-#define VMSERVE_GAUGE(type, name, what) stats.def_readonly(#name, &MemoryStats::name, what);
+#define VMSERVE_GAUGE(type, name, rule, what) stats.def_readonly(#name, &MemoryStats::name, what);
 #define VMSERVE_COUNTER(type, name, what) \
   stats.def_readonly(#name "_total", &MemoryStats::name##_total, what);
 #include "vmserve/stats.def"
@@ -285,6 +286,7 @@ void bind_sequences(py::class_<Memory>& memory) {
             self.append_tokens(ids, names);
           },
           py::arg("seqs"), py::arg("tokens"))
+      .def("open_seqs", &Memory::open_seqs, unlocked())
       .def("release", &Memory::release, py::arg("seq"), unlocked())
       .def("complete", &Memory::complete, py::arg("epoch"), unlocked())
       .def("abandon_epoch", &Memory::abandon_epoch, py::arg("epoch"), unlocked())
@@ -298,7 +300,13 @@ void bind_sequences(py::class_<Memory>& memory) {
 template <typename Memory>
 void bind_pool(py::class_<Memory>& memory) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
-  memory.def("restore", &Memory::restore, py::arg("seq"), unlocked())
+  memory
+      .def(
+          "restore",
+          [](Memory& self, SeqId seq, const std::vector<OpTuple>& beside) {
+            return self.restore(seq, as_ops(beside));
+          },
+          py::arg("seq"), py::arg("beside") = std::vector<OpTuple>(), unlocked())
       .def("finish_restores", &Memory::finish_restores, unlocked())
       .def("write_when_idle", &Memory::write_when_idle, unlocked())
       .def("flush", &Memory::flush, py::arg("seconds"), unlocked())

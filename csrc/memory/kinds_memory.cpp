@@ -258,6 +258,7 @@ Plan KindsMemory::sum_up(const std::vector<Plan>& plans) const {
     waiting += plans[k].waiting_pages * size;
     sum.missing_slots = std::max(sum.missing_slots, plans[k].missing_slots);
     sum.missing_swap_blocks = std::max(sum.missing_swap_blocks, plans[k].missing_swap_blocks);
+    sum.lost_prefixes = std::max(sum.lost_prefixes, plans[k].lost_prefixes);
     sum.needed_mappings += plans[k].needed_mappings;
     room = std::min(room, kind.work_.mapping_room());
   }
@@ -326,6 +327,7 @@ Plan KindsMemory::plan(const std::vector<Op>& ops) {
   if (!ops.empty()) {
     if (!Planner::has_attach(ops)) try_give_back_excess();
     Plan plan = sum_up(assess(ops));
+    if (plan.lost_prefixes > 0) return plan;
     // A kind waits for its mapper, and packs blocks, only if the ops do not fit in it alone.
     if (!plan.fits() && finish_background()) plan = sum_up(assess(ops));
     if (!plan.fits() && give_up_past(/*from_slots=*/true)) plan = sum_up(assess(ops));
@@ -348,9 +350,7 @@ Plan KindsMemory::plan(const std::vector<Op>& ops) {
 Epoch KindsMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   const auto lock = lock_calls();
   const auto locks = enter();
-  require(version == state_version(), [] {
-    return std::string("the plan is stale: something was changed or released since; plan again");
-  });
+  if (version != state_version()) refuse_stale();
   if (!is_planned_ || last_ops_ != ops) assess(ops);
   allow_all();
   std::vector<Assessed> now;
@@ -483,31 +483,60 @@ void KindsMemory::settle_mapper() {
 
 // -- reading
 
+namespace {
+
+// Adds up gauges of kinds by the rules of stats.def: `add` for each kind, `end` after the last.
+struct OF_FIRST {
+  static void add(std::int64_t& sum, std::int64_t own, const MemoryStats&, bool is_first) {
+    if (is_first) sum = own;
+  }
+  static void end(std::int64_t&, std::int64_t, const MemoryStats&) {}
+};
+struct SUM {
+  template <typename Number>
+  static void add(Number& sum, Number own, const MemoryStats&, bool) {
+    sum += own;
+  }
+  template <typename Number>
+  static void end(Number&, std::int64_t, const MemoryStats&) {}
+};
+struct LEAST {
+  static void add(std::int64_t& sum, std::int64_t own, const MemoryStats&, bool is_first) {
+    sum = is_first ? own : std::min(sum, own);
+  }
+  static void end(std::int64_t&, std::int64_t, const MemoryStats&) {}
+};
+struct WHOLE_PAGES {
+  static void add(std::int64_t& sum, std::int64_t own, const MemoryStats& of, bool) {
+    sum += own * of.page_bytes;
+  }
+  static void end(std::int64_t& sum, std::int64_t whole, const MemoryStats&) { sum /= whole; }
+};
+struct WHOLE_BLOCKS {
+  static void add(std::int64_t& sum, std::int64_t own, const MemoryStats& of, bool) {
+    sum += own * (of.page_bytes / of.blocks_per_page);
+  }
+  static void end(std::int64_t& sum, std::int64_t whole, const MemoryStats& first) {
+    sum /= whole / first.blocks_per_page;
+  }
+};
+
+}  // namespace
+
 MemoryStats KindsMemory::stats() {
   const auto lock = lock_calls();
-  const MemoryStats first = kinds_[0]->stats();
-  MemoryStats sum = first;
-  const std::int64_t whole = whole_page_bytes();
-  std::int64_t bytes[11] = {};
+  MemoryStats sum, first;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
-    const MemoryStats own = k == 0 ? first : kinds_[k]->stats();
-    const std::int64_t pages[] = {own.committed_pages,   own.free_pages,    own.used_pages,
-                                  own.idle_pages,        own.waiting_pages, own.held_pages,
-                                  own.quarantined_pages, own.shared_pages,  own.split_pages,
-                                  own.parked_pages,      own.spare_pages};
-    for (std::size_t i = 0; i < std::size(pages); ++i) bytes[i] += pages[i] * own.page_bytes;
-    if (k == 0) continue;
-    sum.tail_waste_bytes += own.tail_waste_bytes;
-    sum.memfd_allocated_bytes += own.memfd_allocated_bytes;
-    sum.num_mappings += own.num_mappings;
-    sum.free_mappings = std::min(sum.free_mappings, own.free_mappings);
-    sum.pending_repairs += own.pending_repairs;
-    sum.persist_waiting_blocks += own.persist_waiting_blocks;
-    sum.mapper_seconds_total += own.mapper_seconds_total;
+    const MemoryStats own = kinds_[k]->stats();
+    if (k == 0) first = own;
     sum.health = std::max(sum.health, own.health);
+#define VMSERVE_GAUGE(type, name, rule, what) rule::add(sum.name, own.name, own, k == 0);
 #define VMSERVE_COUNTER(type, name, what) sum.name##_total += own.name##_total;
 #include "vmserve/stats.def"
   }
+  const std::int64_t whole = whole_page_bytes();
+#define VMSERVE_GAUGE(type, name, rule, what) rule::end(sum.name, whole, first);
+#include "vmserve/stats.def"
   // Each kind counts these for the same sequences.
   sum.forks_total = first.forks_total;
   sum.converted_to_virtual_total = first.converted_to_virtual_total;
@@ -518,11 +547,6 @@ MemoryStats KindsMemory::stats() {
   sum.persist_evicted_blocks_total = first.persist_evicted_blocks_total;  // one limit for all
   sum.page_bytes = whole;
   sum.limit_pages = limit_bytes_ / whole;
-  std::int64_t* const gauges[] = {&sum.committed_pages,   &sum.free_pages,    &sum.used_pages,
-                                  &sum.idle_pages,        &sum.waiting_pages, &sum.held_pages,
-                                  &sum.quarantined_pages, &sum.shared_pages,  &sum.split_pages,
-                                  &sum.parked_pages,      &sum.spare_pages};
-  for (std::size_t i = 0; i < std::size(gauges); ++i) *gauges[i] = bytes[i] / whole;
   return sum;
 }
 

@@ -205,6 +205,15 @@ std::int64_t KVMemory::match(SeqId id) const {
   return ledger_.num_matched(ledger_.open_seq(id)) * config_.block_tokens;
 }
 
+std::vector<SeqId> KVMemory::open_seqs() const {
+  const auto lock = enter();
+  std::vector<SeqId> ids;
+  for (SeqId id = 0; id < config_.max_seqs; ++id) {
+    if (seqs_[id].open) ids.push_back(id);
+  }
+  return ids;
+}
+
 void KVMemory::release(SeqId id) {
   const auto lock = enter();
   Sequence& seq = ledger_.open_seq(id);
@@ -253,7 +262,7 @@ const Assessed& KVMemory::assess(const std::vector<Op>& ops) {
   merged_ops_ = planner_.merge_grows(ops);
   planner_.validate(merged_ops_);
   assessed_ = planner_.assess(merged_ops_);
-  if (!assessed_.plan.fits() && is_holding_pages()) {
+  if (!assessed_.plan.fits() && assessed_.plan.lost_prefixes == 0 && is_holding_pages()) {
     // Wait for pages that the mapper or a repair holds.
     background_.drain_mapper();
     if (work_.failure.empty()) work_.retry_repairs();
@@ -292,9 +301,7 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
 // Plans ops that are about to be applied. They are in merged_ops_ then. Throws unless they fit.
 Assessed KVMemory::assess_again(const std::vector<Op>& ops, std::uint64_t version) {
   work_.require_alive();
-  if (version != ledger_.version) {
-    throw MisuseError("the plan is stale: something was changed or released since; plan again");
-  }
+  if (version != ledger_.version) refuse_stale();
   const bool is_planned = is_planned_ && assessed_.plan.version == version && last_ops_ == ops;
   if (!is_planned) merged_ops_ = planner_.merge_grows(ops);
   is_planned_ = false;  // a plan is applied once
@@ -310,6 +317,7 @@ Assessed KVMemory::assess_again(const std::vector<Op>& ops, std::uint64_t versio
     now = planner_.assess(wanted);
   }
   const Plan& plan = now.plan;
+  if (plan.lost_prefixes > 0) refuse_stale();
   if (!plan.fits()) {
     throw OutOfMemoryError("the plan needs " + with_commas(plan.needed_pages) + " pages, " +
                            with_commas(plan.available_pages) + " can be had, and lacks " +

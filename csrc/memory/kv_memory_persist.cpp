@@ -34,7 +34,16 @@ std::int64_t KVMemory::num_within_reach(const Sequence& seq, std::int64_t most,
       seq, most, window, [&](const Digest& digest) { return persistence.is_within_reach(digest); });
 }
 
-bool KVMemory::restore(SeqId id) {
+// Holds idle pages that the attaches need; the caller releases them.
+void KVMemory::hold_found(const std::vector<Op>& attaches, std::vector<PageId>& held) {
+  for (const Op& op : attaches) {
+    const Sequence& seq = ledger_.open_seq(op.seq);
+    background_.persistence()->hold_cached(seq, planner_.first_block(op),
+                                           op.num_tokens / config_.block_tokens, held);
+  }
+}
+
+bool KVMemory::restore(SeqId id, const std::vector<Op>& beside) {
   const auto lock = enter();
   Persistence* const persistence = background_.persistence();
   const Sequence& seq = ledger_.open_seq(id);
@@ -43,7 +52,9 @@ bool KVMemory::restore(SeqId id) {
   const std::int64_t end = num_within_reach(seq, ledger_.num_matchable(seq), 0);
   const MissingBlocks missing = persistence->look_up(seq, 0, end);
   if (missing.indices.empty()) return missing.is_coming;
-  const std::vector<PageId> held = persistence->hold_cached(seq, 0, end);
+  std::vector<PageId> held;
+  persistence->hold_cached(seq, 0, end, held);
+  hold_found(beside, held);
   const std::int64_t pages = persistence->pages_for(missing.indices);
   try {
     if (pages <= pool_.num_available()) {
@@ -112,7 +123,7 @@ void KindsMemory::persist_to(const std::vector<std::shared_ptr<PageStore>>& stor
   for (std::size_t k = 0; k < kinds_.size(); ++k) kinds_[k]->persist_to(stores[k], touch_seconds);
 }
 
-bool KindsMemory::restore(SeqId id) {
+bool KindsMemory::restore(SeqId id, const std::vector<Op>& beside) {
   const auto lock = lock_calls();
   const auto locks = enter();
   if (kinds_[0]->background_.persistence() == nullptr) return false;
@@ -143,7 +154,8 @@ bool KindsMemory::restore(SeqId id) {
   std::vector<std::vector<PageId>> held;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
     const Sequence& seq = kinds_[k]->ledger_.open_seq(id);
-    held.push_back(kinds_[k]->background_.persistence()->hold_cached(seq, first_of(k), end));
+    kinds_[k]->background_.persistence()->hold_cached(seq, first_of(k), end, held.emplace_back());
+    kinds_[k]->hold_found(ops_of(k, beside), held.back());
   }
   try {
     if (needed_bytes <= uncommitted_bytes() + reclaimable_bytes()) {

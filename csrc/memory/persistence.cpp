@@ -261,16 +261,14 @@ std::int64_t Persistence::pages_for(const std::vector<std::int64_t>& indices) co
   return pages;
 }
 
-std::vector<PageId> Persistence::hold_cached(const Sequence& seq, std::int64_t first,
-                                             std::int64_t end) {
-  std::vector<PageId> held;
+void Persistence::hold_cached(const Sequence& seq, std::int64_t first, std::int64_t end,
+                              std::vector<PageId>& held) {
   for (std::int64_t i = first; i < end; ++i) {
     const BlockId block = pool_.find(seq.digests[i]);
     if (block == kNoBlock || pool_.state(pool_.page_of(block)) != PageState::kIdle) continue;
     held.push_back(pool_.page_of(block));
     pool_.hold(held.back());
   }
-  return held;
 }
 
 // A block gets the place in its page that it has in its sequence's, so that a slot can show the

@@ -13,20 +13,24 @@ std::string name(SeqId seq) {
 
 }  // namespace
 
-// Tokens up to which all blocks are cached but those wholly before `first_token`.
-std::int64_t Planner::num_cached(const Sequence& seq, std::int64_t first_token) const {
-  if (first_token == 0 && !config_.has_state()) {
-    return ledger_.num_matched(seq) * config_.block_tokens;
-  }
+// Tokens up to which all blocks are cached that the attach needs.
+std::int64_t Planner::num_cached(const Sequence& seq, const Op& attach) const {
+  std::int64_t block = first_block(attach);
+  if (block == 0 && !config_.has_state()) return ledger_.num_matched(seq) * config_.block_tokens;
   const auto end = static_cast<std::int64_t>(seq.digests.size());
-  std::int64_t block = first_token / config_.block_tokens;
   while (block < end && pool_.find(seq.digests[block]) != kNoBlock) ++block;
   return block * config_.block_tokens;
 }
 
-// The first token whose block an attach needs: of a state, the block of the last one.
-std::int64_t Planner::first_needed(const Op& op) const {
-  return config_.has_state() ? std::max<std::int64_t>(0, op.num_tokens - 1) : op.first_token;
+std::int64_t Planner::first_block(const Op& attach) const {
+  const std::int64_t last = std::max<std::int64_t>(0, attach.num_tokens - 1);
+  return (config_.has_state() ? last : attach.first_token) / config_.block_tokens;
+}
+
+std::int64_t Planner::num_lost_prefixes(const std::vector<Op>& ops) const {
+  return std::count_if(ops.begin(), ops.end(), [this](const Op& op) {
+    return op.kind == OpKind::kAttach && op.num_tokens > num_cached(ledger_.open_seq(op.seq), op);
+  });
 }
 
 void Planner::validate(const std::vector<Op>& ops) const {
@@ -57,11 +61,6 @@ void Planner::validate(const std::vector<Op>& ops) const {
         require(op.num_tokens % config_.block_tokens == 0, [&] {
           return "a cached prefix has whole blocks of " + std::to_string(config_.block_tokens) +
                  " tokens, not " + with_commas(op.num_tokens);
-        });
-        require(op.num_tokens <= num_cached(seq, first_needed(op)), [&] {
-          return name(op.seq) + " asks for " + with_commas(op.num_tokens) +
-                 " cached tokens: " + with_commas(num_cached(seq, first_needed(op))) +
-                 " are cached";
         });
         break;
       case OpKind::kFork: {
@@ -227,6 +226,12 @@ Assessed Planner::assess(const std::vector<Op>& ops) {
   const auto lacking = [](const Assessed& of) {
     return of.plan.needed_pages - std::max<std::int64_t>(0, of.plan.available_pages);
   };
+  if (const std::int64_t lost = num_lost_prefixes(ops); lost > 0) {
+    Assessed none;
+    none.plan.lost_prefixes = lost;
+    none.plan.version = ledger_.version;
+    return none;
+  }
   Assessed best = trial(ops, Packing::kNone);
   for (const Packing packing : {Packing::kDense, Packing::kCompacted}) {
     if ((lacking(best) <= 0 && !packs_always) || config_.blocks_per_page == 1) break;

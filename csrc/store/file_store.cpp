@@ -86,6 +86,14 @@ std::vector<std::string> names_in(const std::string& path) {
   return names;
 }
 
+// Of anything but a file a name may stand for something that waits: nothing else is opened.
+constexpr int kRead = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
+
+bool is_file(int fd) {
+  struct stat found{};
+  return ::fstat(fd, &found) == 0 && S_ISREG(found.st_mode);
+}
+
 std::string error_text(int error) {
   return std::strerror(error);
 }
@@ -167,14 +175,15 @@ class FileStore : public PageStore {
         generation_(newest_generation()) {}
 
   bool has(const Digest& digest) noexcept override {
-    return ::access(path_of(digest).c_str(), F_OK) == 0;
+    struct stat found{};
+    return ::lstat(path_of(digest).c_str(), &found) == 0 && S_ISREG(found.st_mode);
   }
 
   bool get(const Digest& digest, void* to, std::size_t bytes) noexcept override;
   bool put(const Digest& digest, const void* from, std::size_t bytes) noexcept override;
 
   void prefetch(const Digest& digest) noexcept override {
-    const int fd = ops_.open(path_of(digest), O_RDONLY);
+    const int fd = ops_.open(path_of(digest), kRead);
     if (fd < 0) return;
     ::posix_fadvise(fd, 0, 0, POSIX_FADV_WILLNEED);
     ops_.close(fd);
@@ -291,9 +300,14 @@ std::string fault_of(const Header& header, const void* content, ssize_t size) {
 bool FileStore::get(const Digest& digest, void* to, std::size_t bytes) noexcept {
   try {
     const std::string path = path_of(digest);
-    const int fd = ops_.open(path, O_RDONLY | O_NOFOLLOW);
+    const int fd = ops_.open(path, kRead);
     if (fd < 0) {
       if (errno != ENOENT) tell("open", "cannot read " + path + " (" + error_text(errno) + ")");
+      return false;
+    }
+    if (!is_file(fd)) {
+      ops_.close(fd);
+      tell("kind", path + " is not a file: nothing is kept under its name, remove it");
       return false;
     }
     Header header{};
@@ -396,7 +410,7 @@ std::uint64_t FileStore::begin_generation() noexcept {
     const std::uint64_t newest = newest_generation();
     if (newest > generation_) return generation_ = newest;
     ++generation_;
-    const int fd = ops_.open(path_of(generation_), O_WRONLY | O_CREAT | O_NOFOLLOW);
+    const int fd = ops_.open(path_of(generation_), O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK);
     if (fd >= 0) {
       ops_.close(fd);
     } else {
@@ -435,10 +449,15 @@ std::shared_ptr<PageStore> StoreDirectory::space(const std::string& name, const 
 
 FileState verify_file(const std::string& path, std::string& why) {
   FileOps ops;
-  const int fd = ops.open(path, O_RDONLY | O_NOFOLLOW);
+  const int fd = ops.open(path, kRead);
   if (fd < 0) {
     why = error_text(errno);
     return FileState::kMissing;
+  }
+  if (!is_file(fd)) {
+    ops.close(fd);
+    why = "it is not a file";
+    return FileState::kBroken;
   }
   struct stat found{};
   std::vector<char> content;

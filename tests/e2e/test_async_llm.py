@@ -151,9 +151,9 @@ def test_a_dead_engine_tells_everybody() -> None:
         await anext(stream)
 
         def broken() -> None:
-            raise RuntimeError("the scheduler is broken")
+            raise RuntimeError("the engine is broken")
 
-        engine._engine.scheduler.schedule = broken  # type: ignore[method-assign, assignment]
+        engine._engine.step = broken  # type: ignore[method-assign, assignment]
         with pytest.raises(EngineDeadError):
             async for _ in stream:
                 pass

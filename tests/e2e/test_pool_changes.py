@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from vmserve.client.messages import Ask, ToEngine
 from vmserve.client.process_llm import ProcessLLM
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
+from vmserve.errors import InvalidRequestError
+
+from tests.models.checkpoints import qwen3_next, save  # isort: skip
 
 PAGE = "64KiB"
 OPTIONS: dict[str, Any] = {
@@ -152,6 +156,26 @@ def test_a_limit_below_what_pinned_prefixes_leave_or_above_the_device() -> None:
             llm.set_kv_cache_memory("much")
         [output] = llm.generate([[9] * 300], PARAMS)
         assert len(output.outputs[0].token_ids) == PARAMS.max_tokens
+
+
+def test_a_pinned_state_is_counted(tmp_path: Path, model_dir: Path) -> None:
+    """Pinned prefixes leave the longest sequence its room, states included."""
+    model = save(qwen3_next(num_experts=4, num_experts_per_tok=2), tmp_path)
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": 96, "kv_page_size": "12KiB"}
+    with LLM(str(model), tokenizer=str(model_dir), kv_cache_memory="least", **options) as llm:
+        memory = llm.engine.memory
+        page, state = memory.layout.total_page_bytes, memory.layout.state_bytes
+        assert state > page
+        least = llm.engine.kv_bounds()[1]
+        assert llm.engine.kv_bounds([17])[1] == least + page * (1 + -(-state // page))
+        llm.set_kv_cache_memory(least + 2 * page)  # room for the block of a prefix alone
+        prompt = [5 + index for index in range(17)]
+        with pytest.raises(InvalidRequestError, match="with 16 tokens pinned"):
+            llm.pin_prefix(prompt)
+        llm.set_kv_cache_memory(least + page * (1 + -(-state // page)))
+        llm.pin_prefix(prompt)
+        [result] = llm.generate([[*prompt, *range(5, 60)]], SamplingParams(max_tokens=20))
+        assert result.metrics.num_cached_tokens == 16
 
 
 @pytest.mark.parametrize("kind", [AsyncLLM, ProcessLLM], ids=["one", "two"])

@@ -364,6 +364,28 @@ def test_sequences_that_share_a_state_write_to_copies() -> None:
         rig.core.plan([fork(again, parent, 10)])
 
 
+def test_gauges_of_kinds_are_those_of_all_of_them() -> None:
+    """In blocks and pages of all layers; a state counts as as many bytes."""
+    rig = make_kinds(has_state=True, limit_pages=32, swap_blocks=8)
+    first = start(rig, [3] * 20)
+    second = start(rig, [3] * 20 + [4], View.PAGED)
+    plan = rig.core.plan([swap_out(first)])
+    rig.core.complete(rig.core.apply([swap_out(first)], plan.version))
+    parts = [part.core.stats() for part in rig.parts]
+    stats = rig.core.stats()
+    whole = WHOLE_GROUPS * PAGE
+    for name in ("used", "shared", "cached", "swap", "swap_capacity", "copying"):
+        name += "_blocks"
+        num_bytes = sum(getattr(part, name) * part.page_bytes for part in parts)
+        assert getattr(stats, name) == num_bytes // whole, name
+    assert (stats.swap_capacity_blocks, parts[0].swap_capacity_blocks) == (10, 8)
+    assert stats.num_seqs == parts[0].num_seqs == 2
+    assert stats.used_tokens == parts[0].used_tokens
+    assert stats.num_mappings == sum(part.num_mappings for part in parts)
+    assert stats.free_mappings == min(part.free_mappings for part in parts)
+    assert rig.core.open_seqs() == [first, second]
+
+
 def test_a_state_takes_no_drafts() -> None:
     rig = state_rig()
     seq = start(rig, list(range(1, 15)), to=10)

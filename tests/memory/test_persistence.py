@@ -151,6 +151,48 @@ def test_without_pages_nothing_is_read_and_no_sequence_loses_any(tmp_path: Path)
     memory.core.check()
 
 
+@pytest.mark.parametrize("view", [View.VIRTUAL, View.PAGED])
+def test_pages_for_a_restore_are_not_those_of_prefixes_that_start_beside_it(
+    tmp_path: Path, view: View
+) -> None:
+    """The oldest cached prefix would go first."""
+    compute(tmp_path)
+    for is_beside in (True, False):
+        memory = memory_over(tmp_path, limit_pages=10)
+        memory.release(memory.start([7] * 12, view))  # three pages, then four
+        memory.release(memory.start([8] * 16, view))
+        first, second = memory.open([7] * 12 + [1], view), memory.open(TOKENS, view)
+        assert memory.core.match(first) == 12
+        held = [attach(first, 12)] if is_beside else []
+        memory.core.restore(second, held)
+        memory.core.finish_restores()
+        assert (memory.core.match(first) == 12) is is_beside
+        assert memory.core.match(second) == 20
+        plan = memory.core.plan([attach(first, 12), attach(second, 20)])
+        assert (plan.fits, plan.lost_prefixes) == (is_beside, 1 - is_beside)
+        if is_beside:
+            memory.core.apply([attach(first, 12), attach(second, 20)], plan.version)
+        memory.core.check()
+
+
+def test_what_has_a_blocks_name_and_is_no_file_is_a_miss(tmp_path: Path) -> None:
+    """And nobody waits for what would come out of it."""
+    compute(tmp_path)
+    file = tmp_path / "s" / f"{digest_of(TOKENS[:8]).hex()}.kv"
+    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to(tmp_path / "none")):
+        file.unlink(missing_ok=True)
+        make(file)
+        store = store_in(tmp_path)
+        digest = digest_of(TOKENS[:8])
+        assert not store.has(digest)
+        assert store.get(digest, GROUPS * PAGE) is None
+        assert hit(memory_over(tmp_path)) == 4
+        assert _core.verify_file(str(file)) != ""
+        file.rmdir() if file.is_dir() else file.unlink()
+    os.mkfifo(tmp_path / "s" / "1.generation")
+    memory_over(tmp_path).core.clear_cache()
+
+
 def test_a_block_that_is_evicted_before_it_is_written_is_not_kept(tmp_path: Path) -> None:
     memory = memory_over(tmp_path, limit_pages=6)
     memory.release(memory.start(TOKENS))
@@ -416,6 +458,30 @@ def test_windows_and_states_come_back_with_the_rest(
     assert restored == [7, 2, 3, 1][: STATE + has_state]
     assert rig.core.stats().persist_restored_blocks_total == sum(restored)
     rig.core.check()
+
+
+@VIEWS
+def test_pages_for_a_restore_of_kinds_are_not_those_of_prefixes_beside_it(
+    tmp_path: Path, view: View
+) -> None:
+    first, second = [7] * 29, list(range(1, 30))
+    rig = kinds_over(tmp_path, has_state=True)
+    run_kinds(rig, second, view)
+    assert rig.core.flush(10)
+    for is_beside in (True, False):
+        rig = make_kinds(has_state=True, limit_pages=9, num_slots=4)
+        rig.core.persist_to([store_in(tmp_path, str(kind)) for kind in range(len(rig.parts))])
+        run_kinds(rig, first, view)
+        run_kinds(rig, [8] * 9, view)
+        seqs = [rig.core.open(0, view, b"", tokens) for tokens in (first, second)]
+        assert rig.core.match(seqs[0]) == 28
+        rig.core.restore(seqs[1], [attach(seqs[0], 28)] if is_beside else [])
+        rig.core.finish_restores()
+        assert (rig.core.match(seqs[0]) == 28) is is_beside
+        plan = rig.core.plan([attach(seqs[0], 28)])
+        assert (plan.fits, plan.lost_prefixes) == (is_beside, 1 - is_beside)
+        assert rig.core.open_seqs() == seqs
+        rig.core.check()
 
 
 @pytest.mark.parametrize("kind", range(len(KINDS) + 1))

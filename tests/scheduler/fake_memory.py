@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
@@ -61,6 +61,8 @@ class CountingMemory:
         self.version = 0
         self.swap_pages = swap_pages
         self.swapped: dict[int, int] = {}
+        #: Whether a prefix is being read, asked for at each start.
+        self.restores: Callable[[int, Sequence[Attach]], bool] = lambda seq, beside: False
 
     def open(
         self,
@@ -78,11 +80,11 @@ class CountingMemory:
                 return seq
         return None
 
-    def restore(self, seq: int) -> bool:
-        return False
+    def restore(self, seq: int, beside: Sequence[Attach] = ()) -> bool:
+        return self.restores(seq, beside)
 
     def finish_restores(self) -> None:
-        pass
+        self.held_pages = 0
 
     def match(self, seq: int) -> int:
         most = min(self.cached, self.tokens[seq] - 1)
@@ -94,6 +96,9 @@ class CountingMemory:
         rows = np.asarray(growths, dtype=np.int64)
         rows = rows.reshape(-1, rows.shape[1] if rows.ndim == 2 else 4)
         assert all(self._is_legal(op) for op in ops)
+        attaches = [op for op in ops if isinstance(op, Attach)]
+        if lost := sum(op.num_tokens > self.match(op.seq) for op in attaches):
+            return Shortfall(0, 0, lost_prefixes=lost)
         parents = {op.seq: op for op in ops if isinstance(op, Fork)}
         back = {op.seq: self.swapped[op.seq] for op in ops if isinstance(op, SwapIn)}
         needed = sum(back.values())
@@ -111,7 +116,7 @@ class CountingMemory:
 
     def _is_legal(self, op: MemoryOp) -> bool:
         if isinstance(op, Attach):
-            return op.num_tokens <= self.match(op.seq)
+            return not self.page_lists[op.seq]
         if isinstance(op, Fork):
             known = len(self.page_lists[op.parent]) * self.layout.page_tokens
             return not self.page_lists[op.seq] and op.num_tokens <= known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -517,6 +518,71 @@ def test_a_step_that_was_not_applied_is_planned_again_with_its_starts() -> None:
     assert plan is not None
     assert plan.memory.ops == (Attach(0, 4),)
     assert shape(plan) == [("a", 4, 9)]
+
+
+def test_a_prefix_that_goes_while_others_are_admitted_is_computed() -> None:
+    """Room for what a store has was made by evicting what the first newcomer was to start with."""
+    memory = CountingMemory(64, cached=8)
+    scheduler = make_scheduler(memory, budget=20)
+    first, second, third = (make_request(name, 13) for name in "abc")
+    for request in (first, second, third):
+        scheduler.add(request)
+    told = []
+
+    def restores(seq: int, beside: Many[Attach]) -> bool:
+        told.append((seq, tuple(beside)))
+        if seq == 2:
+            memory.cached = 4
+        return seq == 2
+
+    memory.restores = restores
+    plan = run(scheduler, memory)
+    assert plan is not None
+    assert told == [(0, ()), (1, (Attach(0, 8),)), (2, (Attach(0, 8), Attach(1, 8)))]
+    assert plan.memory.ops == (Attach(0, 4), Attach(1, 4))
+    # Two more tokens for the first, one of them; and as many as are left for the second.
+    assert shape(plan) == [("a", 4, 9), ("b", 4, 9)]
+    assert [request.metrics.num_cached_tokens for request in (first, second)] == [4, 4]
+    assert scheduler.num_waiting == 1
+
+
+def test_what_a_lost_prefix_leaves_of_the_budget_is_kept() -> None:
+    memory = CountingMemory(64, cached=8)
+    scheduler = make_scheduler(memory, budget=12)
+    for name in "ab":
+        scheduler.add(make_request(name, 13))
+
+    def restores(seq: int, beside: Many[Attach]) -> bool:
+        memory.cached = 0 if beside else 8
+        return False
+
+    memory.restores = restores
+    plan = run(scheduler, memory)
+    assert plan is not None
+    assert plan.memory.ops == ()
+    assert shape(plan) == [("b", 0, 7), ("a", 0, 5)]
+    assert shape(run(scheduler, memory)) == [("a", 5, 8), ("b", 7, 4)]
+
+
+def test_pages_taken_for_a_restore_may_be_those_of_running_sequences() -> None:
+    """No newcomer is left, and the step of those that run has to be planned again."""
+    memory = CountingMemory(8)
+    scheduler = make_scheduler(memory, budget=64)
+    scheduler.add(make_request("a", 12, max_tokens=8))
+    run_for(1, scheduler, memory)
+    scheduler.add(make_request("b", 5))
+    scheduler.add(make_request("c", 5))
+
+    def restores(seq: int, beside: Many[Attach]) -> bool:
+        if seq == 2:
+            memory.held_pages = 5
+        return seq == 2
+
+    memory.restores = restores
+    plan = run(scheduler, memory)
+    assert shape(plan) == [("a", 12, 1)]
+    assert memory.held_pages == 0  # what was being read was waited for
+    assert scheduler.num_waiting == 2
 
 
 def test_a_step_scores_no_more_prompt_tokens_than_it_may() -> None:

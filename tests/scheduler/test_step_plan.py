@@ -63,12 +63,12 @@ def test_a_plan_stays_as_it_is_when_the_draft_goes_on() -> None:
     assert len(plan) == len(plan.scheduled) == 1
 
 
-def test_a_draft_drops_and_pops() -> None:
+def test_a_draft_drops() -> None:
     first, second, third = (make(5, 5, 0, index) for index in range(3))
     draft = StepDraft([first, second, third], [1, 2, 3])
     draft.drop([second])
     assert list(draft) == [(first, 1), (third, 3)]
-    assert draft.pop() == (third, 3)
+    draft.drop([third])
     assert (len(draft), bool(draft), bool(StepDraft())) == (1, True, False)
     assert StepDraft().columns().num_new.tolist() == []
 

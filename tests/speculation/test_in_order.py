@@ -30,6 +30,9 @@ class Drafting:
     def forget(self, sequence: Any) -> None:
         self.heard.append("forgotten")
 
+    def start_over(self) -> None:
+        self.heard.append("all forgotten")
+
 
 def test_the_first_that_has_drafts_is_taken() -> None:
     sequence: Any = object()
@@ -49,5 +52,7 @@ def test_the_first_that_has_drafts_is_taken() -> None:
     both.accepted(sequence, 1, 0)
     both.learn(3.0, 0.5)
     both.forget(sequence)
-    assert first.heard == ["asked", 1.0, "asked", "asked", (1, 0), 3.0, "forgotten"]
-    assert second.heard == ["asked", 1.0, "asked", (2, 1), 2.0, "forgotten"]
+    both.start_over()
+    ends = ["forgotten", "all forgotten"]
+    assert first.heard == ["asked", 1.0, "asked", "asked", (1, 0), 3.0, *ends]
+    assert second.heard == ["asked", 1.0, "asked", (2, 1), 2.0, *ends]

@@ -10,6 +10,7 @@ from vmserve.client.messages import Lend, ToEngine
 from vmserve.client.service import EngineService
 from vmserve.client.transport import Lost, Receive
 from vmserve.engine.engine import LLMEngine
+from vmserve.errors import VmserveError
 
 __all__ = ["InlineTransport"]
 
@@ -62,6 +63,8 @@ class InlineTransport:
         self._engine = engine
         self._posted = posted
         self._woken: deque[int] = deque()
+        #: A run has begun and not ended.
+        self._is_halfway = False
 
     def on(self, receive: Receive, lost: Lost) -> None:
         self._service = EngineService(self._engine, receive)
@@ -87,8 +90,12 @@ class InlineTransport:
     def run(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Run coroutines to their ends, and step the engine while all of them wait.
 
-        Returns their results in order. If one raises, closes the others and raises the same.
+        Returns their results in order. If one raises, closes the others and raises the same. An
+        interrupt ends all requests, at the latest in the next run.
         """
+        if self._is_halfway:  # what ended the last run was interrupted, too
+            self._service.start_over()
+        self._is_halfway = True
         results: dict[int, T] = {}
         woken = self._woken
         woken.clear()
@@ -107,7 +114,12 @@ class InlineTransport:
                     if self._engine.lease is not None:
                         self._service.handle_posted()
                     self._service.step()
-        finally:
+        except BaseException as error:
+            if not isinstance(error, (VmserveError, ValueError)):
+                self._service.start_over()  # all requests are those of this run
             for work in works:
                 work.close()
+            self._is_halfway = False
+            raise
+        self._is_halfway = False
         return [results[place] for place in range(len(works))]

@@ -198,6 +198,14 @@ class EngineService:
             self._updates.append((handle, self._reduced(handle, update)))
         self._forget(request_id)
 
+    def start_over(self) -> None:
+        """End all requests without a word: whoever sent them was interrupted, and so perhaps was
+        any call here."""
+        self.engine.start_over(self._pins.values())
+        for kept in (self._ids, self._handles, self._started, self._awaited):
+            kept.clear()
+        self._accepted, self._updates, self._failures = [], [], []
+
     def _forget(self, request_id: str) -> None:
         handle = self._handles.pop(request_id)
         del self._ids[handle]
@@ -246,8 +254,9 @@ class EngineService:
             if update.finished:
                 self._forget(update.request_id)
         for failure in result.failures:
-            self._failures.append((self._handles[failure.request_id], failure.error))
-            self._forget(failure.request_id)
+            if failure.request_id in self._handles:  # else it ended in start_over()
+                self._failures.append((self._handles[failure.request_id], failure.error))
+                self._forget(failure.request_id)
         self.flush()
 
     def flush(self) -> None:

@@ -87,6 +87,11 @@ class TokenAcceptor:
         self._counters.requests_aborted += 1
         return answer.final_update()
 
+    def forget(self, request_id: str) -> None:
+        """Drop an answer that nobody will hear of."""
+        if self._answers.pop(request_id, None) is not None:
+            self._counters.requests_aborted += 1
+
     def accept(
         self,
         logits: StepLogits,

@@ -129,6 +129,13 @@ class DraftModel:
             self._release(shadow)
             self._num_forgotten += 1
 
+    def start_over(self) -> None:
+        self._runtime.synchronize()
+        self._shadows.clear()
+        self._lengths.start_over()
+        self.memory.start_over()
+        self._num_forgotten += 1
+
     # -- what a step does ---------------------------------------------------------------
 
     def _work(
@@ -263,7 +270,7 @@ class DraftModel:
             salt=request.cache_salt,
         )
         own.num_published, own.num_computed = len(own.tokens), 0
-        if seq is not None and is_caching and memory.restore(seq):
+        if seq is not None and is_caching and memory.restore(seq, list(ops.values())):
             memory.finish_restores()
         if seq is not None and is_caching and (matched := memory.match(seq)):
             own.num_computed = matched
@@ -282,7 +289,11 @@ class DraftModel:
             plan = self.memory.plan(drafted.growths, starts)
             if isinstance(plan, MemoryPlan):
                 return columns, plan
-            if not self._release_others(sequences):
+            if plan.lost_prefixes:
+                has_released = self._release_lost(work, ops)
+            else:
+                has_released = self._release_others(sequences)
+            if not has_released:
                 self._refuse(work.pop().shadow)
         return None
 
@@ -343,6 +354,19 @@ class DraftModel:
         """Give the memory of a sequence back, until another one is forgotten."""
         self._release(shadow)
         shadow.refused_at = self._num_forgotten
+
+    def _release_lost(self, work: list[_Work], ops: dict[int, Attach]) -> bool:
+        """Take those out of ``work`` whose cached prefixes are gone; a later step opens them
+        again. Whether there were any."""
+        lost = []
+        for each in work:
+            memory_id = each.shadow.own.memory_id
+            if memory_id in ops and self.memory.match(memory_id) < ops[memory_id].num_tokens:
+                lost.append(each)
+        for each in lost:
+            work.remove(each)
+            self._release(each.shadow)
+        return bool(lost)
 
     def _release_others(self, sequences: Many[Sequence]) -> bool:
         """Give back the memory of sequences that do not decode now; whether there was any."""

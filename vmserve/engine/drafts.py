@@ -130,6 +130,11 @@ class Drafts:
         """Take how long a step took that was planned here: all of it, and its attention."""
         self._drafter.learn(seconds, attention)
 
+    def start_over(self) -> None:
+        """Drop what is kept of all sequences, also after a call that ended halfway."""
+        self._asked, self._proposed = ([], []), None
+        self._drafter.start_over()
+
     def forget(self, request: Request) -> None:
         self._asked, self._proposed = ([], []), None
         for sequence in request.sequences:

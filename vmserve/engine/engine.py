@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -28,7 +30,7 @@ from vmserve.errors import (
     RankLostError,
     VmserveError,
 )
-from vmserve.memory.base import Regime
+from vmserve.memory.base import Health, Regime
 from vmserve.memory.longest import LongestSequence
 from vmserve.memory.manager import MemoryManager
 from vmserve.pool.shares import Holding
@@ -56,6 +58,8 @@ _USUAL_TERMS = RequestTerms()
 #: How long the end of an engine waits for blocks on their way to --kv-persist: less than a client
 #: waits for the end of its process.
 FLUSH_SECONDS = 8.0
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +82,34 @@ class StepResult:
         return StepResult(outputs + other.outputs, self.failures + other.failures)
 
 
+def _changes(
+    method: Callable[Concatenate[LLMEngine, _Given], _Result],
+) -> Callable[Concatenate[LLMEngine, _Given], _Result]:
+    """A method that changes the engine: what an interrupt leaves halfway is mended before the next
+    one."""
+
+    @functools.wraps(method)
+    def call(self: LLMEngine, /, *args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        self._mend()
+        self._is_halfway = True
+        try:
+            result = method(self, *args, **kwargs)
+        except (VmserveError, ValueError):  # refused, and nothing was changed
+            self._is_halfway = False
+            raise
+        self._is_halfway = False
+        return result
+
+    return call
+
+
 class LLMEngine:
     """Continuous batching over a KV cache in two views of one pool of pages.
 
     Single-threaded: whoever calls :meth:`step` owns it (:class:`vmserve.LLM`: the caller's thread;
-    :class:`vmserve.AsyncLLM`: a thread of its own).
+    :class:`vmserve.AsyncLLM`: a thread of its own). An exception in a step ends requests, not the
+    engine; so does an interrupt (``KeyboardInterrupt``, or what a signal's handler raises) at any
+    point of a call: decision 0084.
 
     ``runtime``: replaces the device that ``config`` names. ``parts``: replaces everything, for
     example for an engine without a model; ``config`` is then not read.
@@ -155,6 +182,18 @@ class LLMEngine:
         trace_file = self.resolved.trace_file
         self._trace = None if trace_file is None else StepTrace(Path(trace_file))
         self._requests: dict[str, Request] = {}
+        #: A call has begun and not ended.
+        self._is_halfway = False
+        #: Of the step that is being made: the plan that is being computed or whose tokens are being
+        #: taken in, and what the step has to return by now.
+        self._concerned: StepPlan | None = None
+        #: The step before it, while it is launched beside that one.
+        self._previous: InFlightStep | None = None
+        self._retired: list[str] = []
+        self._outputs: list[RequestUpdate] = []
+        self._failures: list[RequestFailure] = []
+        #: Failures for the next step to return.
+        self._unsaid: list[RequestFailure] = []
         #: What a request may ask for; checked by the caller of :meth:`add_checked`.
         self.limits = request_limits(self.resolved, self.model_config)
         self._intake = RequestIntake(self.resolved, self.model_config, self.tokenizer, self._clock)
@@ -186,6 +225,7 @@ class LLMEngine:
         self.limits.check(prompt_token_ids, params)
         self.add_checked(request_id, prompt_token_ids, params, terms)
 
+    @_changes
     def add_checked(
         self,
         request_id: str,
@@ -218,8 +258,12 @@ class LLMEngine:
         request = self._requests[request_id]
         return None if request.is_compiling else self._acceptor.queued(request)
 
+    @_changes
     def abort(self, request_id: str) -> RequestUpdate | None:
         """End a request now and free its pages. Unknown or finished ids are ignored."""
+        return self._abort(request_id)
+
+    def _abort(self, request_id: str) -> RequestUpdate | None:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
@@ -233,7 +277,7 @@ class LLMEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests or self._unsaid)
 
     @property
     def requests(self) -> Mapping[str, Request]:
@@ -251,6 +295,7 @@ class LLMEngine:
 
     # -- pinned prefixes --------------------------------------------------------------
 
+    @_changes
     def hold_prefix(
         self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
     ) -> PinnedPrefix:
@@ -261,12 +306,14 @@ class LLMEngine:
         """
         return self._pins.hold(token_ids, cache_salt.encode(), memory_tenant(isolation))
 
+    @_changes
     def unpin_prefix(self, handle: int) -> None:
         """Let the prefix be evicted again. Raises ``ValueError`` for an unknown handle."""
         self._pins.release(handle)
 
     # -- the pool -----------------------------------------------------------------------
 
+    @_changes
     def set_kv_cache_memory(self, size: int | str) -> int:
         """Change the limit of the KV cache; returns it in bytes of whole pages.
 
@@ -308,7 +355,7 @@ class LLMEngine:
 
         ``pinned``: tokens of all prefixes that will be pinned.
         """
-        pages = max(self._pins.num_pages, sum(map(self.memory.layout.pages_for, pinned)))
+        pages = max(self._pins.num_pages, sum(map(self._longest.pages_to_pin, pinned)))
         least = self._longest.least_bytes(pages)
         return self.memory.limit_bytes + self._draft_bytes, least + self._draft_bytes
 
@@ -332,6 +379,7 @@ class LLMEngine:
             )
         self.lease.order(limit_bytes, reclaim=reclaim)
 
+    @_changes
     def memory_news(self) -> list[tuple[Holding, bool]]:
         """What to tell the pool of :meth:`lend` between two steps, and whether it answers."""
         assert self.lease is not None
@@ -345,6 +393,7 @@ class LLMEngine:
         """Whether the last step computed nothing because memory was asked for and may come."""
         return self.lease is not None and self.scheduler.awaits_memory
 
+    @_changes
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, pinned ones and those that outlive the process too.
 
@@ -371,8 +420,103 @@ class LLMEngine:
         """Compute once for every sequence that fits; returns what became known.
 
         With ``async_scheduling``, returns the results of the step before while this one is
-        computed. Raises :class:`~vmserve.errors.RankLostError` once a rank is lost.
+        computed. An exception ends the requests that it concerns, and all others are computed
+        again. Raises :class:`~vmserve.errors.RankLostError` once a rank is lost, and what the
+        memory raises once its device is.
         """
+        self._mend()
+        if self._unsaid:
+            unsaid, self._unsaid = self._unsaid, []
+            return StepResult(failures=tuple(unsaid))
+        self._is_halfway = True
+        try:
+            result = self._step_of_ranks()
+        except RankLostError:
+            raise
+        except Exception as error:  # noqa: BLE001  it must not end the engine
+            result = self._survive(error)
+        self._forget_step()
+        self._is_halfway = False
+        return result
+
+    def _mend(self) -> None:
+        """End all requests if a call was left halfway. The next step returns the failures."""
+        if self._is_halfway:
+            self._unsaid = self.start_over()
+
+    def start_over(self, pins: Collection[int] | None = None) -> list[RequestFailure]:
+        """End all requests and free their memory, also after a call that was left halfway.
+
+        Cached prefixes stay, and pinned ones whose handles ``pins`` has; None: all. Returns what
+        no step has said.
+        """
+        self._is_halfway = True
+        if pins is not None:
+            self._pins.keep(pins)
+        failures = self._unsaid + self._start_over({*self._requests, *self._retired})
+        self._unsaid = []
+        self._forget_step()
+        self._is_halfway = False
+        return failures
+
+    def _survive(self, error: Exception) -> StepResult:
+        """End the requests that an exception in a step concerns, and begin anew with the others.
+
+        It concerns those that were being computed, or whose tokens were being taken in: what these
+        would be told next would have a gap. Where a step was being planned, it concerns the one
+        that the scheduler suspects.
+        """
+        if self.memory.health is Health.FAILED:
+            raise error
+        logger.error("a step failed", exc_info=error)
+        told = {output.request_id for output in self._outputs if output.finished}
+        concerned = set(self._retired) - told
+        if self._concerned is not None:
+            computed = {sequence.request.request_id for sequence in self._concerned.sequences}
+            concerned |= computed & self._requests.keys()  # others were aborted before
+        elif self._requests and not (concerned or self._failures):
+            suspect = self.scheduler.suspect()
+            concerned = {suspect if suspect in self._requests else next(reversed(self._requests))}
+        failures = self._start_over(concerned)
+        previous, self._previous = self._previous, None
+        if previous is not None:
+            try:
+                self._take_in(previous)
+            except Exception as another:  # noqa: BLE001  as above
+                return self._survive(another)
+        return StepResult(tuple(self._outputs)) + StepResult(failures=tuple(failures))
+
+    def _start_over(self, request_ids: Iterable[str]) -> list[RequestFailure]:
+        """End these requests; compute all others again. Returns the failures of this step.
+
+        Everything here may be done twice: an interrupt may come here, too.
+        """
+        failed = VmserveError("the step that computed this request failed; send it again")
+        failures = {each.request_id: each for each in self._failures}
+        for request_id in sorted(request_ids):
+            failures.setdefault(request_id, RequestFailure(request_id, failed))
+        self._flight = None
+        self._runtime.synchronize()
+        if self._drafts is not None:
+            self._drafts.start_over()
+        self.memory.start_over(self._pins.memory_ids)
+        ended = [request for name, request in self._requests.items() if name in failures]
+        others = [request for name, request in self._requests.items() if name not in failures]
+        self.scheduler.start_over([each for each in others if not each.is_compiling], ended)
+        for request in ended:
+            self.structured.drop(request)
+        for request_id in failures:
+            self._acceptor.forget(request_id)
+            self._requests.pop(request_id, None)
+        return list(failures.values())
+
+    def _forget_step(self) -> None:
+        self._concerned = self._previous = None
+        self._retired.clear()
+        self._outputs.clear()
+        self._failures.clear()
+
+    def _step_of_ranks(self) -> StepResult:
         if self.ranks is None:
             with self._runtime.active():
                 return self._step()
@@ -381,6 +525,8 @@ class LLMEngine:
             with self._runtime.active():
                 return self._step()
         except DriverError as error:
+            if self._concerned is not None:
+                raise
             raise self.ranks.lost(error) from error
 
     @property
@@ -398,9 +544,11 @@ class LLMEngine:
             following = self._launch()
             return following if isinstance(following, StepResult) else self._finish_alone(following)
         previous.was_kept = True
+        self._previous = previous
         ahead = self._launch_ahead(previous)
+        self._previous = None
         previous.phases.resume()
-        result = self._collect(previous, ahead if isinstance(ahead, InFlightStep) else None)
+        result = self._collect(previous)
         if isinstance(ahead, StepResult):
             return result + ahead
         if ahead is None:
@@ -434,15 +582,11 @@ class LLMEngine:
         self.scheduler.applied(plan)
         self._mark_scheduled(plan)
         phases.end("memory")
-        try:
-            flight = self.steps.launch(plan, epoch, phases, previous)
-            if previous is None and _reads_prompts_mostly(plan):
-                self._runtime.synchronize()  # else only its launches would be timed
-        except RankLostError:
-            raise
-        except Exception as error:  # noqa: BLE001  one poisonous request must not end the engine
-            self.steps.abandon(epoch)
-            return self._fail_batch(error, plan)
+        self._concerned = plan
+        flight = self.steps.launch(plan, epoch, phases, previous)
+        if previous is None and _reads_prompts_mostly(plan):
+            self._runtime.synchronize()  # else only its launches would be timed
+        self._concerned = None
         seconds = phases.end("model")
         if previous is None:
             self._learn(plan, seconds)
@@ -468,11 +612,9 @@ class LLMEngine:
 
     def _draw(self, flight: InFlightStep) -> StepResult:
         """Draw the step's tokens; the next call of :meth:`step` collects them."""
-        try:
-            self.steps.draw(flight)
-        except Exception as error:  # noqa: BLE001
-            self.steps.abandon(flight.epoch)
-            return self._fail_batch(error, flight.plan)
+        self._concerned = flight.plan
+        self.steps.draw(flight)
+        self._concerned = None
         flight.phases.end("sample")
         if not self._requests:  # all have ended meanwhile: there is no next step
             return self._collect(flight)
@@ -498,22 +640,23 @@ class LLMEngine:
         self._flight = None
         return self._collect(flight)
 
-    def _collect(self, flight: InFlightStep, following: InFlightStep | None = None) -> StepResult:
-        """Collect a step. ``following``: the step launched after it, which fails with it."""
-        try:
-            outputs = self.steps.collect(flight, self._drafts if flight.plan.drafts else None)
-        except Exception as error:  # noqa: BLE001
-            self.steps.abandon((following or flight).epoch)
-            plans = [flight.plan] if following is None else [flight.plan, following.plan]
-            return self._fail_batch(error, *plans)
+    def _collect(self, flight: InFlightStep) -> StepResult:
+        outputs = self._take_in(flight)
+        if self.structured.broken:
+            return self._without_broken(outputs)
+        return StepResult(outputs=tuple(outputs))
+
+    def _take_in(self, flight: InFlightStep) -> list[RequestUpdate]:
+        self._concerned = flight.plan
+        outputs = self.steps.collect(flight, self._drafts if flight.plan.drafts else None)
         if self.resolved.prefix_caching:
             self.steps.publish_tokens(flight.plan)
         self._retire(outputs)
         flight.phases.end("output")
         self._record(flight, outputs)
-        if self.structured.broken:
-            return self._without_broken(outputs)
-        return StepResult(outputs=tuple(outputs))
+        self._outputs += outputs
+        self._concerned = None
+        return outputs
 
     def _take_compiled(self) -> StepResult | None:
         """Queue requests whose grammars are compiled, and end those that were refused."""
@@ -575,22 +718,17 @@ class LLMEngine:
             predicted = self._regimes.attended(regime, batch, seconds)
             self.counters.attended(regime.value, seconds, predicted)
 
-    def _fail_batch(self, error: Exception, *plans: StepPlan) -> StepResult:
-        sequences = [sequence for plan in plans for sequence in plan.sequences]
-        logger.error("a step of %d sequences failed", len(sequences), exc_info=error)
-        # Some requests of a step that was launched ahead may have ended.
-        request_ids = sorted({seq.request.request_id for seq in sequences} & self._requests.keys())
-        failure = VmserveError("the step that computed this request failed; send it again")
-        return StepResult(failures=tuple(self._fail(rid, failure) for rid in request_ids))
-
     def _fail(self, request_id: str, error: VmserveError) -> RequestFailure:
         """End a request with an error instead of an output."""
-        self.abort(request_id)
-        return RequestFailure(request_id, error)
+        failure = RequestFailure(request_id, error)
+        self._failures.append(failure)
+        self._abort(request_id)
+        return failure
 
     def _retire(self, outputs: list[RequestUpdate]) -> None:
         for output in outputs:
             if output.finished:
+                self._retired.append(output.request_id)
                 request = self._requests.pop(output.request_id)
                 # A finished beam search has no sequences left: its outputs come all at once.
                 lengths = [seq.num_output for seq in request.sequences]
@@ -672,8 +810,9 @@ class LLMEngine:
 
     def close(self) -> None:
         """Abort all requests and free all memory. Later calls are errors."""
+        self._mend()
         for request_id in self.request_ids:
-            self.abort(request_id)
+            self._abort(request_id)
         if self._trace is not None:
             self._trace.close()
         self.structured.close()

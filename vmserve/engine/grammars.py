@@ -70,8 +70,11 @@ class StructuredRequests:
         self._compiling[request.request_id] = (request, future)
 
     def drop(self, request: Request) -> None:
-        """Drop a request that was aborted while waiting; nothing is compiled for its tenant."""
-        _, future = self._compiling.pop(request.request_id)
+        """Drop a request that has ended; if it was waiting, nothing is compiled for its tenant."""
+        self.broken.pop(request.request_id, None)
+        _, future = self._compiling.pop(request.request_id, (request, None))
+        if future is None:
+            return
         params = request.params.structured_outputs
         assert params is not None
         self.compiler.abandon(params, future, request.tenant)

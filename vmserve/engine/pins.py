@@ -10,6 +10,8 @@ from vmserve.sizes import size_to_set
 from vmserve.types import PinnedPrefix
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from vmserve.config import ResolvedConfig
     from vmserve.memory.longest import LongestSequence
     from vmserve.memory.manager import MemoryManager
@@ -71,16 +73,23 @@ class PinnedPrefixes:
         for handle in list(self._held):
             self.release(handle)
 
+    def keep(self, handles: Collection[int]) -> None:
+        """Release all others."""
+        for handle in self._held.keys() - handles:
+            del self._held[handle]
+
+    @property
+    def memory_ids(self) -> Collection[int]:
+        """The sequences in memory that keep the blocks."""
+        return self._held.values()
+
     @property
     def num_pages(self) -> int:
-        """Pages that hold pinned blocks."""
+        """What holds pinned blocks and states, in whole pages."""
         return self._count_pages(*self._held.values())
 
     def _count_pages(self, *memory_ids: int) -> int:
-        layout = self._memory.layout
-        blocks_per_page = layout.page_tokens // layout.block_tokens
-        blocks = (block for each in memory_ids for block in self._memory.blocks(each))
-        return len({int(block) // blocks_per_page for block in blocks})
+        return -(-self._memory.held_bytes(memory_ids) // self._memory.layout.total_page_bytes)
 
     def _attach(self, memory_id: int, num_tokens: int) -> int:
         """Reference the cached blocks of a prefix; returns how many tokens they hold."""
@@ -95,7 +104,12 @@ class PinnedPrefixes:
                 "prompt",
             )
         plan = memory.plan([], [Attach(memory_id, hit)])
-        assert isinstance(plan, MemoryPlan), "whole blocks are referenced, nothing is copied"
+        if not isinstance(plan, MemoryPlan):  # while more is in use than a lowered limit allows
+            raise InvalidRequestError(
+                f"{hit} tokens cannot be pinned while the KV cache lacks "
+                f"{plan.missing_pages} pages: try again when requests have ended",
+                "prompt",
+            )
         memory.launched(memory.apply(plan))
         needed = self._longest.num_pages
         left = memory.limit_pages - self._count_pages(memory_id, *self._held.values())

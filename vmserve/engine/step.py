@@ -181,14 +181,6 @@ class EngineStep:
         if len(owners):
             self._memory.append_tokens(owners, tokens)
 
-    def abandon(self, epoch: int) -> None:
-        """Abandon a failed step. Its pages are not used again before the device has ended it."""
-        try:
-            self._runtime.synchronize()
-        except RuntimeError as error:
-            logger.error("the device failed", exc_info=error)
-        self._memory.abandon(epoch)
-
     def _execute(self, plan: StepPlan, drawn: torch.Tensor | None) -> StepLogits:
         # -1 for a paged sequence: kernels find it by its row of the block tables.
         slots = self._memory.slots(plan.memory_ids)

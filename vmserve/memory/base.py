@@ -101,7 +101,10 @@ class Growth(NamedTuple):
 
 
 class Attach(NamedTuple):
-    """Start the empty ``seq`` with ``num_tokens`` from the prefix cache (<= ``match(seq)``)."""
+    """Start the empty ``seq`` with ``num_tokens`` from the prefix cache (<= ``match(seq)``).
+
+    What is cached can go at any time until a plan with it is applied.
+    """
 
     seq: int
     num_tokens: int
@@ -142,7 +145,8 @@ class Shortfall:
     """A plan that does not fit, and what is missing.
 
     ``waiting_pages`` become available when the running steps and copies to host memory end.
-    ``excess_pages`` are in use above a lowered limit.
+    ``excess_pages`` are in use above a lowered limit. ``lost_prefixes``: attaches that ask for more
+    than is cached now; with any of them, nothing else was counted.
     """
 
     needed_pages: int
@@ -151,6 +155,7 @@ class Shortfall:
     excess_pages: int = 0
     missing_slots: int = 0
     missing_swap_blocks: int = 0
+    lost_prefixes: int = 0
     #: Memory mappings that slots may need for the plan, and available ones: free, or of parked
     #: slots.
     needed_mappings: int = 0
@@ -216,10 +221,11 @@ class KVMemory(Protocol):
         """Tokens of the empty sequence in the prefix cache (always fewer than its own)."""
         ...
 
-    def restore(self, seq: int) -> bool:
+    def restore(self, seq: int, beside: Sequence[Attach] = ()) -> bool:
         """Read what a store has of the empty sequence's prefix; whether that is under way.
 
-        When it is not any more, :meth:`match` says how much there is.
+        When it is not any more, :meth:`match` says how much there is. Pages for it are not taken
+        from the prefixes of ``beside``, which the next plan attaches.
         """
         ...
 
@@ -264,6 +270,10 @@ class KVMemory(Protocol):
         self, seqs: Sequence[int] | NDArray[np.int64], tokens: Sequence[int] | NDArray[np.int64]
     ) -> None:
         """Publish tokens that became known, ``tokens[i]`` of ``seqs[i]``, to the prefix cache."""
+        ...
+
+    def open_seqs(self) -> list[int]:
+        """The open sequences."""
         ...
 
     def release(self, seq: int) -> None:

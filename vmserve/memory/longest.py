@@ -81,6 +81,12 @@ class LongestSequence:
         """The least limit with which it fits beside the pinned prefixes."""
         return (self.num_pages + pinned_pages) * self.layout.total_page_bytes
 
+    def pages_to_pin(self, num_tokens: int) -> int:
+        """What a pinned prefix of ``num_tokens`` takes at most, in whole pages."""
+        layout = self.layout
+        state_pages = -(-layout.state_bytes // layout.total_page_bytes)
+        return layout.pages_for(num_tokens) + state_pages
+
     def require(self, limit_bytes: int, pinned_pages: int = 0) -> None:
         """Raises :class:`~vmserve.errors.ConfigurationError` unless it fits beside the pinned
         prefixes."""

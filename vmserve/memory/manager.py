@@ -30,7 +30,7 @@ from vmserve.memory.layout import LayerKind
 from vmserve.sizes import format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -279,8 +279,8 @@ class MemoryManager:
             self._core.persist_to(stores)
         self._persists = True
 
-    def restore(self, seq: int) -> bool:
-        return self._persists and self._core.restore(seq)
+    def restore(self, seq: int, beside: Sequence[Attach] = ()) -> bool:
+        return self._persists and self._core.restore(seq, _op_tuples(beside))
 
     def finish_restores(self) -> None:
         self._core.finish_restores()
@@ -324,6 +324,7 @@ class MemoryManager:
             excess_pages=plan.excess_pages,
             missing_slots=plan.missing_slots,
             missing_swap_blocks=plan.missing_swap_blocks,
+            lost_prefixes=plan.lost_prefixes,
             needed_mappings=plan.needed_mappings,
             available_mappings=plan.available_mappings,
         )
@@ -399,6 +400,19 @@ class MemoryManager:
         """End these epochs and discard what they wrote: nothing of it is cached."""
         self._core.abandon_epoch(epoch)
 
+    def start_over(self, keep: Collection[int] = ()) -> None:
+        """Close all sequences but those of ``keep``, and discard what running epochs write.
+
+        For an owner that has lost track of what it opened and began. The device must have ended
+        its work.
+        """
+        self._may_wait = True
+        if self._core.begun_epoch > self._core.completed_epoch:
+            self._core.abandon_epoch(self._core.begun_epoch)
+        for seq in self.open_seqs():
+            if seq not in keep:
+                self.release(seq)
+
     def keep(self, seqs: Sequence[int], lengths: Sequence[int]) -> None:
         self._core.keep(seqs, lengths)
 
@@ -406,6 +420,10 @@ class MemoryManager:
         self, seqs: Sequence[int] | NDArray[np.int64], tokens: Sequence[int] | NDArray[np.int64]
     ) -> None:
         self._core.append_tokens(seqs, tokens)
+
+    def open_seqs(self) -> list[int]:
+        """The open sequences, in order."""
+        return self._core.open_seqs()
 
     def release(self, seq: int) -> None:
         """Close the sequence. Its unshared pages become available.
@@ -515,6 +533,15 @@ class MemoryManager:
     def blocks(self, seq: int) -> NDArray[np.int32]:
         """The sequence's block ids in order, -1 for released ones: ``[blocks]``."""
         return self._parts[0].blocks(seq)
+
+    def held_bytes(self, seqs: Sequence[int]) -> int:
+        """Bytes of the pages, of all kinds of layers, in which the sequences' blocks lie."""
+        num_bytes = 0
+        for part, stats in zip(self._parts, self.kind_stats() if seqs else (), strict=False):
+            blocks = (int(block) for seq in seqs for block in part.blocks(seq))
+            pages = {block // stats.blocks_per_page for block in blocks if block >= 0}
+            num_bytes += len(pages) * stats.page_bytes
+        return num_bytes
 
     def block_tables(self, kind: int = 0) -> NDArray[np.int32]:
         """Block tables of all sequences, kept current: int32 ``[num_seqs, blocks]``, 0 beyond the

@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,8 +177,10 @@ def _space(path: Path) -> Space:
     sizes, times = [], [0.0]
     for file in _files(path):
         try:
-            found = file.stat()
+            found = file.lstat()
         except FileNotFoundError:  # evicted meanwhile
+            continue
+        if not stat.S_ISREG(found.st_mode):
             continue
         sizes.append(found.st_size)
         times.append(found.st_mtime)
@@ -197,7 +200,8 @@ def _files(space: Path) -> Iterator[Path]:
 def verify(directory: str | Path, *, remove: bool = False) -> tuple[int, int, list[BrokenFile]]:
     """Read every block and compare its checksums; returns blocks, bytes, and those that are broken.
 
-    ``remove``: remove the broken ones. An engine does that, too, when it meets one.
+    ``remove``: remove the broken ones. An engine does that, too, when it meets one. What has the
+    name of a block and is no file counts as broken; a directory stays.
     """
     num_blocks = num_bytes = 0
     broken = []
@@ -206,13 +210,13 @@ def verify(directory: str | Path, *, remove: bool = False) -> tuple[int, int, li
             continue
         for file in _files(space):
             reason = _core.verify_file(str(file))
-            if reason and not file.exists():
+            if reason and not (file.exists() or file.is_symlink()):
                 continue  # evicted meanwhile
             num_blocks += 1
-            num_bytes += file.stat().st_size if file.exists() else 0
+            num_bytes += file.lstat().st_size if file.is_file() else 0
             if reason:
                 broken.append(BrokenFile(file, reason))
-                if remove:
+                if remove and not file.is_dir():
                     file.unlink(missing_ok=True)
     return num_blocks, num_bytes, broken
 
@@ -229,10 +233,14 @@ def clear(directory: str | Path, space: str | None = None) -> tuple[int, int]:
             continue
         for file in list(each.iterdir()):
             is_block = file.suffix == _SUFFIX
-            is_old = file.suffix == ".tmp" and file.stat().st_mtime < time.time() - 60
-            if not (is_block or is_old):
+            try:
+                found = file.lstat()
+            except FileNotFoundError:  # evicted meanwhile
                 continue
-            size = file.stat().st_size if file.exists() else 0
+            is_old = file.suffix == ".tmp" and found.st_mtime < time.time() - 60
+            if not (is_block or is_old) or stat.S_ISDIR(found.st_mode):
+                continue
+            size = found.st_size
             file.unlink(missing_ok=True)
             num_blocks += int(is_block)
             num_bytes += size if is_block else 0

@@ -66,6 +66,8 @@ class Admission:
         self._shares = shares
         #: In the last call of :meth:`admit`, a sequence was left waiting for its stored prefix.
         self.has_deferred = False
+        #: The sequence that is being started; it stays after an exception.
+        self.starting: Sequence | None = None
 
     @property
     def _forecast(self) -> BlockForecast:
@@ -132,6 +134,12 @@ class Admission:
 
     def _begin(self, sequence: Sequence, opening: _Opening) -> bool:
         """Start a waiting sequence if there is room; returns whether it runs now."""
+        self.starting = sequence
+        runs = self._start(sequence, opening)
+        self.starting = None
+        return runs
+
+    def _start(self, sequence: Sequence, opening: _Opening) -> bool:
         request = sequence.request
         if not opening.budget.can_take(sequence):
             return False
@@ -165,6 +173,12 @@ class Admission:
 
     def _swap_in(self, first: Sequence, opening: _Opening) -> bool:
         """Bring a swapped sequence back, with the beams of its group, if there is room."""
+        self.starting = first
+        runs = self._bring_back(first, opening)
+        self.starting = None
+        return runs
+
+    def _bring_back(self, first: Sequence, opening: _Opening) -> bool:
         if opening.budget.tokens <= 0:
             return False
         group = with_its_gang(first, self._queues.swapped)
@@ -235,7 +249,9 @@ class Admission:
 
     def _awaits_restore(self, sequence: Sequence, memory_id: int) -> bool:
         """Whether a prefix is being read from a store while others run; waits if none do."""
-        if not self._memory.restore(memory_id):
+        starts = (seq.start for seq in self._queues.running)
+        beside = [start for start in starts if isinstance(start, Attach)]
+        if not self._memory.restore(memory_id, beside):
             return False
         sequence.num_restoring_steps += 1
         if self._queues.running and sequence.num_restoring_steps < MOST_RESTORING_STEPS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -154,10 +154,6 @@ class StepDraft:
         self.sequences.append(sequence)
         self.num_new.append(num_new)
         self._columns = None
-
-    def pop(self) -> StepGrant:
-        self._columns = None
-        return self.sequences.pop(), self.num_new.pop()
 
     def columns(self, window: int | None = None) -> Columns:
         """Read the columns, once. Grants may come and go; sequences must not change meanwhile."""
@@ -350,6 +346,18 @@ class Scheduler(Protocol):
 
     def convert(self, request: Request, regime: Regime, reason: str = "converted") -> None:
         """Keep the request in ``regime``, from the next step on that has memory for it."""
+        ...
+
+    def suspect(self) -> str | None:
+        """The request to end if planning raised an exception that names none; None: there is no
+        request."""
+        ...
+
+    def start_over(self, requests: Iterable[Request], ended: Iterable[Request]) -> None:
+        """Queue ``requests`` anew, and nothing else, also after a call that ended halfway.
+
+        They are computed again, as after a preemption. All memory must have been released.
+        """
         ...
 
     def make_room(self) -> bool:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Protocol
@@ -82,20 +82,30 @@ class FCFSScheduler:
         self._limits = limits
         self._forecast = BlockForecast(memory.layout)
         self._preemption = preemption or PreemptionPolicy("recompute")
-        self._copies = CopiesOut(memory, self._forecast, self._preemption)
+        self._policy = regimes or RegimePolicy("virtual")
         self._shares = shares
         self._clock = clock
+        #: None: the memory is its own.
+        self.lender: Lender | None = None
+        self.num_preemptions_total = 0
+        #: Of these, the ones for claims.
+        self.num_preemptions_by_claim: dict[ClaimReason, int] = {"priority": 0, "fairness": 0}
+        self.num_swaps_total = 0
+        self._num_raised_before = 0
+        self._begin_empty()
+
+    def _begin_empty(self) -> None:
+        memory, limits, shares = self._memory, self._limits, self._shares
         #: Seconds of the last step with prompts only, and the start of one that still runs.
         self._prompts_took = 0.0
         self._prompts_began: float | None = None
+        self._copies = CopiesOut(memory, self._forecast, self._preemption)
         self._queues = Queues()
         self._running = self._queues.running
         self._waiting = self._queues.waiting
         self._swapped = self._queues.swapped
         self._followers = Followers()
-        self._regimes = RegimeKeeper(
-            regimes or RegimePolicy("virtual"), memory, self._running, self._waiting
-        )
+        self._regimes = RegimeKeeper(self._policy, memory, self._running, self._waiting)
         self._donors = Donors(memory, limits.narrowest_window or limits.window)
         self._claims = Claims(memory, limits, self._forecast, self._queues, self._regimes, shares)
         self._admission = Admission(
@@ -112,7 +122,7 @@ class FCFSScheduler:
         self._ageing: Ageing | None = None
         if limits.priority_max_wait is not None:
             self._ageing = Ageing(
-                limits.priority_max_wait, limits.max_num_seqs, self._queues, clock
+                limits.priority_max_wait, limits.max_num_seqs, self._queues, self._clock
             )
         #: The system refused memory below the limit. Nothing is admitted beside running sequences
         #: until one of them ends, or the refusal would repeat at each step.
@@ -123,14 +133,8 @@ class FCFSScheduler:
         self._has_unapplied_plan = False
         #: The last reason why admitted newcomers had to wait again.
         self._last_shortfall: Shortfall | None = None
-        #: None: the memory is its own.
-        self.lender: Lender | None = None
         #: The last step was put off because memory may come.
         self.awaits_memory = False
-        self.num_preemptions_total = 0
-        #: Of these, the ones for claims.
-        self.num_preemptions_by_claim: dict[ClaimReason, int] = {"priority": 0, "fairness": 0}
-        self.num_swaps_total = 0
 
     @property
     def num_running(self) -> int:
@@ -147,9 +151,13 @@ class FCFSScheduler:
             "num_preemptions_total": self.num_preemptions_total,
             "num_priority_preemptions_total": by_claim["priority"],
             "num_fairness_preemptions_total": by_claim["fairness"],
-            "num_priority_raised_total": 0 if self._ageing is None else self._ageing.num_raised,
+            "num_priority_raised_total": self._num_raised,
             "num_swapped_out_total": self.num_swaps_total,
         }
+
+    @property
+    def _num_raised(self) -> int:
+        return self._num_raised_before + (0 if self._ageing is None else self._ageing.num_raised)
 
     @property
     def num_waiting(self) -> int:
@@ -189,6 +197,43 @@ class FCFSScheduler:
             if sequence.status is not SequenceStatus.FINISHED:
                 self.finish(sequence)
         self._donors.drop(request)
+
+    def suspect(self) -> str | None:
+        """The request to end if planning failed: what was being started, else the last arrival."""
+        if self._admission.starting is not None:
+            return self._admission.starting.request.request_id
+        arrivals = [*self._running, *self._swapped, *self._waiting]
+        last = max(arrivals, key=lambda seq: seq.request.arrival, default=None)
+        return None if last is None else last.request.request_id
+
+    def start_over(self, requests: Iterable[Request], ended: Iterable[Request]) -> None:
+        """Queue ``requests`` anew, and nothing else, also after a call that ended halfway.
+
+        They are computed again, as after a preemption. All memory must have been released.
+        """
+        self._num_raised_before = self._num_raised
+        self._begin_empty()
+        for request in ended:
+            for sequence in request.sequences:
+                sequence.memory_id = sequence.start = None
+                sequence.status = SequenceStatus.FINISHED
+            if self._shares is not None:
+                self._shares.left(request)
+        for request in requests:
+            self._resume(request)
+
+    def _resume(self, request: Request) -> None:
+        if self._shares is not None:
+            self._shares.arrived(request)
+        for sequence in request.sequences:  # those that have ended may have been kept as donors
+            sequence.memory_id = sequence.start = None
+        left = [seq for seq in request.sequences if seq.status is not SequenceStatus.FINISHED]
+        for sequence in left:
+            sequence.was_preempted = sequence.was_preempted or sequence.num_computed > 0
+            sequence.num_computed = sequence.num_published = 0
+            sequence.status = SequenceStatus.FOLLOWING
+        for sequence in left:
+            self._requeue(sequence)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         assert parent.memory_id is not None
@@ -440,6 +485,15 @@ class FCFSScheduler:
         return StepDraft(), None
 
     def _plan_memory(self, draft: StepDraft) -> StepPlan | Shortfall:
+        """Plan the draft. Whoever was to start with a cached prefix that is gone by now computes
+        that, as far as the step has tokens left."""
+        answer = self._try_plan(draft)
+        while isinstance(answer, Shortfall) and answer.lost_prefixes:
+            self._grant_again(draft, self._recheck_starts() or self._give_up_prefixes())
+            answer = self._try_plan(draft)
+        return answer
+
+    def _try_plan(self, draft: StepDraft) -> StepPlan | Shortfall:
         """Plan with the requested conversions and with drafts, as far as there is memory for them
         now; drafts keep no conversion waiting."""
         columns = draft.columns(self._limits.window)
@@ -596,7 +650,7 @@ class FCFSScheduler:
         Using a cached prefix can cost one page more than computing it, because a page of which only
         a part is used is copied. So the last newcomer first tries without its prefix.
         """
-        while draft:
+        while draft and newcomers:
             answer = self._plan_memory(draft)
             if isinstance(answer, StepPlan):
                 return answer
@@ -604,18 +658,22 @@ class FCFSScheduler:
             newcomer = newcomers[-1]
             if isinstance(newcomer.start, SwapIn):
                 self._back_to_swapped(newcomers, draft)
-                continue
-            assert draft.pop()[0] is newcomer
-            if not isinstance(newcomer.start, Attach):
+            elif isinstance(newcomer.start, Attach):
+                _start_with(newcomer, 0)
+                self._grant_again(draft, [newcomer])
+            else:
+                draft.drop([newcomer])
                 self._back_to_waiting(newcomers.pop())
-                continue
-            newcomer.start = None
-            newcomer.num_computed = 0
-            newcomer.request.metrics.num_cached_tokens = 0
-            budget = StepBudget.within(self._limits)
-            budget.spend(draft)
-            draft.append(budget.take(newcomer))
-        return None
+        return self._plan_again(draft) if draft else None
+
+    def _grant_again(self, draft: StepDraft, sequences: list[Sequence]) -> None:
+        """Grant these what they have to compute by now, from what the others leave."""
+        draft.drop(sequences)
+        budget = StepBudget.within(self._limits)
+        budget.spend(draft)
+        for sequence in sequences:
+            if budget.can_take(sequence):
+                draft.append(budget.take(sequence))
 
     def _back_to_swapped(self, newcomers: list[Sequence], draft: StepDraft) -> None:
         """Leave the last newcomer, with the beams of its group, in host memory."""
@@ -649,9 +707,13 @@ class FCFSScheduler:
                 self._back_to_waiting(child)
 
     def _release_and_requeue(self, sequence: Sequence) -> None:
-        """Release its memory; it waits, or follows a sibling that computes the prompt."""
+        """Release its memory, and wait for another start."""
         release_memory(self._memory, sequence)
         sequence.num_computed = 0
+        self._requeue(sequence)
+
+    def _requeue(self, sequence: Sequence) -> None:
+        """Let it wait, or follow a sibling that computes the prompt."""
         # One sequence of a request computes the prompt; the others follow.
         if any(
             computes_prompt(other) for other in sequence.request.sequences if other is not sequence
@@ -660,15 +722,34 @@ class FCFSScheduler:
         else:
             self._queues.wait(sequence)
 
-    def _recheck_starts(self) -> None:
-        """Check the starts of a step that was planned but not applied: cached prefixes may be
-        gone."""
+    def _recheck_starts(self) -> list[Sequence]:
+        """Let sequences that have not started yet start with what is still cached of their
+        prefixes; returns those that have lost some."""
+        lost = []
         for sequence in self._running:
-            start = sequence.start
-            if isinstance(start, Attach):
-                hit = min(start.num_tokens, self._memory.match(start.seq))
-                sequence.start = Attach(start.seq, hit) if hit else None
-                sequence.num_computed = hit
+            if not isinstance(start := sequence.start, Attach):
+                continue
+            if (hit := self._memory.match(start.seq)) < start.num_tokens:
+                _start_with(sequence, hit)
+                lost.append(sequence)
+        return lost
+
+    def _give_up_prefixes(self) -> list[Sequence]:
+        """Let all that have not started yet start without cached prefixes; returns them."""
+        starting = [seq for seq in self._running if isinstance(seq.start, Attach)]
+        for sequence in starting:
+            _start_with(sequence, 0)
+        return starting
+
+
+def _start_with(sequence: Sequence, num_cached: int) -> None:
+    """Let a sequence that was to start with a cached prefix start with so many tokens of it."""
+    start = sequence.start
+    assert isinstance(start, Attach)
+    sequence.start = Attach(start.seq, num_cached) if num_cached else None
+    sequence.num_computed = num_cached
+    if sequence.num_output == 0:
+        sequence.request.metrics.num_cached_tokens = num_cached
 
 
 def _no_room_alone(answer: Shortfall) -> str:

@@ -44,3 +44,7 @@ class Drafter(Protocol):
     def forget(self, sequence: Sequence) -> None:
         """Drop what is kept of a sequence that finished or was aborted. Unknown ones are fine."""
         ...
+
+    def start_over(self) -> None:
+        """Drop what is kept of all sequences, also after a call that ended halfway."""
+        ...

@@ -63,6 +63,11 @@ class DraftLengths:
         if (number := self._numbers.pop(sequence, None)) is not None:
             self._core.close(number)
 
+    def start_over(self) -> None:
+        """Forget all sequences."""
+        for sequence in list(self._numbers):
+            self.forget(sequence)
+
     def _number(self, sequence: Sequence) -> int:
         if sequence not in self._numbers:
             number = self._numbers[sequence] = next(self._unused)

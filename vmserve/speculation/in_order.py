@@ -45,3 +45,8 @@ class InOrder:
     def forget(self, sequence: Sequence) -> None:
         for drafter in self._drafters:
             drafter.forget(sequence)
+
+    def start_over(self) -> None:
+        self._chosen = None
+        for drafter in self._drafters:
+            drafter.start_over()

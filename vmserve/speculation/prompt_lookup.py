@@ -47,6 +47,10 @@ class PromptLookup:
         if number != _NONE:
             self._drafter.close(number)
 
+    def start_over(self) -> None:
+        for sequence in list(self._numbers):
+            self.forget(sequence)
+
     def _open(self, sequence: Sequence) -> int:
         request = sequence.request
         number = _NONE

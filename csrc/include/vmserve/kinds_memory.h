@@ -69,11 +69,12 @@ class KindsMemory {
   Epoch completed_epoch() const { return kinds_[0]->completed_epoch(); }
   void keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths);
   void append_tokens(const std::vector<SeqId>& seqs, const std::vector<std::int32_t>& tokens);
+  std::vector<SeqId> open_seqs() const { return kinds_[0]->open_seqs(); }
   void release(SeqId seq);
   // One store for each kind.
   void persist_to(const std::vector<std::shared_ptr<PageStore>>& stores,
                   double touch_seconds = kTouchSeconds);
-  bool restore(SeqId seq);
+  bool restore(SeqId seq, const std::vector<Op>& beside);
   void finish_restores();
   void write_when_idle();
   bool flush(double seconds);
@@ -83,8 +84,8 @@ class KindsMemory {
   void set_limit(std::int64_t limit_pages);
   void settle_mapper();
 
-  // Pages of all kinds, in whole pages, rounded down. Counters of calls, pages and blocks are sums
-  // of the kinds' own; what concerns sequences, slots and blocks now is the first kind's.
+  // Gauges as stats.def says. Counters of calls, pages and blocks are sums of the kinds' own; those
+  // of sequences are the first kind's.
   MemoryStats stats();
   // The kinds' pools one after the other, then what no kind has committed, in pages of each kind's
   // own size. Slots are the first kind's.

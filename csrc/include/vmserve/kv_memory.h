@@ -115,6 +115,9 @@ class KVMemory {
   // Appends newly known (sampled) token ids, one per sequence.
   void append_tokens(const std::vector<SeqId>& seqs, const std::vector<std::int32_t>& tokens);
 
+  // The open sequences, in order: an owner that lost track of its own finds them here.
+  std::vector<SeqId> open_seqs() const;
+
   // Closes the sequence. Its published blocks stay cached and its slot is parked. Never fails
   // because of the driver; with deferred reclamation, does not call it.
   void release(SeqId seq);
@@ -124,8 +127,9 @@ class KVMemory {
   // hit in the cache.
   void persist_to(std::shared_ptr<PageStore> store, double touch_seconds = kTouchSeconds);
   // Begins to read what the store has of an empty sequence's prefix and the cache has not, as far
-  // as there are pages. True while that is under way; match() finds it when it is false.
-  bool restore(SeqId seq);
+  // as there are pages. True while that is under way; match() finds it when it is false. Evicts
+  // nothing that the attaches `beside` it need, which the next plan will have.
+  bool restore(SeqId seq, const std::vector<Op>& beside);
   // Waits for everything that is being read, and helps.
   void finish_restores();
   // Nothing runs: from now until the next sequence is opened, blocks are written without a call.
@@ -210,6 +214,7 @@ class KVMemory {
   Assessed assess_again(const std::vector<Op>& ops, std::uint64_t version);
   // -- parts of restore(). Pre: locked
   std::int64_t num_within_reach(const Sequence& seq, std::int64_t most, std::int64_t window) const;
+  void hold_found(const std::vector<Op>& attaches, std::vector<PageId>& held);
   bool is_holding_pages() const;                    // work in the background may give back pages
   void stage(Change& change, const Assessed& now);  // in the ledger, and what must go before
   void execute(Change& change);                     // finds pages and makes the driver calls

@@ -64,7 +64,8 @@ enum class OpKind : std::uint8_t { kAttach, kFork, kConvert, kSwapOut, kSwapIn, 
 // One operation on one sequence. In one plan, a sequence has at most one op other than kGrow, and
 // its kGrow ops are merged (the largest counts). Parents of forks may grow.
 //   kAttach   takes the first `num_tokens` from the prefix cache: whole blocks, at most match(seq).
-//             `seq` is empty before. Length and sealed become num_tokens. Blocks wholly before
+//             Cached blocks can go at any time: a plan that asks for more does not fit. `seq` is
+//             empty before. Length and sealed become num_tokens. Blocks wholly before
 //             `first_token` are not taken, and need not be cached (sliding window)
 //   kFork     gives `seq` the first `num_tokens` (<= length) of `other`, its parent. `seq` is empty
 //             and of the same tenant. A state is that of `other`'s length alone. Whole pages
@@ -100,7 +101,9 @@ struct Op {
 };
 
 // What ops need and what is available. They fit if needed_pages <= available_pages, needed_mappings
-// <= available_mappings, and no slots or swap blocks are missing.
+// <= available_mappings, no slots or swap blocks are missing, and no prefix is lost:
+// `lost_prefixes` are attaches that ask for more than is cached, and with any of them nothing else
+// is counted.
 //
 // Mappings are limited by the system (vm.max_map_count). needed_mappings is an upper bound for
 // slots: it assumes that fresh pages are not adjacent. available_mappings includes those that
@@ -116,12 +119,13 @@ struct Plan {
   std::int64_t waiting_pages = 0;
   std::int64_t missing_slots = 0;
   std::int64_t missing_swap_blocks = 0;
+  std::int64_t lost_prefixes = 0;
   std::int64_t needed_mappings = 0;
   std::int64_t available_mappings = 0;
   std::uint64_t version = 0;
   bool fits() const {
     return needed_pages <= available_pages && needed_mappings <= available_mappings &&
-           missing_slots == 0 && missing_swap_blocks == 0;
+           missing_slots == 0 && missing_swap_blocks == 0 && lost_prefixes == 0;
   }
 };
 
@@ -135,7 +139,7 @@ struct MemoryCounters {
 };
 
 struct MemoryStats {
-#define VMSERVE_GAUGE(type, name, what) type name = 0;
+#define VMSERVE_GAUGE(type, name, rule, what) type name = 0;
 #define VMSERVE_COUNTER(type, name, what) type name##_total = 0;
 #include "vmserve/stats.def"
   Health health = Health::kHealthy;

@@ -68,8 +68,9 @@ class Persistence : LedgerClient {
   // Pages that begin_restore() takes.
   std::int64_t pages_for(const std::vector<std::int64_t>& indices) const;
   // Holds idle pages with the sequence's blocks first .. end - 1, so that finding memory does not
-  // evict them; the caller releases them.
-  std::vector<PageId> hold_cached(const Sequence& seq, std::int64_t first, std::int64_t end);
+  // evict them, and adds them to `held`; the caller releases those.
+  void hold_cached(const Sequence& seq, std::int64_t first, std::int64_t end,
+                   std::vector<PageId>& held);
   // Begins to read blocks of the sequence's prefix. Pre: pages_for(indices) pages are free.
   void begin_restore(const Sequence& seq, const std::vector<std::int64_t>& indices);
   bool is_restoring() const { return !restoring_.empty(); }

@@ -31,10 +31,14 @@ class Planner : LedgerClient {
 
   // Throws MisuseError unless the ops follow the rules of `Op`.
   void validate(const std::vector<Op>& ops) const;
+  // Attaches that ask for more than is cached.
+  std::int64_t num_lost_prefixes(const std::vector<Op>& ops) const;
+  // The first block that an attach needs: of a state, that of the last token.
+  std::int64_t first_block(const Op& attach) const;
   // One kGrow per sequence, after all other ops; parents of forks last.
   std::vector<Op> merge_grows(const std::vector<Op>& ops) const;
   static bool has_attach(const std::vector<Op>& ops);
-  // Plans the ops with the packing that lacks the fewest pages. Post: the ledger is unchanged.
+  // Plans valid ops with the packing that lacks the fewest pages. Post: the ledger is unchanged.
   Assessed assess(const std::vector<Op>& ops);
   // Packs even if the ops fit: others are short of the pages.
   bool packs_always = false;
@@ -42,8 +46,7 @@ class Planner : LedgerClient {
  private:
   Assessed trial(const std::vector<Op>& ops, Packing packing);
   std::int64_t max_mapping_runs(const Change& change) const;
-  std::int64_t num_cached(const Sequence& seq, std::int64_t first_token) const;
-  std::int64_t first_needed(const Op& op) const;
+  std::int64_t num_cached(const Sequence& seq, const Op& attach) const;
 
   DriverWork& work_;
   Room& room_;

@@ -12,4 +12,9 @@ void require(bool holds, Text text) {
   if (!holds) throw MisuseError(text());
 }
 
+// For a plan that is to be applied and was made for another state of the memory.
+[[noreturn]] inline void refuse_stale() {
+  throw MisuseError("the plan is stale: something was changed or released since; plan again");
+}
+
 }  // namespace vmserve

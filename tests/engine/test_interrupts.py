@@ -1,0 +1,117 @@
+"""An interrupt at any point of a call: the engine serves on, and has lost nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.engine.interrupting import count_instructions, raise_at
+from vmserve import LLM, SamplingParams
+
+#: Interrupts of each kind; VMSERVE_INTERRUPTS runs others.
+COUNT = int(os.environ.get("VMSERVE_INTERRUPTS", "12"))
+PROMPTS = [[(i * 7919 + 31 * j) % 900 + 5 for i in range(30 + 9 * j)] for j in range(5)]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=30),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=20, n=2),
+    SamplingParams(temperature=0.0, max_tokens=30, logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=20, stop=["zzz"]),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=30),
+]
+
+
+class Alarm(Exception):
+    """What a handler of SIGALRM raises."""
+
+
+@pytest.fixture(params=["small", "drafts"])
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """A pool that holds two of the requests: they are preempted, and swapped."""
+    options: dict[str, Any] = {"speculative": "prompt-lookup"} if request.param == "drafts" else {}
+    with LLM(
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        kv_cache_memory="640KiB",
+        kv_page_size="16KiB",
+        swap_space="4MiB",
+        **options,
+    ) as llm:
+        yield llm
+
+
+def tokens(results: Any) -> list[list[list[int]]]:
+    return [[list(choice.token_ids) for choice in result.outputs] for result in results]
+
+
+def check_empty(llm: LLM) -> None:
+    memory = llm.engine.memory
+    memory.wait()
+    memory.check()
+    stats = llm.stats()
+    left = ("num_seqs", "used_pages", "waiting_pages", "num_requests_running")
+    assert [stats[name] for name in left] == [0, 0, 0, 0]
+    assert stats["num_requests_waiting"] == 0
+    assert not llm.engine.has_unfinished
+    assert not llm.engine._acceptor._answers
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Alarm])
+def test_an_interrupt_anywhere_in_generate(llm: LLM, error: type[BaseException]) -> None:
+    """``KeyboardInterrupt``, and an exception that steps take for a failed batch."""
+
+    def generate() -> list[list[list[int]]]:
+        return tokens(llm.generate(PROMPTS, PARAMS))
+
+    expected = generate()
+    limit_pages, num_points = llm.stats()["limit_pages"], count_instructions(generate)
+    rng = random.Random(1)
+    num_raised = 0
+    for _ in range(COUNT):
+        number = rng.randrange(1, num_points + 1)
+        try:
+            raise_at(number, error, generate)
+        except BaseException as raised:  # noqa: BLE001 - also where a failed batch is told
+            num_raised += 1
+            del raised
+        check_empty(llm)
+        assert generate() == expected, number
+        check_empty(llm)
+    assert llm.stats()["limit_pages"] == limit_pages
+    assert num_raised > COUNT // 2
+    assert llm.stats()["num_preemptions_total"] > 0
+
+
+def test_an_interrupt_while_an_interrupt_is_handled(llm: LLM) -> None:
+    """The second comes while the first one's requests are being ended."""
+    expected = tokens(llm.generate(PROMPTS, PARAMS))
+    rng = random.Random(2)
+    num_points = count_instructions(lambda: llm.generate(PROMPTS, PARAMS))
+    start_over = llm.engine._start_over
+    num_twice = 0
+    for _ in range(COUNT):
+        number = rng.randrange(1, 250)
+        with pytest.MonkeyPatch.context() as patch:
+
+            def interrupted(*args: Any, number: int = number, patch: Any = patch) -> Any:
+                nonlocal num_twice
+                num_twice += 1
+                patch.undo()
+                return raise_at(number, KeyboardInterrupt, lambda: start_over(*args))
+
+            patch.setattr(llm.engine, "_start_over", interrupted)
+            with contextlib.suppress(KeyboardInterrupt):
+                raise_at(
+                    rng.randrange(num_points // 20, num_points),
+                    KeyboardInterrupt,
+                    lambda: llm.generate(PROMPTS, PARAMS),
+                )
+        assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
+        check_empty(llm)
+    assert num_twice > COUNT // 2
