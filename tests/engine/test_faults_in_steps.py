@@ -15,6 +15,7 @@ from tests.engine.interrupting import raise_at
 from vmserve import BeamSearchParams, SamplingParams
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
+from vmserve.errors import OutOfMemoryError
 from vmserve.sampling import GenerationParams
 from vmserve.types import RequestTerms
 
@@ -226,3 +227,26 @@ def test_any_instruction_of_a_step_may_raise(engine: LLMEngine, expected: Run) -
         num_failed += bool(run.failed)
         assert len(run.failed) <= 4
     assert num_failed > COUNT // 4
+
+
+def test_a_refusal_to_a_request_that_is_alone_is_tried_once_more(engine: LLMEngine) -> None:
+    """The mapper may have held the pages; if the system refuses again, the request fails."""
+    prompt, params = REQUESTS["greedy"]
+    real = engine.memory.apply
+    for num_refusals in (1, 2):
+        left = num_refusals
+
+        def refuse(plan: Any) -> int:
+            nonlocal left
+            left -= 1
+            if left >= 0:
+                raise OutOfMemoryError("the system refuses")
+            return int(real(plan))
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.memory, "apply", refuse)
+            engine.add_request("alone", prompt, params)
+            failures: list[str] = []
+            while engine.has_unfinished:
+                failures += [str(each.error) for each in engine.step().failures]
+        assert failures == ["the system refuses"][: num_refusals - 1]

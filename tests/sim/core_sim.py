@@ -18,6 +18,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -365,7 +366,8 @@ class Life:
                 continue
             opened.append(seq)
             if self.directory is not None and rng.random() < 0.8:
-                self.chore(lambda each=seq: self.core.restore(each))  # type: ignore[misc]
+                beside = [as_tuple(op) for op in ops if op.kind is Kind.ATTACH]
+                self.chore(partial(self.core.restore, seq, beside))
                 if rng.random() < 0.5 and not self.lost:
                     self.chore(self.core.finish_restores)
             if self.lost:
@@ -467,6 +469,7 @@ class Life:
             self.launch(len(self.begun))
         told = [as_tuple(op) for op in ops]
         plan = self.core.plan(told)
+        assert plan.lost_prefixes == 0  # a restore spares what starts beside it
         if not plan.fits:
             if plan.waiting_pages:
                 self.launch(len(self.begun))
@@ -474,6 +477,10 @@ class Life:
             return False
         self.look()
         self.see()
+        # An epoch that has ended since may have given up what a window does not show any more.
+        plan = self.core.plan(told)
+        if not plan.fits:
+            return False
         copied = self.model.copied.keys() | self.model.copied_out(ops)
         epochs: list[int] = []
         if not self.guarded(lambda: epochs.append(self.core.apply(told, plan.version))):

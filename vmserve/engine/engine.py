@@ -192,6 +192,8 @@ class LLMEngine:
         self._retired: list[str] = []
         self._outputs: list[RequestUpdate] = []
         self._failures: list[RequestFailure] = []
+        #: Since memory was refused to a request that is alone, the mapper was waited for.
+        self._has_settled = False
         #: Failures for the next step to return.
         self._unsaid: list[RequestFailure] = []
         #: What a request may ask for; checked by the caller of :meth:`add_checked`.
@@ -579,6 +581,7 @@ class LLMEngine:
             if self.ranks is not None and getattr(error, "sticky", False):
                 raise  # a rank's memory is lost
             return StepResult() if previous is not None else self._make_room_after(error, plan)
+        self._has_settled = False
         self.scheduler.applied(plan)
         self._mark_scheduled(plan)
         phases.end("memory")
@@ -760,9 +763,14 @@ class LLMEngine:
                 logger.warning("kv_persist: %s", message)
 
     def _make_room_after(self, error: VmserveError, plan: StepPlan) -> StepResult:
-        """The system refused memory that the plan counted on: preempt, or fail the only request."""
+        """The system refused memory that the plan counted on: preempt; alone, try once more; then
+        fail the only request."""
         if self.scheduler.make_room():
             logger.warning("made room: %s", error)
+            return StepResult()
+        if not self._has_settled:  # the mapper may hold pages that the plan counts on
+            self._has_settled = True
+            self.memory.settle()
             return StepResult()
         return StepResult(failures=(self._fail(plan.sequences[0].request.request_id, error),))
 
