@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from vmserve import _core
-from vmserve.config import EngineConfig, resolve
+from vmserve.config import CPU_KV_SHARE, EngineConfig, resolve
+from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.models import ModelConfig, resolve_model
 from vmserve.sampling.tokens import sampling_bytes
@@ -107,6 +109,35 @@ def test_defaults(model: ModelConfig) -> None:
     assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == (64, 512)
     # Never more than all slots can hold: 4 layers x K and V x 2 heads x 64 x 4 bytes a token.
     assert 0 < resolved.kv_limit_bytes <= 64 * 8192 * 4096
+
+
+def test_the_cap_counts_weights_as_they_are_kept(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a Llama of 8B parameters, where 32 GiB are free."""
+    gib = 1 << 30
+    large = dataclasses.replace(model, num_weights=8_030_000_000, dtype=DType.BFLOAT16)
+    monkeypatch.setattr("vmserve.config.available_memory", lambda: (32 * gib, "in a test"))
+
+    def cap(free: int = 32, **options: Any) -> float:
+        monkeypatch.setattr("vmserve.config.available_memory", lambda: (free * gib, "in a test"))
+        stored = options.pop("stored_bytes", None)
+        # So many slots that only memory bounds it.
+        config = EngineConfig(max_num_seqs=4096, max_num_batched_tokens=4096, **options)
+        resolved = resolve(config, large, stored_bytes=stored)
+        share = resolved.kv_limit_bytes / CPU_KV_SHARE
+        return (free * gib - share - resolved.activation_bytes) / 1e9
+
+    assert cap() == pytest.approx(16.06, abs=0.1)
+    assert cap(dtype="bfloat16") == cap(stored_bytes=16_060_000_000) == pytest.approx(cap(), 0.01)
+    assert cap(free=48, dtype="float32") == pytest.approx(32.12, abs=0.1)
+    assert cap(stored_bytes=4_700_000_000) == pytest.approx(4.7, abs=0.1)
+    assert cap(stored_bytes=16_060_000_000, quantization="int8") == pytest.approx(8.5, abs=0.1)
+    assert not caplog.records
+    cap(free=8)
+    [record] = caplog.records
+    assert "14.96 GiB of weights" in record.getMessage()
+    assert "more than the 8 GiB that are free (in a test)" in record.getMessage()
 
 
 def test_on_a_gpu_the_cap_is_what_the_share_leaves(model: ModelConfig) -> None:

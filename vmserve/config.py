@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from vmserve.dtypes import DType, vector_bytes
 from vmserve.errors import ConfigurationError, UnsupportedError
@@ -574,11 +574,16 @@ class ResolvedConfig:
 
 
 def resolve(
-    config: EngineConfig, model: ModelConfig, gpu_bytes: int | None = None
+    config: EngineConfig,
+    model: ModelConfig,
+    gpu_bytes: int | None = None,
+    *,
+    stored_bytes: int | None = None,
 ) -> ResolvedConfig:
     """Choose what the user left open, and check the options against the model.
 
-    ``gpu_bytes``: total memory of the GPU that the model runs on; None on a CPU.
+    ``gpu_bytes``: total memory of the GPU that the model runs on; None on a CPU. ``stored_bytes``:
+    of the files whose weights the native decoder keeps as they are; None: torch computes.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -607,12 +612,19 @@ def resolve(
     if on_gpu:
         activations += sampling_bytes(vocabulary, max_num_seqs)
         activations += state_copy_bytes(model, max_num_seqs)
+    weights = weight_bytes(
+        model,
+        _itemsize(config, model),
+        stored_bytes=stored_bytes,
+        quantization=config.quantization,
+    )
     if gpu_bytes is None:
-        kv_limit_bytes = _kv_limit_bytes(config, model, max_num_seqs, max_model_len, activations)
+        taken = _Taken(weights, activations)
+        kv_limit_bytes = _kv_limit_bytes(config, model, max_num_seqs, max_model_len, taken)
     else:
         num_gpus = config.tensor_parallel_size
         kv_limit_bytes = _gpu_limit_bytes(
-            config, model, num_gpus * gpu_bytes, num_gpus * activations
+            config, num_gpus * gpu_bytes, _Taken(weights, num_gpus * activations)
         )
     return ResolvedConfig(
         max_model_len=max_model_len,
@@ -714,9 +726,14 @@ def _within(size: int, most: int, option: str, what: str) -> int:
     return size
 
 
-def _gpu_limit_bytes(
-    config: EngineConfig, model: ModelConfig, gpu_bytes: int, activations: int
-) -> int:
+class _Taken(NamedTuple):
+    """Bytes that are not for the KV cache."""
+
+    weights: int
+    activations: int
+
+
+def _gpu_limit_bytes(config: EngineConfig, gpu_bytes: int, taken: _Taken) -> int:
     """The KV cache's cap on a GPU: as asked, or what weights and activations leave of the share.
 
     Raises :class:`ConfigurationError` if they leave next to nothing, and for more than the GPU has.
@@ -727,14 +744,14 @@ def _gpu_limit_bytes(
         asked = parse_size(config.kv_cache_memory, "kv_cache_memory")
         return _within(asked, gpu_bytes, "kv_cache_memory", "the GPU's memory")
     share = config.gpu_memory_utilization or GPU_SHARE
-    weights = weight_bytes(model, _itemsize(config, model))
-    left = int(share * gpu_bytes) - weights - activations
+    left = int(share * gpu_bytes) - sum(taken)
     if left < MIN_KV_BYTES:
         raise ConfigurationError(
             f"gpu_memory_utilization: {share:g} of the GPU's {format_size(gpu_bytes)} is less than "
-            f"{format_size(weights)} of weights, {format_size(activations)} of activations and "
-            f"{format_size(MIN_KV_BYTES)} of KV cache take: raise --gpu-memory-utilization, lower "
-            "--max-num-batched-tokens, or use a half-precision --dtype"
+            f"{format_size(taken.weights)} of weights, {format_size(taken.activations)} of "
+            f"activations and {format_size(MIN_KV_BYTES)} of KV cache take: raise "
+            "--gpu-memory-utilization, lower --max-num-batched-tokens, or use a half-precision "
+            "--dtype"
         )
     return left
 
@@ -746,19 +763,29 @@ def _itemsize(config: EngineConfig, model: ModelConfig) -> int:
 
 
 def _kv_limit_bytes(
-    config: EngineConfig, model: ModelConfig, num_slots: int, max_len: int, activations: int
+    config: EngineConfig, model: ModelConfig, num_slots: int, max_len: int, taken: _Taken
 ) -> int:
     """The KV cache's cap on a CPU: as asked, or a share of the memory that is free.
 
     Free memory is counted without weights and activations. A cap above it is logged as a warning,
-    since the pool grows only as it is used. Raises :class:`ConfigurationError` for a cap above the
-    machine's memory.
+    since the pool grows only as it is used, and so is too little for the rest. Raises
+    :class:`ConfigurationError` for a cap above the machine's memory.
     """
     if config.kv_cache_memory == LEAST:
         return LEAST_BYTES
-    itemsize = 2 if config.dtype in ("bfloat16", "float16", "half") else 4
-    free, whose = available_memory()  # of the system, or of the control group
-    free -= weight_bytes(model, itemsize) + activations
+    all_free, whose = available_memory()  # of the system, or of the control group
+    free = all_free - sum(taken)
+    if free < MIN_KV_BYTES:
+        logger.warning(
+            "%s of weights, %s of activations and %s of KV cache are more than the %s that are "
+            "free (%s): the system may swap or end this process; use a smaller model, "
+            "--quantization int8, or a lower --max-num-batched-tokens",
+            format_size(taken.weights),
+            format_size(taken.activations),
+            format_size(MIN_KV_BYTES),
+            format_size(all_free),
+            whose,
+        )
     if config.kv_cache_memory is not None:
         asked = parse_size(config.kv_cache_memory, "kv_cache_memory")
         _within(asked, _physical_bytes(), "kv_cache_memory", "this machine's memory")

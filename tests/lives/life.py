@@ -166,6 +166,9 @@ class Life:
                 )
             except (InvalidRequestError, OutOfMemoryError):
                 return  # nothing is cached, too little would be left, or the system refuses
+            except ValueError as error:
+                assert "injected" in str(error)
+                return
             self._pins.append(pinned.handle)
 
     def _unpin_all(self) -> None:

@@ -11,9 +11,11 @@ import torch
 from tests.helpers import peak_bytes
 from tests.models.checkpoints import FOREIGN, VARIANTS, save
 from vmserve.config import EngineConfig, resolve
-from vmserve.models import load_model
+from vmserve.models import load_model, resolve_model
 from vmserve.models.config import ModelConfig
+from vmserve.models.dtype import asked_dtype
 from vmserve.models.footprint import activation_bytes, weight_bytes
+from vmserve.models.loader import stored_bytes
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,26 @@ def test_weights_are_counted(name: str, checkpoint: Callable[[str], Path]) -> No
     config = ModelConfig.from_directory(checkpoint(name))
     stored = sum(file.stat().st_size for file in checkpoint(name).glob("*.safetensors"))
     assert VARIANTS[name].num_hidden_layers == config.num_layers
-    assert 0.95 * stored <= weight_bytes(config, 4) <= stored
+    counted = weight_bytes(config, 4, stored_bytes=None, quantization="none")
+    assert 0.95 * stored <= counted <= stored
+    assert stored_bytes(checkpoint(name), config.native_only) == stored
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8", "int8-dynamic"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+def test_weights_are_counted_as_they_are_kept(quantization: str, dtype: str) -> None:
+    """The native decoder's, whatever it computes in."""
+    path = resolve_model(None)
+    config = ModelConfig.from_directory(path)
+    chosen = asked_dtype(dtype, config)
+    kept = load_model(path, chosen, native=True, quantization=quantization).parameter_bytes
+    counted = weight_bytes(
+        config,
+        chosen.itemsize,
+        stored_bytes=stored_bytes(path, config.native_only),
+        quantization=quantization,
+    )
+    assert 0.8 * kept <= counted <= 1.25 * kept
 
 
 @pytest.mark.parametrize(

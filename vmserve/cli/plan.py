@@ -181,7 +181,7 @@ def _find(given: str, dtype: str | None) -> _Found:
     # Imported here since the presets need no model configuration.
     from vmserve.models.config import ModelConfig  # noqa: PLC0415
     from vmserve.models.hub import resolve_model  # noqa: PLC0415
-    from vmserve.models.inventory import stored_bytes  # noqa: PLC0415
+    from vmserve.models.loader import stored_bytes  # noqa: PLC0415
 
     name, _, source = given.rpartition("=") if not Path(given).exists() else ("", "", given)
     path = resolve_model(source)
@@ -198,7 +198,7 @@ def _find(given: str, dtype: str | None) -> _Found:
         num_states=config.num_states,
         state_bytes=config.state_bytes // max(1, config.num_states),
     )
-    return _Found(_with_dtype(shape, dtype), HOST_GRANULARITY, stored_bytes(path, config))
+    return _Found(_with_dtype(shape, dtype), HOST_GRANULARITY, stored_bytes(path, config.native_only))
 
 
 def _lengths(tokens: str | None) -> list[int]:

@@ -28,6 +28,7 @@ from vmserve.memory.manager import MemoryManager
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.gguf.reader import GgufModel
+from vmserve.models.loader import stored_bytes
 from vmserve.parallel.launched import placement
 from vmserve.parallel.ranks import Ranks, for_ranks, refuse, share_of
 from vmserve.runner.cpu_runtime import open_runtime
@@ -104,12 +105,6 @@ def _build(
         texts = model_config.native_only  # open already
     tokenizer = load_tokenizer(texts)
     runtime = runtime or open_runtime(config.device, config.kv_driver)
-    resolved = resolve(config, model_config, runtime.gpu_bytes)
-    placed = None
-    if num_ranks > 1:
-        refuse(model_config, num_ranks)
-        placed = placement(os.environ, num_ranks)
-        config, resolved = for_ranks(config, resolved, placed)
     native_dtype = choose_native(
         linear_backend(config, runtime),
         config.quantization,
@@ -117,6 +112,13 @@ def _build(
         model_config,
         runtime.device_type,
     )
+    files = None if native_dtype is None else stored_bytes(path, model_config.native_only)
+    resolved = resolve(config, model_config, runtime.gpu_bytes, stored_bytes=files)
+    placed = None
+    if num_ranks > 1:
+        refuse(model_config, num_ranks)
+        placed = placement(os.environ, num_ranks)
+        config, resolved = for_ranks(config, resolved, placed)
     if native_dtype is None:
         torch_runtime = runtime = runtime.with_torch()
         dtype = torch_runtime.dtype(config.dtype, model_config)

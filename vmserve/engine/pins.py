@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vmserve.errors import InvalidRequestError, VmserveError
+from vmserve.errors import InvalidRequestError
 from vmserve.memory.base import Attach, MemoryPlan, Regime
 from vmserve.sizes import size_to_set
 from vmserve.types import PinnedPrefix
@@ -53,11 +53,12 @@ class PinnedPrefixes:
         )
         if memory_id is None:
             raise InvalidRequestError("too many sequences are open: try again", "prompt")
+        hit = 0
         try:
             hit = self._attach(memory_id, len(token_ids))
-        except VmserveError:
-            self._memory.release(memory_id)
-            raise
+        finally:
+            if not hit:
+                self._memory.release(memory_id)
         handle = self._num_handles
         self._num_handles += 1
         self._held[handle] = memory_id

@@ -13,9 +13,21 @@ __all__ = ["activation_bytes", "state_copy_bytes", "weight_bytes"]
 _LOGIT_COPIES = 4
 
 
-def weight_bytes(model: ModelConfig, itemsize: int) -> int:
-    """Return the bytes of all weights at ``itemsize`` bytes each, tied ones once."""
-    return itemsize * model.num_weights
+#: Bytes of a weight in 8 bits, with its share of the scales.
+_BYTES_OF_INT8 = 17 / 16
+
+
+def weight_bytes(
+    model: ModelConfig, itemsize: int, *, stored_bytes: int | None, quantization: str
+) -> int:
+    """Return the bytes of all weights in the form in which they are kept, tied ones once.
+
+    The native decoder keeps them as they are stored, in files of ``stored_bytes``, unless it
+    rounds them to 8 bits (``quantization``). None: torch keeps ``itemsize`` bytes each.
+    """
+    if quantization != "none":
+        return int(_BYTES_OF_INT8 * model.num_weights)
+    return itemsize * model.num_weights if stored_bytes is None else stored_bytes
 
 
 def activation_bytes(model: ModelConfig, num_tokens: int, num_rows: int) -> int:

@@ -19,10 +19,10 @@ from vmserve.models.families import FAMILIES
 from vmserve.models.gguf.reader import GgufModel, is_gguf
 from vmserve.models.hub import EMBEDDED_NAME, resolve_model
 from vmserve.models.hub_download import cached_snapshots
-from vmserve.models.loader import weight_files
+from vmserve.models.loader import stored_bytes, weight_files
 from vmserve.models.pullable import PULLABLE, PullableModel, find_pulled, kept_directory
 
-__all__ = ["ListedModel", "list_models", "stored_bytes"]
+__all__ = ["ListedModel", "list_models"]
 
 #: Second and later parts of a split file come with the first.
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
@@ -107,16 +107,8 @@ def _of_file(path: Path) -> dict[str, Any]:
         "status": "ready",
         "weights": _most((each.type.name, each.num_bytes) for _, each in model.tensors.values()),
         "context": config.max_position_embeddings,
-        "bytes": stored_bytes(path, config),
+        "bytes": stored_bytes(path, config.native_only),
     }
-
-
-def stored_bytes(path: Path, config: ModelConfig) -> int:
-    """The size of a model's files with weights."""
-    model = config.native_only
-    if isinstance(model, GgufModel):
-        return sum(file.path.stat().st_size for file in model.files)
-    return sum(file.stat().st_size for file in weight_files(path))
 
 
 def _of_directory(directory: Path) -> dict[str, Any]:

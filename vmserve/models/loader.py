@@ -8,10 +8,11 @@ from pathlib import Path
 from vmserve.errors import ConfigurationError
 from vmserve.json_files import read_json
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.gguf.reader import GgufModel
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
 from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
 
-__all__ = ["Progress", "choose_tensors", "find_tensors", "listed", "weight_files"]
+__all__ = ["Progress", "choose_tensors", "find_tensors", "listed", "stored_bytes", "weight_files"]
 
 #: ``progress(phase, done_bytes, total_bytes)``, called after each tensor.
 Progress = Callable[[str, int, int], None]
@@ -87,6 +88,19 @@ def weight_files(directory: Path) -> list[Path]:
     raise ConfigurationError(
         f"{directory} has no *.safetensors files: --model needs the weights beside config.json"
     )
+
+
+def stored_bytes(path: Path, opened: object) -> int:
+    """The size of a model's files with weights, those that are there.
+
+    ``opened``: ``ModelConfig.native_only``, which may be a GGUF model. Raises as
+    :func:`find_tensors` does if there are none.
+    """
+    if isinstance(opened, GgufModel):
+        files = [file.path for file in opened.files]
+    else:
+        files = weight_files(path)
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _indexed_files(directory: Path) -> list[Path]:
