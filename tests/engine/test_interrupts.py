@@ -17,11 +17,11 @@ from vmserve import LLM, SamplingParams
 COUNT = int(os.environ.get("VMSERVE_INTERRUPTS", "12"))
 PROMPTS = [[(i * 7919 + 31 * j) % 900 + 5 for i in range(30 + 9 * j)] for j in range(5)]
 PARAMS = [
-    SamplingParams(temperature=0.0, max_tokens=30),
-    SamplingParams(temperature=1.0, seed=3, max_tokens=20, n=2),
-    SamplingParams(temperature=0.0, max_tokens=30, logprobs=1),
+    SamplingParams(temperature=0.0, max_tokens=60),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=40, n=3),
+    SamplingParams(temperature=0.0, max_tokens=60, logprobs=1),
     SamplingParams(temperature=0.0, max_tokens=20, stop=["zzz"]),
-    SamplingParams(temperature=0.9, seed=5, max_tokens=30),
+    SamplingParams(temperature=0.9, seed=5, max_tokens=60),
 ]
 
 
@@ -38,8 +38,10 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         max_model_len=128,
         max_num_seqs=4,
         max_num_batched_tokens=24,
-        kv_cache_memory="640KiB",
+        kv_cache_memory="576KiB",
         kv_page_size="16KiB",
+        kv_regime="virtual",
+        kv_mapper="off",  # what is preempted does not depend on the time that it takes
         swap_space="4MiB",
         **options,
     ) as llm:

@@ -198,7 +198,8 @@ def _find(given: str, dtype: str | None) -> _Found:
         num_states=config.num_states,
         state_bytes=config.state_bytes // max(1, config.num_states),
     )
-    return _Found(_with_dtype(shape, dtype), HOST_GRANULARITY, stored_bytes(path, config.native_only))
+    num_bytes = stored_bytes(path, config.native_only)
+    return _Found(_with_dtype(shape, dtype), HOST_GRANULARITY, num_bytes)
 
 
 def _lengths(tokens: str | None) -> list[int]:
