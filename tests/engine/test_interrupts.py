@@ -14,7 +14,7 @@ from tests.engine.interrupting import count_instructions, raise_at
 from vmserve import LLM, SamplingParams
 
 #: Interrupts of each kind; VMSERVE_INTERRUPTS runs others.
-COUNT = int(os.environ.get("VMSERVE_INTERRUPTS", "12"))
+COUNT = int(os.environ.get("VMSERVE_INTERRUPTS", "8"))
 PROMPTS = [[(i * 7919 + 31 * j) % 900 + 5 for i in range(30 + 9 * j)] for j in range(5)]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=60),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vmserve.cli.main import app
 from vmserve.config import EngineConfig, resolve
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.json_files import read_json
 from vmserve.models import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig, NormConfig
 from vmserve.models.rope import RopeConfig
@@ -36,6 +38,26 @@ LLAMA = {
 def described(config: ModelConfig) -> DecoderConfig:
     assert isinstance(config.network, DecoderConfig)
     return config.network
+
+
+def test_more_layers_than_tensors_are_refused_before_they_are_described(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = checkpoint("llama-gqa-llama3")
+    for name, families in (("num_hidden_layers", LLAMA), ("n_layer", {"model_type": "gpt2"})):
+        (tmp_path / "config.json").write_text(json.dumps({**families, name: 10**9}))
+        file = tmp_path / "model.safetensors"
+        file.unlink(missing_ok=True)
+        file.symlink_to(source / "model.safetensors")
+        with pytest.raises(ConfigurationError, match=rf"{name} is 1,000,000,000, but the files ha"):
+            ModelConfig.from_directory(tmp_path)
+
+
+def test_floats_that_json_has_no_number_for(tmp_path: Path) -> None:
+    """As ``transformers`` writes them, for example in ``time_step_limit`` of Mamba."""
+    file = tmp_path / "config.json"
+    file.write_text('{"a": [0.0, {"__float__": "Infinity"}], "b": {"__float__": "-Infinity"}}')
+    assert read_json(file) == {"a": [0.0, math.inf], "b": -math.inf}
 
 
 def write(

@@ -16,7 +16,9 @@ from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.families import FAMILIES
 from vmserve.models.gguf.config import describe
 from vmserve.models.gguf.reader import GgufModel, is_gguf, open_gguf
+from vmserve.models.loader import weight_files
 from vmserve.models.quantized.formats import QuantizedFormat, describe_quantization
+from vmserve.models.safetensors_file import SafetensorsFile
 from vmserve.models.tensor_names import tensor_shapes
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
 #: Fields of generation_config.json that are defaults of a request's sampling parameters.
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+#: Layers that are described without a look at what the files have.
+_FEW_LAYERS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +112,7 @@ class ModelConfig:
         if is_gguf(directory):
             return cls._from_gguf(directory)
         raw = _read_config(directory)
+        _check_layers(raw, directory)
         architecture = _architecture(raw)
         quantized = describe_quantization(raw)
         network: DecoderConfig | ForeignConfig
@@ -183,6 +189,23 @@ def _read_config(directory: Path) -> dict[str, Any]:
             "(config.json, *.safetensors, tokenizer.json)"
         )
     return read_json(directory / "config.json")
+
+
+def _check_layers(raw: dict[str, Any], directory: Path) -> None:
+    """Raises :class:`ConfigurationError` for more layers than there are tensors: describing each
+    of a billion takes the machine's memory."""
+    text = raw.get("text_config")
+    for config in (raw, text if isinstance(text, dict) else {}):
+        for name in ("num_hidden_layers", "n_layer", "num_layers"):
+            layers = config.get(name)
+            if not isinstance(layers, int) or layers <= _FEW_LAYERS:
+                continue
+            stored = sum(len(SafetensorsFile(file).tensors) for file in weight_files(directory))
+            if layers > stored:
+                raise ConfigurationError(
+                    f"config.json: {name} is {layers:,}, but the files have {stored:,} tensors: "
+                    "fetch the model again"
+                )
 
 
 def _read_optional(path: Path) -> dict[str, Any]:
