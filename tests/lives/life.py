@@ -3,13 +3,14 @@ while the pool changes its size, the system refuses memory, and steps fail."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from vmserve import LLM, BeamSearchParams, RequestOutput
-from vmserve.errors import InvalidRequestError, OutOfMemoryError
+from vmserve.errors import ConfigurationError, InvalidRequestError, OutOfMemoryError
 from vmserve.memory.base import Regime
 from vmserve.sampling import GenerationParams
 from vmserve.text.assembly import RequestAssembly
@@ -116,7 +117,8 @@ class Life:
                 self.engine.convert(rng.choice(running), rng.choice(list(Regime)))
             if rng.random() < chances.limit:
                 least = self.engine.kv_bounds()[1]
-                self.engine.set_kv_cache_memory(int(least + rng.random() * self._limit))
+                with contextlib.suppress(ConfigurationError):  # a draft model's part is too small
+                    self.engine.set_kv_cache_memory(int(least + rng.random() * self._limit))
                 self._least_limit = min(self._least_limit, self.engine.memory.limit_bytes)
             if rng.random() < chances.pin:
                 self._pin()

@@ -96,3 +96,14 @@ def test_the_last_token_of_a_prompt_that_the_budget_cut_off_is_read_before_later
     assert shape(run(scheduler, memory)) == [("first", 0, 16)]
     scheduler.add(make_request("second", 6))
     assert shape(run(scheduler, memory)) == [("first", 16, 1), ("second", 0, 6)]
+
+
+def test_a_step_of_prompts_is_planned_again_when_a_stored_prefix_took_pages() -> None:
+    memory = CountingMemory(64)
+    scheduler = make(memory)
+    scheduler.add(make_request("a", 20))
+    run(scheduler, memory)
+    scheduler.add(make_request("b", 5))
+    memory.restores = lambda seq, beside: True
+    assert shape(run(scheduler, memory)) == [("a", 16, 4)]
+    assert scheduler.num_waiting == 1

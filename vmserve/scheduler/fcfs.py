@@ -569,11 +569,9 @@ class FCFSScheduler:
         plan = self._plan_memory(draft)
         if not isinstance(plan, StepPlan):
             return None  # decodes run, or free memory
-        newcomers = self._admission.admit(draft, admission_paused=self._admission_paused)
-        with_newcomers = self._plan_with_newcomers(draft, newcomers) if newcomers else plan
-        if not draft:
-            return None
-        self._prompts_began = self._clock()
+        with_newcomers = self._with_admitted(draft, plan)
+        if with_newcomers is not None:
+            self._prompts_began = self._clock()
         return with_newcomers
 
     def _may_read_prompts(self) -> bool:
