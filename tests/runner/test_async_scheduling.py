@@ -418,6 +418,32 @@ def test_a_launch_that_fails_leaves_the_step_before_it_alone(deferred: Any) -> N
     engine.close()
 
 
+def test_a_launch_and_the_step_before_it_may_both_fail(deferred: Any) -> None:
+    engine = deferred()
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    engine.add_request("a", [5, 6, 7], params)
+    for _ in range(3):
+        engine.step()
+    engine.add_request("b", [8, 9], params)
+    engine.step()
+    for owner, name in ((engine.runner, "execute"), (engine._acceptor, "updates")):
+        real, broken = getattr(owner, name), [True]
+
+        def fail(*args: Any, real: Any = real, broken: list[bool] = broken) -> Any:
+            if broken.pop():
+                raise RuntimeError("it fails")
+            return real(*args)
+
+        setattr(owner, name, fail)
+    result = engine.step()
+    assert [failure.request_id for failure in result.failures] == ["b", "a"]
+    assert not result.outputs
+    assert not engine.has_unfinished
+    engine.memory.check()
+    assert engine.stats()["used_pages"] == 0
+    engine.close()
+
+
 def test_memory_that_is_refused_is_asked_for_again_alone(deferred: Any) -> None:
     engine = deferred()
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

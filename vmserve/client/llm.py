@@ -161,7 +161,9 @@ class LLM:
         """Complete the prompts; returns results in the order of the prompts.
 
         ``sampling_params`` and ``priority``: one for all prompts, or one for each. Without
-        ``sampling_params`` the model's own defaults are used. ``use_tqdm``: show progress.
+        ``sampling_params`` the model's own defaults are used. ``use_tqdm``: show progress. An
+        interrupt (Ctrl-C, an exception of a signal's handler) ends the call's requests, and the
+        next call finds all memory free.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` if one prompt or more cannot be served;
         nothing is computed then.

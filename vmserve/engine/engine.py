@@ -479,7 +479,7 @@ class LLMEngine:
         elif self._requests and not (concerned or self._failures):
             suspect = self.scheduler.suspect()
             concerned = {suspect if suspect in self._requests else next(reversed(self._requests))}
-        failures = self._start_over(concerned)
+        failures = self._failures = self._start_over(concerned)
         previous, self._previous = self._previous, None
         if previous is not None:
             try:
