@@ -128,6 +128,13 @@ void KindsMemory::return_free(std::int64_t bytes, const std::vector<std::int64_t
 }
 
 void KindsMemory::gather(const std::vector<std::int64_t>& needed) {
+  // Above a lowered limit, what sequences use may leave nothing to give back: whoever needs no page
+  // goes on all the same.
+  bool is_short = false;
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    is_short = is_short || needed[k] > kinds_[k]->pool_.num_free();
+  }
+  if (!is_short) return;
   // Bytes that must be returned, and those that kinds have free beyond what they need.
   const auto missing = [&] {
     std::pair<std::int64_t, std::int64_t> bytes{-uncommitted_bytes(), 0};

@@ -236,6 +236,16 @@ def test_a_lowered_limit_takes_the_oldest_pages_of_all_kinds() -> None:
     assert matched == [0, 16]
 
 
+@pytest.mark.parametrize("view", [View.VIRTUAL, View.PAGED])
+def test_who_needs_no_page_goes_on_above_a_lowered_limit(view: View) -> None:
+    rig = make_kinds(limit_pages=16)
+    seq = start(rig, list(range(1, 20)), view, to=18)
+    rig.core.set_limit(1)
+    assert rig.committed_bytes() > WHOLE_GROUPS * PAGE
+    step(rig, [(seq, 19)])
+    assert not rig.core.plan([grow(seq, 29)]).fits
+
+
 def test_pages_that_were_found_go_last_up_to_an_eighth() -> None:
     """A prompt that was found once outlives two others that were used later, in a pool so large
     that its pages are no more than an eighth."""
