@@ -50,17 +50,27 @@ void Background::complete(Epoch epoch, bool sealed) {
   restore_write_access();
 }
 
-void Background::keep(SeqId id, std::int64_t length) {
-  Sequence& seq = seqs_[id];
-  seq.kv.length = length;
+void Background::keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths) {
+  std::vector<SeqId> ended;  // of these the epochs that wrote them have
+  for (std::size_t i = 0; i < seqs.size(); ++i) {
+    seqs_[seqs[i]].kv.length = lengths[i];
+    if (keep_in_record(seqs[i], lengths[i])) continue;
+    ledger_.seal(seqs[i], lengths[i]);
+    ended.push_back(seqs[i]);
+  }
+  if (config_.seal_read_only && work_.failure.empty()) seal_slots(ended);
+}
+
+// False if the epoch that wrote them has ended.
+bool Background::keep_in_record(SeqId id, std::int64_t length) {
   for (auto record = ledger_.records.rbegin(); record != ledger_.records.rend(); ++record) {
     for (WrittenRange& written : record->written) {
-      if (written.seq != id || written.generation != seq.generation) continue;
+      if (written.seq != id || written.generation != seqs_[id].generation) continue;
       written.length = length;
-      return;
+      return true;
     }
   }
-  ledger_.seal(id, length);  // its pages become read-only with the next epoch
+  return false;
 }
 
 void Background::apply_finished_work() {

@@ -196,7 +196,7 @@ void KVMemory::keep(const std::vector<SeqId>& seqs, const std::vector<std::int64
                      " tokens was not grown to " + with_commas(lengths[i]);
             });
   }
-  for (std::size_t i = 0; i < seqs.size(); ++i) background_.keep(seqs[i], lengths[i]);
+  background_.keep(seqs, lengths);
   ++ledger_.version;
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.memory.support import Memory, grow, make_memory
+from tests.memory.support import Memory, attach, grow, make_memory
 from vmserve._core import View
 
 
@@ -48,6 +48,21 @@ def test_what_is_kept_is_published_by_its_tokens() -> None:
         memory.core.keep([seq], [13])
     with pytest.raises(ValueError, match="of 8 tokens was not grown to 7"):
         memory.core.keep([seq], [7])
+
+
+def test_a_shared_page_that_is_kept_is_read_only_at_once() -> None:
+    """A prefix of it was attached while drafts filled it."""
+    memory = make_memory(prefix_caching=True, blocks_per_page=2)
+    seq = memory.open(range(4))
+    memory.core.complete(draft(memory, seq, 12, 7))
+    memory.core.append_tokens([seq] * 8, list(range(4, 12)))
+    other = memory.open(range(5), View.PAGED)
+    assert memory.core.match(other) == 4
+    memory.do(attach(other, 4))
+    memory.core.check()
+    memory.core.keep([seq], [11])
+    assert memory.core.sealed(seq) == 11
+    memory.core.check()
 
 
 def test_what_is_kept_while_its_epoch_runs_is_sealed_with_it() -> None:

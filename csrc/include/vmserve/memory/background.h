@@ -18,9 +18,9 @@ class Background : LedgerClient {
 
   // Ends all epochs up to `epoch`. `sealed`: seal what they wrote; else it is never sealed.
   void complete(Epoch epoch, bool sealed);
-  // Lengthens the sequence by drafted positions. If the epoch that wrote them is complete, seals
+  // Lengthens sequences by drafted positions. If the epoch that wrote them is complete, seals
   // them; else they are sealed with it.
-  void keep(SeqId seq, std::int64_t length);
+  void keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths);
   // Applies mapper outcomes, reached marks and finished copies to the ledger.
   void apply_finished_work();
   // Waits until no copy is in flight. False if none was, or if the driver failed to wait.
@@ -68,6 +68,7 @@ class Background : LedgerClient {
   void reclaim_ahead();
   void reclaim(SlotId slot, std::int64_t num_pages);
   bool is_free_for_newcomer(const Slot& slot) const;
+  bool keep_in_record(SeqId seq, std::int64_t length);
   void seal_slots(const std::vector<SeqId>& seqs);
   void seal_now(const Command& command);
 
