@@ -99,7 +99,6 @@ def allowed(row: Row) -> bool:
         or (row["priority_max_wait"] is not None and row["scheduling_policy"] != "priority")
         or (row["async_scheduling"] == "on" and row["scheduling_policy"] == "v0")
         or (has_states and (drafts or row["async_scheduling"] == "on"))
-        or (row["max_num_seqs"] > row["max_num_batched_tokens"])
         # A model that drafts is smaller than the one that it drafts for.
         or (row["speculative"] == "draft-model" and row["family"] != "embedded")
         # A draft model has a part of a fixed limit, which the least pool has no room for.

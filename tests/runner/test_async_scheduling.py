@@ -393,14 +393,19 @@ def test_a_device_that_fails_takes_both_steps_with_it(deferred: Any) -> None:
     engine.close()
 
 
-def test_a_launch_that_fails_leaves_the_step_before_it_alone(deferred: Any) -> None:
-    engine = deferred()
+def last_token_in_flight(engine: Any) -> None:
+    """The next step launches "b" beside the step in which the last token of "a" is drawn."""
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     engine.add_request("a", [5, 6, 7], params)
     for _ in range(3):
         engine.step()
-    engine.add_request("b", [8, 9], params)  # in the step in which the last token of a is drawn
+    engine.add_request("b", [8, 9], params)
     engine.step()
+
+
+def test_a_launch_that_fails_leaves_the_step_before_it_alone(deferred: Any) -> None:
+    engine = deferred()
+    last_token_in_flight(engine)
     execute, broken = engine.runner.execute, [True]
 
     def fail(*args: Any) -> Any:
@@ -420,12 +425,7 @@ def test_a_launch_that_fails_leaves_the_step_before_it_alone(deferred: Any) -> N
 
 def test_a_launch_and_the_step_before_it_may_both_fail(deferred: Any) -> None:
     engine = deferred()
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    engine.add_request("a", [5, 6, 7], params)
-    for _ in range(3):
-        engine.step()
-    engine.add_request("b", [8, 9], params)
-    engine.step()
+    last_token_in_flight(engine)
     for owner, name in ((engine.runner, "execute"), (engine._acceptor, "updates")):
         real, broken = getattr(owner, name), [True]
 

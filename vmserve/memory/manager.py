@@ -408,7 +408,7 @@ class MemoryManager:
         """
         self._may_wait = True
         if self._core.begun_epoch > self._core.completed_epoch:
-            self._core.abandon_epoch(self._core.begun_epoch)
+            self.abandon(self._core.begun_epoch)
         for seq in self.open_seqs():
             if seq not in keep:
                 self.release(seq)
