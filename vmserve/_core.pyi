@@ -540,6 +540,7 @@ def row_weights(
 ) -> NDArray[np.float32]:
     """``exp(values / temperature - shift)``, as the sampler's kernels have it."""
 
+def untrack(tokens: list[int]) -> None: ...
 def uniform_of(seed: int, index: int, position: int) -> float: ...
 
 class RowSampler:

@@ -409,7 +409,7 @@ class EngineConfig:
             "Share places and tokens equally between tenants (API keys): the tenant that used"
             " the fewest tokens is next, and may preempt one that used more.",
             _SCHEDULING,
-            default="no",
+            default="no; of a server with several API keys, yes",
             negatable=True,
         ),
     ] = False

@@ -27,6 +27,7 @@ __all__ = [
     "FrameTooLargeError",
     "InvalidRequestError",
     "OutOfMemoryError",
+    "PromptTooLongError",
     "RankLostError",
     "UnsupportedError",
     "VmserveError",
@@ -47,6 +48,10 @@ class InvalidRequestError(VmserveError, ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class PromptTooLongError(InvalidRequestError):
+    """A text of which even the beginning has more tokens than the limit; the rest was not read."""
 
 
 class ConfigurationError(VmserveError, ValueError):

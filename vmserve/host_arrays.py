@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import os
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -10,7 +13,9 @@ from numpy.typing import NDArray
 
 from vmserve.dtypes import DType
 
-__all__ = ["TensorTuple", "array_tuple", "as_float32", "rounded", "trim_memory"]
+__all__ = ["MemoryReturn", "TensorTuple", "array_tuple", "as_float32", "rounded", "trim_memory"]
+
+_MUCH_MORE = 16 << 20
 
 #: (address, dtype, shape, strides in elements)
 TensorTuple: TypeAlias = tuple[int, str, tuple[int, ...], tuple[int, ...]]
@@ -40,6 +45,35 @@ def rounded(array: NDArray[np.float32], dtype: DType) -> NDArray[Any]:
     assert dtype is DType.BFLOAT16, dtype
     bits = cast("NDArray[np.uint32]", np.ascontiguousarray(array).view(np.uint32))
     return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+class MemoryReturn:
+    """Gives memory back to the system when there is much more than at the last time.
+
+    What was freed in pieces all over the heap would stay with the allocator.
+    """
+
+    def __init__(self) -> None:
+        self._before = _own_bytes()
+        self.num_returns = 0
+
+    def give_back(self) -> None:
+        """Call it when there is nothing to do: it may take tens of milliseconds."""
+        if _own_bytes() < self._before + _MUCH_MORE:
+            return
+        gc.collect()
+        trim_memory()
+        self._before = _own_bytes()
+        self.num_returns += 1
+
+
+def _own_bytes() -> int:
+    """What this process has in memory that no other has; 0 where the system does not say."""
+    try:
+        _, resident, shared, *_ = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
 def trim_memory() -> None:

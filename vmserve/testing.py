@@ -88,6 +88,9 @@ class ByteTokenizer:
         ids = [byte + FIRST_BYTE for byte in text.encode()]
         return [BOS, *ids] if add_special_tokens else ids
 
+    def encode_bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(self.encode(word, add_special_tokens=False)) for word in words)
+
     def encode_infill(self, prefix: str, suffix: str, max_tokens: int | None = None) -> list[int]:
         return self.encode(f"<PRE>{prefix}<SUF>{suffix}<MID>")
 

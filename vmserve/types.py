@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -47,8 +48,9 @@ class RequestTerms:
     stream: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Logprob:
+# There may be hundreds of thousands: the garbage collector does not visit them, nor mappings of
+# them, while everything else waits.
+class Logprob(msgspec.Struct, frozen=True, gc=False):
     """Natural log-probability of one token under the model's own distribution.
 
     ``rank`` is 1 for the likeliest token. ``decoded_token`` is None when the

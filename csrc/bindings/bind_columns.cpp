@@ -144,9 +144,14 @@ py::tuple take_unpublished(const py::list& sequences, const IntArray& memory_ids
   return py::make_tuple(as_array(owners), as_array(tokens));
 }
 
+// Numbers are part of no cycle: the garbage collector need not visit them, one by one, each time.
+// It must not be given lists that get other objects.
+void untrack(const py::list& tokens) { PyObject_GC_UnTrack(tokens.ptr()); }
+
 }  // namespace
 
 void bind_columns(py::module_& m) {
+  m.def("untrack", &untrack, py::arg("tokens"));
   m.def("step_columns", &step_columns, py::arg("sequences"), py::arg("num_new") = py::none(),
         py::arg("window") = 0, "What a step needs to know of its sequences.");
   m.def("take_unpublished", &take_unpublished, py::arg("sequences"), py::arg("memory_ids"),

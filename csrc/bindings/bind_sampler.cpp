@@ -21,7 +21,7 @@ namespace vmserve {
 namespace {
 
 using Token = std::int32_t;
-using Tokens = std::vector<Token>;
+using Tokens = TokenIds;
 
 // An attribute name, interned once.
 class Attribute {
@@ -76,15 +76,23 @@ Tokens as_tokens(const py::object& items) {
   return tokens;
 }
 
+// Lists that a request gives once for all its rows, which share them: a client chooses how long they
+// are.
+struct RequestLists {
+  std::shared_ptr<const FixedChanges> changes;
+  std::shared_ptr<const Tokens> listed;
+  std::vector<Tokens> bad_words;
+  Tokens stop_ids;
+};
+
 // What a row says once for all its steps; the row keeps it.
 struct RowTerms {
   py::object tokens;  // the list that grows
   std::int64_t num_prompt = 0, min_tokens = 0;
   double temperature = 0.0;
-  RowRequest request;    // without temperature, position and changes
-  LogitChanges changes;  // bias, allowed tokens and penalties
-  std::vector<Tokens> bad_words;
-  Tokens stop_ids;
+  RowRequest request;  // without temperature, position and changes
+  py::object owner;    // of the lists
+  const RequestLists* lists = nullptr;
 };
 
 // A row's prompt and output tokens in a step; drafted ones are the end of the output.
@@ -132,27 +140,32 @@ class RowReader {
 
  private:
   static constexpr const char* kTerms = "vmserve.RowTerms";
+  static constexpr const char* kLists = "vmserve.RequestLists";
   static constexpr std::int64_t kAll = -2;  // of num_likeliest: the vocabulary
 
-  const RowTerms& terms_of(py::handle row) const {
-    const py::object kept = read_.of(row);
-    if (!kept.is_none()) return terms_in(kept);
-    auto terms = std::make_unique<RowTerms>();
-    read_terms(row, *terms);
-    const py::capsule made(terms.release(), kTerms, [](PyObject* capsule) {
-      delete static_cast<RowTerms*>(PyCapsule_GetPointer(capsule, kTerms));
-    });
-    // Rows are frozen, for everybody else.
-    if (PyObject_GenericSetAttr(row.ptr(), read_.name(), made.ptr()) != 0) {
-      throw py::error_already_set();
+  // What `kept.core` holds, a T that `make` makes if there is none yet.
+  template <typename T, typename Make>
+  const T& kept_in(const py::object& kept, const char* name, const Make& make) const {
+    py::object known = core_.of(kept);
+    if (known.is_none()) {
+      auto made = std::make_unique<T>();
+      make(*made);
+      known = py::capsule(made.get(), name, [](PyObject* capsule) {
+        delete static_cast<T*>(PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule)));
+      });
+      made.release();
+      if (PyObject_SetAttr(kept.ptr(), core_.name(), known.ptr()) != 0) {
+        throw py::error_already_set();
+      }
     }
-    return terms_in(made);
+    const void* const pointer = PyCapsule_GetPointer(known.ptr(), name);
+    if (pointer == nullptr) throw py::error_already_set();
+    return *static_cast<const T*>(pointer);
   }
 
-  static const RowTerms& terms_in(const py::object& capsule) {
-    const void* const terms = PyCapsule_GetPointer(capsule.ptr(), kTerms);
-    if (terms == nullptr) throw py::error_already_set();
-    return *static_cast<const RowTerms*>(terms);
+  const RowTerms& terms_of(py::handle row) const {
+    return kept_in<RowTerms>(kept_.of(row), kTerms,
+                             [&](RowTerms& terms) { read_terms(row, terms); });
   }
 
   void read_terms(py::handle row, RowTerms& terms) const {
@@ -168,32 +181,42 @@ class RowReader {
     request.top_k = as_int(top_k_.of(params));
     request.top_p = as_double(top_p_.of(params));
     request.min_p = as_double(min_p_.of(params));
-    read_logprobs(params, request);
-    LogitChanges& changes = terms.changes;
+    const py::object num = logprobs_.of(params);
+    if (!num.is_none()) {
+      request.num_likeliest = as_int(num);
+      if (request.num_likeliest < 0) request.num_likeliest = kAll;
+    }
+    terms.owner = shared_.of(row);
+    terms.lists = &kept_in<RequestLists>(
+        terms.owner, kLists, [&](RequestLists& lists) { read_lists(row, params, lists); });
+    if (!num.is_none()) request.listed = terms.lists->listed;
+  }
+
+  void read_lists(py::handle row, const py::object& params, RequestLists& lists) const {
+    auto changes = std::make_shared<FixedChanges>();
     const py::object bias = bias_.of(params), allowed = allowed_.of(params);
     if (!bias.is_none()) {
       for (const auto& [id, value] : py::cast<py::dict>(bias)) {
         const auto amount = py::reinterpret_borrow<py::object>(value);
-        changes.bias.emplace_back(as_token(id), static_cast<float>(as_double(amount)));
+        changes->bias.emplace_back(as_token(id), static_cast<float>(as_double(amount)));
+        check_ids({changes->bias.back().first}, vocab_);
       }
     }
-    if (!allowed.is_none()) changes.allowed = as_tokens(allowed);
-    changes.repetition = static_cast<float>(as_double(repetition_.of(params)));
-    changes.presence = as_double(presence_.of(params));
-    changes.frequency = as_double(frequency_.of(params));
-    for (const py::handle word : bad_words_.of(row)) {
-      terms.bad_words.push_back(as_tokens(py::reinterpret_borrow<py::object>(word)));
-    }
-    if (terms.min_tokens > 0) terms.stop_ids = as_tokens(stop_ids_.of(row));
-  }
-
-  void read_logprobs(const py::object& params, RowRequest& request) const {
-    const py::object num = logprobs_.of(params);
-    if (num.is_none()) return;
+    if (!allowed.is_none()) changes->allowed = as_tokens(allowed);
+    check_ids(changes->allowed, vocab_);
+    changes->repetition = static_cast<float>(as_double(repetition_.of(params)));
+    changes->presence = as_double(presence_.of(params));
+    changes->frequency = as_double(frequency_.of(params));
+    lists.changes = std::move(changes);
     const py::object listed = listed_.of(params);
-    if (!listed.is_none()) request.listed = as_tokens(listed);
-    request.num_likeliest = as_int(num);
-    if (request.num_likeliest < 0) request.num_likeliest = kAll;
+    if (!listed.is_none()) {
+      lists.listed = std::make_shared<const Tokens>(as_tokens(listed));
+      check_ids(*lists.listed, vocab_);
+    }
+    for (const py::handle word : bad_words_.of(params)) {
+      lists.bad_words.push_back(as_tokens(py::reinterpret_borrow<py::object>(word)));
+    }
+    lists.stop_ids = as_tokens(stop_ids_.of(row));
   }
 
   Known read_known(py::handle row, const RowTerms& terms) const {
@@ -209,7 +232,7 @@ class RowReader {
   void add_changes(py::handle row, const Known& known, RowRequest& request,
                    std::vector<py::object>& masks) const {
     const RowTerms& terms = known.terms;
-    const LogitChanges& given = terms.changes;
+    const FixedChanges& given = *terms.lists->changes;
     const py::object mask = mask_.of(row);
     const bool repeats = given.repetition != 1.0F;
     const bool counts = given.presence != 0.0 || given.frequency != 0.0;
@@ -218,7 +241,8 @@ class RowReader {
         mask.is_none()) {
       return;
     }
-    LogitChanges changes = given;
+    LogitChanges changes;
+    changes.fixed = terms.lists->changes;
     changes.banned = std::move(banned);
     if (repeats) changes.prompt = known.prompt();
     if (repeats || counts) changes.output = known.output();
@@ -238,9 +262,9 @@ class RowReader {
   Tokens banned_now(const Known& known) const {
     Tokens banned;
     const RowTerms& terms = known.terms;
-    if (!terms.bad_words.empty()) {
+    if (!terms.lists->bad_words.empty()) {
       const Tokens said = known.output();
-      for (const Tokens& word : terms.bad_words) {
+      for (const Tokens& word : terms.lists->bad_words) {
         if (word.empty() || word.size() - 1 > said.size()) continue;
         const auto rest = static_cast<std::ptrdiff_t>(word.size()) - 1;
         if (std::equal(word.begin(), word.begin() + rest, said.end() - rest)) {
@@ -249,7 +273,7 @@ class RowReader {
       }
     }
     if (known.num_output() < terms.min_tokens) {
-      for (const Token id : terms.stop_ids) add_known(id, banned);
+      for (const Token id : terms.lists->stop_ids) add_known(id, banned);
     }
     return banned;
   }
@@ -262,7 +286,7 @@ class RowReader {
   std::int64_t vocab_;
   Attribute params_{"params"}, seed_{"seed"}, index_{"index"}, tokens_{"tokens"},
       num_prompt_{"num_prompt"}, drafted_{"drafted"}, stop_ids_{"stop_ids"},
-      bad_words_{"bad_words"}, mask_{"mask"}, read_{"read"};
+      bad_words_{"bad_words"}, mask_{"mask"}, kept_{"kept"}, shared_{"shared"}, core_{"core"};
   Attribute temperature_{"temperature"}, top_k_{"top_k"}, top_p_{"top_p"}, min_p_{"min_p"},
       logprobs_{"logprobs"}, listed_{"logprob_token_ids"}, bias_{"logit_bias"},
       allowed_{"allowed_token_ids"}, min_tokens_{"min_tokens"}, repetition_{"repetition_penalty"},

@@ -1,11 +1,13 @@
 """One key does all that it may, for minutes, while another chats: who notices?
 
-    python -m tests.chaos.attack --minutes 10 --json attack.json
+    python -m tests.chaos.attack --minutes 10 --json attack.json     all kinds at once
+    python -m tests.chaos.attack --each 8 --json each.json           one kind after the other
 
-What the key sends, from an address of its own: bodies of 4 MiB that are slow to read, render and
-encode, tools by the thousand, as many log-probabilities as one request may ask for and more,
-idle connections, grammars whose client leaves, responses with all the metadata there may be. The
-attacker yields its processor to all others (nice 19), as if it were another machine.
+What the key sends, from an address of its own: the requests of :mod:`tests.chaos.fields`, which
+make as much work as each field may, and idle connections. The attacker yields its processor to all
+others (nice 19), as if it were another machine. With ``--each`` the other key asks for chats of one
+token, and the report says how long they took under each kind: at most five times as long as without
+any, and 250 ms where that is more.
 """
 
 from __future__ import annotations
@@ -24,84 +26,26 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import psutil
 
+from tests.chaos.fields import Attack, Shape, attacks_of
 from tests.chaos.harness import Server, until
+from vmserve.models import resolve_model
+from vmserve.text.tokenizer import load_tokenizer
 
 ATTACKER_KEY, VICTIM_KEY = "attacker-key", "victim-key"
-OPTIONS = ("--api-key", ATTACKER_KEY, "--api-key", VICTIM_KEY, "--fair-sharing")
+#: Otherwise the server is as users start it.
+OPTIONS = ("--api-key", ATTACKER_KEY, "--api-key", VICTIM_KEY)
 #: Loopback, but not the victim's: addresses have limits of their own.
 ATTACKER_ADDRESS = "127.0.0.2"
 CHAT = "/v1/chat/completions"
-_BOMB = "start: " + " | ".join(f'"{"ab" * 9}{i}" x{i % 40}' for i in range(480)) + "\n"
-_BOMB += "\n".join(f"x{i}: (/[a-z]{{1,{40 + i}}}/ | x{(i + 1) % 40})+" for i in range(40))
-
-
-class Attack(NamedTuple):
-    name: str
-    path: str
-    body: dict[str, Any]
-    #: Seconds after which the client leaves; None reads the answer.
-    leaves: float | None = None
-
-
-def _chat(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    return {"messages": messages, "max_tokens": 1, **more}
-
-
-def attacks(context: int) -> list[Attack]:
-    user = {"role": "user", "content": "Hi"}
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    tools = [{**tool, "function": {**tool["function"], "name": f"f{i}"}} for i in range(1000)]
-    call = {
-        "id": "1",
-        "type": "function",
-        "function": {"name": "f", "arguments": json.dumps({"x": "y<|im_end|>" * 250_000})},
-    }
-    nested: Any = "x"
-    for _ in range(40):
-        nested = [nested]
-    ids = [100] * (context - 2)
-    words = "the quick brown fox " * 190_000
-    return [
-        Attack("S1 roles", CHAT, _chat([{"role": "<|im_end|>" * 25}] * 14_000)),
-        Attack("S1 empty messages", CHAT, _chat([{"role": "user", "content": ""}] * 60_000)),
-        Attack("S1 lists", CHAT, _chat([user], x=[[]] * 1_000_000)),
-        Attack(
-            "S1 arguments",
-            CHAT,
-            _chat([user, {"role": "assistant", "content": "", "tool_calls": [call]}]),
-        ),
-        Attack("S1 tools", CHAT, _chat([user], tools=tools)),
-        Attack("S1 variables", CHAT, _chat([user], chat_template_kwargs={"x": words})),
-        Attack("S1 tokenize", "/tokenize", {"prompt": words}),
-        Attack("S1 text", "/v1/completions", {"prompt": words, "max_tokens": 1}),
-        Attack(
-            "S2 too many",
-            "/v1/completions",
-            {"prompt": [ids] * 64, "max_tokens": 1, "prompt_logprobs": 20},
-        ),
-        Attack(
-            "S2 prompts",
-            "/v1/completions",
-            {"prompt": [ids] * 22, "max_tokens": 1, "prompt_logprobs": 20},
-        ),
-        Attack("S2 answers", CHAT, _chat([user], n=16, logprobs=True, top_logprobs=20)),
-        Attack("S4 grammar", CHAT, _chat([user], structured_outputs={"grammar": _BOMB}), 0.05),
-        Attack(
-            "S5 metadata", "/v1/responses", {"input": "Hi", "metadata": {"x": [nested] * 10_000}}
-        ),
-        Attack(
-            "S5 stored",
-            "/v1/responses",
-            {"input": "Hi " * 200, "max_output_tokens": 1, "instructions": "x" * 100},
-        ),
-    ]
+#: Of a chat under attack: so many times a chat without, or so many seconds if that is more.
+MOST_TIMES, MOST_SECONDS = 5.0, 0.25
 
 
 def send(address: tuple[str, int], attack: Attack, content: bytes) -> str:
@@ -124,31 +68,30 @@ def send(address: tuple[str, int], attack: Attack, content: bytes) -> str:
 
 
 def run_attacks(
-    address: tuple[str, int], seconds: float, num_threads: int, context: int
+    address: tuple[str, int], seconds: float, num_threads: int, kinds: dict[str, Attack]
 ) -> dict[str, dict[str, int]]:
-    """All kinds by many clients at once; how often each ended how."""
-    kinds = [(attack, json.dumps(attack.body).encode()) for attack in attacks(context)]
-    found: dict[str, Counter[str]] = {attack.name: Counter() for attack, _ in kinds}
+    """These kinds by many clients at once, each once or more; how often each ended how."""
+    bodies = {name: json.dumps(attack.body).encode() for name, attack in kinds.items()}
+    found: dict[str, Counter[str]] = {name: Counter() for name in kinds}
     deadline = time.monotonic() + seconds
     lock = threading.Lock()
+    names = _orders(list(kinds))
 
-    def client(seed: int) -> None:
-        rng = random.Random(seed)
-        order = kinds[seed % len(kinds) :] + kinds[: seed % len(kinds)]
+    def client() -> None:
         while True:
-            for attack, content in order:
-                if time.monotonic() > deadline:
-                    return
-                ended = send(address, attack, content)
-                with lock:
-                    found[attack.name][ended] += 1
-            rng.shuffle(order)
+            with lock:
+                name, is_first = next(names)
+            if not is_first and time.monotonic() > deadline:
+                return
+            ended = send(address, kinds[name], bodies[name])
+            with lock:
+                found[name][ended] += 1
 
-    threads = [threading.Thread(target=client, args=[seed]) for seed in range(num_threads)]
+    threads = [threading.Thread(target=client) for _ in range(num_threads)]
     for thread in threads:
         thread.start()
     idle: list[socket.socket] = []
-    for _ in range(400):  # S3: and they stay
+    for _ in range(400 if len(kinds) > 1 else 0):  # and they stay
         with contextlib.suppress(OSError):
             idle.append(socket.create_connection(address, 5, (ATTACKER_ADDRESS, 0)))
     for thread in threads:
@@ -158,18 +101,28 @@ def run_attacks(
     return {name: dict(counts) for name, counts in found.items()}
 
 
+def _orders(names: list[str]) -> Iterator[tuple[str, bool]]:
+    """Each name once, then all again and again in random orders."""
+    yield from ((name, True) for name in names)
+    rng = random.Random(0)
+    while True:
+        rng.shuffle(names)
+        yield from ((name, False) for name in list(names))
+
+
 class Victim:
     """Chats, and asks for the server's health, until it is told to stop."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, num_tokens: int = 8, pause: float = 0.2) -> None:
         headers = {"authorization": f"Bearer {VICTIM_KEY}"}
         self._http = httpx.Client(base_url=url, timeout=120, headers=headers)
+        self._num_tokens = num_tokens
         self._over = threading.Event()
         self.firsts: list[float] = []
         self.healths: list[float] = []
         self.failures: list[str] = []
         self._threads = [
-            threading.Thread(target=self._repeat, args=[self._chat, 0.2]),
+            threading.Thread(target=self._repeat, args=[self._chat, pause]),
             threading.Thread(target=self._repeat, args=[self._health, 0.1]),
         ]
         for thread in self._threads:
@@ -184,8 +137,12 @@ class Victim:
 
     def _chat(self) -> None:
         began = time.monotonic()
-        body = _chat([{"role": "user", "content": "Tell me of the sea."}], stream=True)
-        with self._http.stream("POST", CHAT, json={**body, "max_tokens": 8}) as response:
+        body = {
+            "messages": [{"role": "user", "content": "Tell me of the sea."}],
+            "stream": True,
+            "max_tokens": self._num_tokens,
+        }
+        with self._http.stream("POST", CHAT, json=body) as response:
             if response.status_code != 200:
                 self.failures.append(f"{response.status_code} {response.read()[:200]!r}")
                 return
@@ -226,61 +183,166 @@ def _spread(seconds: list[float]) -> dict[str, float]:
     return {name: round(1e3 * value, 1) for name, value in at.items()}
 
 
+def shape_of(server: Server) -> Shape:
+    """Of the embedded model, as it is served."""
+    headers = {"authorization": f"Bearer {VICTIM_KEY}"}
+    model = server.http.get("/v1/models", headers=headers).json()["data"][0]
+    vocabulary = load_tokenizer(resolve_model(None)).vocab_size
+    return Shape(model["max_model_len"], vocabulary)
+
+
+class Attacker:
+    """A process that attacks, all kinds or those named."""
+
+    def __init__(
+        self, server: Server, seconds: float, num_clients: int, shape: Shape, names: Sequence[str]
+    ) -> None:
+        given = json.dumps([server.address, seconds, num_clients, shape, list(names)])
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "tests.chaos.attack", "--attacker", given],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: os.nice(19) and None,
+        )
+
+    def wait(self, meanwhile: Callable[[], None]) -> dict[str, dict[str, int]]:
+        with self._popen as popen:
+            while popen.poll() is None:
+                time.sleep(0.2)
+                meanwhile()
+            assert popen.stdout is not None
+            ended: dict[str, dict[str, int]] = json.loads(popen.stdout.read())
+        return ended
+
+    @staticmethod
+    def run(given: str) -> None:
+        """What the process does."""
+        (host, port), seconds, num_clients, shape, names = json.loads(given)
+        every = attacks_of(Shape(*shape))
+        kinds = {name: every[name] for name in names or every}
+        print(json.dumps(run_attacks((host, port), seconds, num_clients, kinds)))
+
+
+class Memory:
+    """Of the server's processes together, in MiB: proportional shares of what they hold."""
+
+    def __init__(self, server: Server) -> None:
+        self._process = psutil.Process(server.popen.pid)
+        self.before = self.peak = self.now()
+
+    def now(self) -> float:
+        num_bytes = 0
+        for each in [self._process, *self._process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                num_bytes += each.memory_full_info().pss
+        return round(num_bytes / 2**20, 1)
+
+    def note(self) -> None:
+        self.peak = max(self.peak, self.now())
+
+    def settled(self) -> float:
+        """Once only the engine is left beside the server: the processes for large requests end
+        when there have been none for a while."""
+        until(lambda: len(self._process.children()) == 1, 60, "only the engine is left")
+        return self.now()
+
+
 def measure(
-    server: Server, minutes: float, idle_seconds: float, num_threads: int
+    server: Server,
+    minutes: float,
+    idle_seconds: float,
+    num_clients: int,
+    shape: Shape,
+    names: Sequence[str] = (),
 ) -> dict[str, Any]:
-    process = psutil.Process(server.popen.pid)
-
-    def memory() -> float:
-        return round(process.memory_info().rss / 2**20, 1)
-
-    report: dict[str, Any] = {"rss_mib_before": memory()}
+    """All kinds at once, or those named."""
+    memory = Memory(server)
     victim = Victim(server.url)
     time.sleep(idle_seconds)
-    report["idle"] = victim.stop()
-    arguments = [*server.address, 60 * minutes, num_threads, 1024]
-    command = [sys.executable, "-m", "tests.chaos.attack", "--attacker", *map(str, arguments)]
+    report: dict[str, Any] = {"idle": victim.stop()}
     victim = Victim(server.url)
-    peak = memory()
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.nice(19) and None
-    ) as attacker:
-        assert attacker.stdout is not None
-        while attacker.poll() is None:
-            time.sleep(0.2)
-            peak = max(peak, memory())
-        report["attacks"] = json.loads(attacker.stdout.read())
+    attacker = Attacker(server, 60 * minutes, num_clients, shape, names)
+    report["attacks"] = attacker.wait(memory.note)
     report["attacked"] = victim.stop()
-    report["rss_mib_peak"] = peak
-    # Those for large requests end when there have been none for a while; the engine stays.
-    until(lambda: len(process.children()) == 1, 60, "only the engine is left")
-    report["rss_mib_after"] = memory()
+    report["memory_mib"] = {
+        "before": memory.before,
+        "peak": memory.peak,
+        "after": memory.settled(),
+    }
     return report
+
+
+def measure_each(
+    server: Server,
+    seconds: float,
+    idle_seconds: float,
+    num_clients: int,
+    shape: Shape,
+    names: list[str],
+) -> dict[str, Any]:
+    """One kind after the other."""
+    memory = Memory(server)
+    victim = Victim(server.url, 1, 0.05)
+    time.sleep(idle_seconds)
+    idle = victim.stop()
+    most = round(max(1e3 * MOST_SECONDS, MOST_TIMES * idle["ttft_ms"]["p50"]))
+    kinds: dict[str, Any] = {}
+    for name in names or attacks_of(shape):
+        victim = Victim(server.url, 1, 0.05)
+        ended = Attacker(server, seconds, num_clients, shape, [name]).wait(memory.note)
+        found = victim.stop()
+        kinds[name] = {**found, "ended": ended[name]}
+        slowest = found["ttft_ms"].get("max", float("inf"))
+        kinds[name]["is_within"] = slowest <= most and not found["failures"]
+        print(
+            f"{name:36s} {'' if kinds[name]['is_within'] else 'ABOVE':6s}"
+            f"{found['chats']:5d} chats, p50 {found['ttft_ms'].get('p50', 0):7.1f}, "
+            f"most {slowest:7.1f} ms; health {found['health_ms'].get('max', 0):7.1f} ms; "
+            f"{memory.now():6.0f} MiB; {ended[name]} {found['failures'][:1] or ''}",
+            flush=True,
+        )
+    return {
+        "idle": idle,
+        "most_ms": most,
+        "num_above": sum(not each["is_within"] for each in kinds.values()),
+        "kinds": kinds,
+        "memory_mib": {"before": memory.before, "peak": memory.peak, "after": memory.settled()},
+    }
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--attacker"]:
-        host, port, seconds, num_threads, context = sys.argv[2:]
-        address = (host, int(port))
-        ended = run_attacks(address, float(seconds), int(num_threads), int(context))
-        print(json.dumps(ended))
+        Attacker.run(sys.argv[2])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--minutes", type=float, default=10, help="of all kinds at once")
+    parser.add_argument("--each", type=float, metavar="SECONDS", help="of one kind after the other")
+    parser.add_argument("--only", nargs="*", default=[], help="names of kinds, for --each")
     parser.add_argument("--idle-seconds", type=float, default=30)
-    parser.add_argument("--clients", type=int, default=16, help="of the attacker (default: 16)")
+    parser.add_argument("--clients", type=int, help="of the attacker (default: 16; of each kind 8)")
+    parser.add_argument("--options", default="", help="more options of the server, in one text")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        server = Server(Path(directory) / "log", *OPTIONS)
+        server = Server(
+            Path(directory) / "log", *OPTIONS, *given.options.split(), engine_options=()
+        )
         try:
-            report = measure(server, given.minutes, given.idle_seconds, given.clients)
+            shape = shape_of(server)
+            if given.each is not None:
+                report = measure_each(
+                    server, given.each, given.idle_seconds, given.clients or 8, shape, given.only
+                )
+            else:
+                report = measure(
+                    server, given.minutes, given.idle_seconds, given.clients or 16, shape
+                )
         finally:
             server.close()
-    text = json.dumps(report, indent=1)
-    print(text)
     if given.json is not None:
-        given.json.write_text(text + "\n")
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
+    del report["kinds" if given.each is not None else "attacks"]
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

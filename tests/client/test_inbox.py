@@ -28,18 +28,24 @@ def new_future() -> asyncio.Future[None]:
     return asyncio.get_running_loop().create_future()
 
 
-def request(tokenizer: Tokenizer, *, stream: bool = True, n: int = 1) -> OpenRequest:
+async def others_turn() -> None:
+    await asyncio.sleep(0)
+
+
+def request(
+    tokenizer: Tokenizer, *, stream: bool = True, n: int = 1, logprobs: int | None = None
+) -> OpenRequest:
     assembly = RequestAssembly(
         tokenizer,
         "r",
         None,
         [5],
-        SamplingParams(n=n, max_tokens=1000),
+        SamplingParams(n=n, max_tokens=1000, logprobs=logprobs),
         arrival_time=0.0,
         stream=stream,
     )
     add = Add(1, "r", [5], assembly.params, RequestTerms(), stream)
-    return OpenRequest(add, assembly, new_future, MOST_AT_ONCE)
+    return OpenRequest(add, assembly, new_future, MOST_AT_ONCE, others_turn)
 
 
 def update(token_id: int, end: FinishReason | None = None, index: int = 0) -> RequestUpdate:
@@ -97,6 +103,43 @@ def test_a_very_slow_reader_takes_turns(tokenizer: Tokenizer) -> None:
         return [len((await opened.next()).outputs[0].token_ids) for _ in range(3)]
 
     assert asyncio.run(read()) == [MOST_AT_ONCE, MOST_AT_ONCE, 1]
+
+
+def test_while_a_long_answer_is_made_others_have_their_turn(tokenizer: Tokenizer) -> None:
+    """All of it may come at once: of a beam search, or after a time in which nobody read."""
+
+    async def read(opened: OpenRequest) -> tuple[RequestOutput, int]:
+        turns = 0
+
+        async def others() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        waiting = asyncio.ensure_future(others())
+        output = await opened.next()
+        waiting.cancel()
+        return output, turns
+
+    async def check() -> None:
+        opened = request(tokenizer, stream=False, n=8, logprobs=20)
+        top = {token_id: (-1.0, rank) for rank, token_id in enumerate(range(100, 121), start=1)}
+        choices = [
+            ChoiceUpdate(index, [100] * 100, -1.0, [top] * 100, "length") for index in range(8)
+        ]
+        opened.update(RequestUpdate("", choices, True, RequestMetrics(0.0)), 1.0)
+        output, turns = await read(opened)
+        assert [len(choice.logprobs or ()) for choice in output.outputs] == [100] * 8
+        assert turns >= 8
+        slow = request(tokenizer, stream=False)
+        for place in range(10 * MOST_AT_ONCE):
+            slow.update(update(WORDS[0], "length" if place == 10 * MOST_AT_ONCE - 1 else None), 1.0)
+        output, turns = await read(slow)
+        assert len(output.outputs[0].token_ids) == 10 * MOST_AT_ONCE
+        assert turns >= 9
+
+    asyncio.run(check())
 
 
 def test_a_whole_answer_is_told_once(tokenizer: Tokenizer) -> None:

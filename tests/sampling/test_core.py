@@ -26,7 +26,7 @@ ISAS = _core.cpu_isas()
 
 
 def row(seed: int = 0, index: int = 0, position: int = 0, **kwargs: Any) -> SamplingRow:
-    own = {name: kwargs.pop(name) for name in ("mask", "bad_words") if name in kwargs}
+    own = {"mask": kwargs.pop("mask")} if "mask" in kwargs else {}
     prompt, stop_ids = kwargs.pop("prompt", ()), kwargs.pop("stop_ids", ())
     return SamplingRow(
         params=SamplingParams(max_tokens=10_000, **kwargs),
@@ -241,7 +241,6 @@ def random_changes(rng: random.Random, vocab: int) -> dict[str, Any]:
         "presence_penalty": rng.uniform(-2, 2),
         "frequency_penalty": rng.uniform(-2, 2),
     }
-    # bad_words of a row are token sequences, not the strings of the parameters.
     return {name: everything[name] for name in everything if rng.random() < 0.35}
 
 

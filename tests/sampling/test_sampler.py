@@ -12,6 +12,7 @@ import torch
 from vmserve.sampling import SampledToken, Sampler, SamplingParams, SamplingRow
 from vmserve.sampling import sampler as sampler_module
 from vmserve.sampling import torch_sampler as torch_module
+from vmserve.sampling.params import with_checked
 from vmserve.sampling.torch_sampler import TorchSampler
 
 INF = float("inf")
@@ -26,14 +27,14 @@ def way(request, monkeypatch):
 
 
 def row(params=None, *, prompt=(), output=(), seed=0, index=0, stop_ids=(), bad_words=(), **kwargs):
+    params = params or SamplingParams(**{"temperature": 0.0, **kwargs})
     return SamplingRow(
-        params=params or SamplingParams(**{"temperature": 0.0, **kwargs}),
+        params=with_checked(params, bad_words=tuple(bad_words)),
         seed=seed,
         index=index,
         tokens=[*prompt, *output],
         num_prompt=len(prompt),
         stop_ids=frozenset(stop_ids),
-        bad_words=tuple(bad_words),
     )
 
 

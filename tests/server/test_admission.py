@@ -22,43 +22,62 @@ def make(max_requests: int = 4, max_tokens: int = 100, running: int = 0) -> Admi
 
 def test_requests_and_tokens_are_bounded() -> None:
     admission = make()
-    tickets = [admission.admit(1, 10) for _ in range(4)]
+    tickets = [admission.admit("a", 1, 10) for _ in range(4)]
     with pytest.raises(ApiError, match="overloaded: 4 requests of 40 tokens"):
-        admission.admit(1, 10)
+        admission.admit("a", 1, 10)
     assert admission.num_rejected == 1
     admission.release(tickets[0])
     with pytest.raises(ApiError, match="at most 4 of 100 may"):
-        admission.admit(1, 71)
-    admission.admit(1, 70)
+        admission.admit("a", 1, 71)
+    admission.admit("a", 1, 70)
     assert admission.waiting() == (4, 100)
 
 
 def test_what_runs_does_not_wait() -> None:
     admission = make(max_requests=2, running=3)
     for tokens in (90, 80, 70):
-        admission.admit(1, tokens)
+        admission.admit("a", 1, tokens)
     assert admission.waiting() == (0, 0)
-    admission.admit(1, 20)
-    admission.admit(1, 30)
+    admission.admit("a", 1, 20)
+    admission.admit("a", 1, 30)
     # The youngest are those that wait.
     assert admission.waiting() == (2, 50)
     with pytest.raises(ApiError) as refused:
-        admission.admit(1, 1)
+        admission.admit("a", 1, 1)
     assert refused.value.status == 429
     assert refused.value.headers == {"retry-after": "1"}
 
 
 def test_a_ticket_of_several_prompts_can_run_in_part() -> None:
     admission = make(running=1)
-    admission.admit(4, 80)
+    admission.admit("a", 4, 80)
     assert admission.waiting() == (3, 60)
+
+
+def test_a_full_queue_is_full_for_who_filled_it() -> None:
+    admission = make(max_requests=8, max_tokens=100)
+    flood = admission.admit("a", 8, 60)
+    with pytest.raises(ApiError, match="overloaded"):
+        admission.admit("a", 1, 1)
+    # Another has an equal part of it, of requests and of tokens, and no more.
+    with pytest.raises(ApiError, match="overloaded"):
+        admission.admit("b", 1, 51)
+    small = [admission.admit("b", 1, 10) for _ in range(4)]
+    with pytest.raises(ApiError, match="overloaded"):
+        admission.admit("b", 1, 1)
+    third = admission.admit("c", 2, 33)
+    with pytest.raises(ApiError, match="overloaded"):
+        admission.admit("c", 1, 1)
+    for ticket in (flood, *small, third):
+        admission.release(ticket)
+    admission.admit("b", 8, 100)
 
 
 def test_what_never_fits_is_a_client_error() -> None:
     with pytest.raises(InvalidRequestError, match="5 prompts"):
-        make().admit(5, 10)
+        make().admit("a", 5, 10)
     with pytest.raises(InvalidRequestError, match="101 tokens"):
-        make().admit(1, 101)
+        make().admit("a", 1, 101)
 
 
 def test_429_with_retry_after(start: Start) -> None:

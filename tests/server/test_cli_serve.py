@@ -188,6 +188,15 @@ def test_what_follows_two_dashes_is_no_option() -> None:
     assert repeat_option(args, "--n") == ["--n", "a", "--n", "b", "--", "--n", "c", "d"]
 
 
+def test_keys_share_fairly_unless_told_otherwise(parse: Parse, tmp_path: Path) -> None:
+    assert parse()[1] == {"model": None}
+    assert parse("--fair-sharing")[1]["fair_sharing"] is True
+    assert parse("--api-key", "a")[1] == {"model": None}
+    keys = ("--api-key", "a", "--api-key", "b")
+    assert parse(*keys)[1]["fair_sharing"] is True
+    assert parse(*keys, "--no-fair-sharing")[1]["fair_sharing"] is False
+
+
 def test_options_of_the_server(parse: Parse, tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")
@@ -203,7 +212,7 @@ def test_options_of_the_server(parse: Parse, tmp_path: Path) -> None:
         *("--enable-server-load-tracking", "--enable-prompt-tokens-details"),
         *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
     )
-    assert options == {"model": None}
+    assert options == {"model": None, "fair_sharing": True}
     assert config == ServerConfig(
         served_model_names=(EMBEDDED_NAME,),
         host="::1",

@@ -181,7 +181,8 @@ def test_logit_bias_and_bans_reach_the_engine(shared: Running) -> None:
     params = last_params(shared)
     assert dict(params.logit_bias) == {5: -100.0, 6: 1.5}
     assert tuple(params.allowed_token_ids) == (7, 8)
-    assert tuple(params.bad_words) == ("no",)
+    words = ByteTokenizer().encode_bad_words(["no"])  # the engine gets them as token ids
+    assert params.bad_words == words
     assert params.best_of == 1
 
 

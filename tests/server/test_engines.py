@@ -198,6 +198,6 @@ def test_the_queue_is_that_of_all_engines(start: Start) -> None:
             until(lambda number=number: num_sent(one, other) == number)
             asked.append(threads.submit(ask, server, "u"))
         until(lambda: num_sent(one, other) == 4)
-        assert ask(server, "v") == 429
+        assert ask(server, "u") == 429
         go_on()
         assert [each.result(20) for each in asked] == [200] * 4

@@ -187,7 +187,7 @@ def test_streamed_logprobs_join_to_the_whole_ones(shared: Running) -> None:
 
 MANY = [
     ("/v1/completions", {"prompt": "ab" * 20, "prompt_logprobs": 20, "max_tokens": 1}),
-    ("/v1/completions", {"prompt": "a" * 40, "echo": True, "logprobs": 20, "max_tokens": 1}),
+    ("/v1/completions", {"prompt": "a" * 20, "echo": True, "logprobs": 20, "max_tokens": 1}),
     ("/v1/completions", {"prompt": "a", "logprobs": 20, "max_tokens": 6, "n": 4}),
     (
         "/v1/chat/completions",
@@ -210,7 +210,7 @@ def test_many_are_sent_in_parts(
     server = start(ScriptedEngine())
     whole = server.post(path, body)
     assert "content-length" in whole.headers  # of a few hundred entries
-    monkeypatch.setattr(streaming_module, "MOST_LOGPROBS_ON_LOOP", 20)
+    monkeypatch.setattr(streaming_module, "MOST_BYTES_ON_LOOP", 2560)
     monkeypatch.setattr(streaming_module, "_BATCH_BYTES", 2000)
     threads: list[str] = []
     next_batch = streaming_module._next_batch
@@ -238,7 +238,7 @@ def test_a_long_echo_is_made_aside(start: Start, monkeypatch: pytest.MonkeyPatch
     server = start(ScriptedEngine())
     body = {"prompt": "a" * 40, "echo": True, "logprobs": 20, "max_tokens": 2}
     expected = server.stream("/v1/completions", body)
-    monkeypatch.setattr(completions_module, "MOST_LOGPROBS_ON_LOOP", 20)
+    monkeypatch.setattr(completions_module, "MOST_BYTES_ON_LOOP", 2560)
     threads: list[str] = []
     dump = completions_module._dump
 
@@ -257,14 +257,15 @@ def test_a_long_echo_is_made_aside(start: Start, monkeypatch: pytest.MonkeyPatch
     ("body", "num"),
     [
         ({"prompt": ["ab"] * 3, "prompt_logprobs": 20, "max_tokens": 1}, 3 * 3 * 21),
-        ({"prompt": "ab", "logprobs": 5, "n": 4, "max_tokens": 5}, 4 * 5 * 6),
-        ({"prompt": "ab", "logprobs": 5, "n": 2, "best_of": 4, "max_tokens": 5}, 4 * 5 * 6),
-        ({"prompt": "ab", "echo": True, "logprobs": 20, "max_tokens": 4}, 3 * 21 + 4 * 21),
+        ({"prompt": "ab", "logprobs": 5, "n": 4, "max_tokens": 5}, 4 * 6),
+        ({"prompt": "ab", "logprobs": 5, "n": 2, "best_of": 4, "max_tokens": 5}, 4 * 6),
+        ({"prompt": "ab", "echo": True, "logprobs": 20, "max_tokens": 4}, 3 * 21 + 21),
     ],
 )
 def test_how_many_one_request_may_ask_for(
     start: Start, monkeypatch: pytest.MonkeyPatch, body: Body, num: int
 ) -> None:
+    """One token of each answer fits."""
     server = start(ScriptedEngine())
     monkeypatch.setattr(generation_module, "MAX_LOGPROB_ENTRIES", num)
     assert server.post("/v1/completions", body).status_code == 200
@@ -272,8 +273,36 @@ def test_how_many_one_request_may_ask_for(
     response = server.post("/v1/completions", body)
     assert response.status_code == 400
     message = error_of(response)["message"]
-    assert message.startswith(f"up to {num} log-probabilities")
+    assert "log-probabilities of prompts and" in message
     assert f"may ask for, {num - 1}: lower" in message
+
+
+def test_how_many_a_step_may_have(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = start(ScriptedEngine())
+    monkeypatch.setattr(generation_module, "MAX_LOGPROBS_AT_ONCE", 24)
+    body = {"prompt": "ab", "logprobs": 5, "max_tokens": 5}
+    assert server.post("/v1/completions", {**body, "n": 4}).status_code == 200
+    response = server.post("/v1/completions", {**body, "n": 5})
+    assert response.status_code == 400
+    assert error_of(response)["message"].startswith("30 log-probabilities in a step")
+    assert server.post("/v1/completions", {**body, "logprobs": 20, "n": 2}).status_code == 400
+    # One choice may have what there is.
+    monkeypatch.setattr(generation_module, "MAX_LOGPROBS_AT_ONCE", 12)
+    assert server.post("/v1/completions", {**body, "logprobs": 20}).status_code == 200
+
+
+def test_an_answer_ends_where_the_bound_is(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could be generated is not refused for what is generated."""
+    engine = ScriptedEngine()
+    server = start(engine)
+    monkeypatch.setattr(generation_module, "MAX_LOGPROB_ENTRIES", 3 * 5 + 4 * 6)
+    body = {"prompt": "ab", "logprobs": 5, "n": 2, "max_tokens": 200, "min_tokens": 100}
+    [one, two] = server.ok("/v1/completions", body)["choices"]
+    assert [len(each["logprobs"]["tokens"]) for each in (one, two)] == [3, 3]
+    assert one["finish_reason"] == "length"
+    # The prompt's are counted first.
+    server.ok("/v1/completions", {**body, "n": 1, "prompt_logprobs": 4})
+    assert engine.requests[-1][1].max_tokens == 4
 
 
 def test_an_open_length_ends_where_the_bound_is(

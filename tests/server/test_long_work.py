@@ -6,6 +6,7 @@ By order, not by the clock: while one request is in the middle of it, another is
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -21,10 +22,10 @@ from tests.helpers import until
 from tests.server.conftest import Body, Running, error_of
 from vmserve.models import resolve_model
 from vmserve.server import admission as admission_module
+from vmserve.server import aside_process as aside_module
 from vmserve.server import body as body_module
 from vmserve.server import workers as workers_module
-from vmserve.server.aside_process import MOST_CHARS_IN_THREAD
-from vmserve.server.body import MOST_BYTES_IN_THREAD
+from vmserve.server.aside_process import MOST_BYTES_IN_THREAD, MOST_CHARS_IN_THREAD
 from vmserve.testing import ByteTokenizer, ScriptedEngine
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -59,6 +60,7 @@ def hold(patch: pytest.MonkeyPatch, owner: Any, name: str, held: Callable[..., b
     return wrapped
 
 
+CUT = {"truncate_prompt_tokens": 4, "max_tokens": 1}
 #: With it a request is long in the tests below: what others send is shorter.
 PADDING = {"ignored": "x" * 1000}
 
@@ -97,7 +99,7 @@ def test_a_stream_goes_on(
 ) -> None:
     running = start(engine)
     if what == "parse_json":
-        held = hold(monkeypatch, body_module, what, lambda data: len(data) > len(LARGE))
+        held = hold(monkeypatch, aside_module, what, lambda data: len(data) > len(LARGE))
     elif what == "decode":
         held = hold(monkeypatch, engine.tokenizer, what, lambda ids, *_: ids == [118] * 4)
     else:
@@ -181,6 +183,43 @@ def test_what_waits_is_dropped_with_its_client(
         assert slow.result(60).status_code == 200
     assert running.post("/tokenize", {"prompt": "Hi"}).status_code == 200
     assert asked == ["slow", "Hi"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "x" * (MOST_CHARS_IN_THREAD + 1)}),
+        ("/v1/completions", {"prompt": "x" * (MOST_CHARS_IN_THREAD + 1), **CUT}),
+    ],
+)
+def test_what_is_being_done_is_stopped_when_its_client_leaves(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: Body
+) -> None:
+    """A process that reads a large request ends with it: it could take seconds yet."""
+    running = start(ScriptedEngine())
+    processes: list[Any] = []
+    ask = aside_module._Process.ask
+
+    def stopped(process: Any, task: str, *arguments: Any) -> Any:
+        if task == "load":  # the tokenizer, which here is none
+            processes.append(process)
+            os.kill(process.pid, signal.SIGSTOP)  # it will never answer
+        return ask(process, task, *arguments)
+
+    monkeypatch.setattr(aside_module._Process, "ask", stopped)
+    monkeypatch.setattr(ByteTokenizer, "to_json", lambda self: "")
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(content)}\r\n"
+    with socket.create_connection(("127.0.0.1", running.port)) as client:
+        client.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + content)
+        until(lambda: bool(processes))
+    [process] = processes
+    until(lambda: process._popen.poll() is not None)
+    # The thread is free again.
+    monkeypatch.setattr(aside_module._Process, "ask", ask)
+    size = {"prompt": "Hi", "z": "z" * 2 * MOST_BYTES_IN_THREAD}
+    assert running.post("/tokenize", size).status_code == 200
+    assert process.pid not in running.app_context.processes.idle_pids
 
 
 def test_bodies_of_one_key_are_held_up_to_a_bound(

@@ -252,6 +252,23 @@ def test_the_oldest_give_way_to_the_newest(monkeypatch: pytest.MonkeyPatch) -> N
     assert stored.known("t") == "lnopqrstuv"
 
 
+def test_a_conversation_is_kept_while_a_request_may_be_as_long(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It grows with each response that goes on from the last."""
+    monkeypatch.setattr(response_store, "MAX_BODY_BYTES", 500)
+    running = start(ScriptedEngine(max_model_len=100_000))
+    last: dict[str, Any] = {}
+    for number in range(10):
+        if last:
+            last = {"previous_response_id": last["id"]}
+        last = running.ok(PATH, {"input": f"{number}" + "x" * 50, **last})
+        if not last["store"]:
+            break
+    assert 2 < number < 9
+    assert running.http.get(f"{PATH}/{last['id']}").status_code == 404
+
+
 def test_a_tenant_evicts_its_own_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     stored = Stored(monkeypatch)
     stored.put("one", "a")

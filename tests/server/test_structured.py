@@ -197,7 +197,7 @@ def test_what_clients_left_is_not_compiled_and_what_waits_is_bounded(
     clients = [send(number) for number in range(8)]
     try:
         until(lambda: len(gate.begun) == 2 and compiler.num_waiting == 6)
-        full = running.post(COMPLETIONS, choice, headers=of_b)
+        full = running.post(COMPLETIONS, choice, headers={"authorization": "Bearer of-a"})
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")
         assert "8 requests" in full.json()["error"]["message"]
         for client in clients:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.text.kinds import byte_fallback, byte_level, metaspace
 from vmserve.sampling import SampledToken, SamplingParams
-from vmserve.text.stop import StopWatcher
+from vmserve.text.stop import StopStrings, StopWatcher
 from vmserve.text.stream import ChoiceStream
 from vmserve.types import Logprob
 
@@ -275,7 +275,7 @@ def test_the_engine_s_watcher_finds_the_stop_string_that_ends_the_text(kind, ids
     tokenizer = kind()
     params = SamplingParams(stop=stops, max_tokens=100)
     stream = ChoiceStream(tokenizer, params)
-    watcher = StopWatcher(tokenizer.table, params)
+    watcher = StopWatcher(tokenizer.table, params, StopStrings(params.stop))
     for place, token_id in enumerate(ids):
         may_stop = place >= least
         found = watcher.push(token_id, may_stop)
@@ -284,9 +284,13 @@ def test_the_engine_s_watcher_finds_the_stop_string_that_ends_the_text(kind, ids
             break
 
 
+def watcher_of(*stops):
+    return StopWatcher(byte_level().table, SamplingParams(stop=stops), StopStrings(stops))
+
+
 def test_the_engine_s_watcher_sees_a_string_over_several_tokens():
-    watcher = StopWatcher(byte_level().table, SamplingParams(stop=["ab", "bc"]))
+    watcher = watcher_of("ab", "bc")
     assert [watcher.push(token_id, True) for token_id in letters("xab")] == [None, None, "ab"]
-    watcher = StopWatcher(byte_level().table, SamplingParams(stop=["ab", "bc"]))
+    watcher = watcher_of("ab", "bc")
     forced = [watcher.push(token_id, place > 2) for place, token_id in enumerate(letters("xabcb"))]
     assert forced == [None] * 5  # the b of "bc" came too early

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -198,6 +198,8 @@ def serve_command(
     engines = EngineChoice(**{name: options.pop(name) for name in _ENGINES if name in options})
     configure_logging(logging.INFO, own.log_format)
     server = {name: options.pop(name) for name in _SERVER if name in options}
+    if _has_several_keys(server) and not engines.engines:
+        options.setdefault("fair_sharing", True)
     models = [
         _named_model(each) for each in _given_models(model_argument, options.pop("model", ()))
     ]
@@ -226,6 +228,11 @@ def serve_command(
         several=several,
         engines=engines,
     )
+
+
+def _has_several_keys(server: Mapping[str, Any]) -> bool:
+    """Whether there may be several tenants: a file of keys is for that."""
+    return len(_api_keys("api_key", server.get("api_keys", []))) > 1 or "named_keys" in server
 
 
 def _tenant_secret(engines: Iterable[dict[str, Any]]) -> bytes:

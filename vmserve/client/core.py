@@ -28,7 +28,7 @@ from vmserve.engine.limits import RequestLimits
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.sampling import GenerationParams, SamplingParams
 from vmserve.text.assembly import RequestAssembly
-from vmserve.text.prompts import Prompt, PromptLike, encode_prompt
+from vmserve.text.prompts import Prompt, PromptLike, encode_params, encode_prompt
 from vmserve.text.tokenizer import Tokenizer
 from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
 
@@ -36,6 +36,7 @@ __all__ = ["ClientCore", "Lender", "Pin"]
 
 logger = logging.getLogger(__name__)
 
+_USUAL = SamplingParams()
 #: How often a prefix is computed if some of it is evicted before it is pinned.
 _PIN_ATTEMPTS = 3
 
@@ -91,6 +92,8 @@ class ClientCore:
         self.tokenizer = tokenizer
         self._limits = limits
         self._default_sampling = default_sampling
+        #: The last parameters that were encoded, and what they became.
+        self._last_params: tuple[GenerationParams, GenerationParams] = (_USUAL, _USUAL)
         self._only_inbox = Inbox()
         self._handles = itertools.count(1)
         self._serials = itertools.count(1)
@@ -246,7 +249,14 @@ class ClientCore:
         )
         sent_terms = replace(terms, stream=True) if self._sends_each_step else terms
         add = Add(next(self._handles), name, encoded.token_ids, asked, sent_terms, terms.stream)
-        return OpenRequest(add, assembly, self._transport.future, self._most_at_once)
+        steps, transport = self._steps_at_once(asked), self._transport
+        return OpenRequest(add, assembly, transport.future, steps, transport.turn)
+
+    def _steps_at_once(self, params: GenerationParams) -> int:
+        """Fewer for more choices and log-probabilities: outputs are made between other tasks."""
+        sampling = params.as_sampling()
+        listed = max(sampling.logprobs or 0, len(sampling.logprob_token_ids or ()))
+        return max(1, self._most_at_once // (sampling.num_sequences * (1 + listed // 4)))
 
     def check(
         self, prompt: PromptLike, params: GenerationParams | None
@@ -257,11 +267,17 @@ class ClientCore:
         """
         encoded = encode_prompt(prompt, self.tokenizer)
         asked = SamplingParams(**self._default_sampling) if params is None else params
-        if isinstance(asked, SamplingParams) and isinstance(asked.prediction, str):
-            predicted = self.tokenizer.encode(asked.prediction, add_special_tokens=False)
-            asked = replace(asked, prediction=predicted)
+        asked = self._encoded(asked)
         self._limits.check(encoded.token_ids, asked)
         return encoded, asked
+
+    def _encoded(self, params: GenerationParams) -> GenerationParams:
+        """:func:`encode_params`, once for parameters that many prompts share."""
+        given, encoded = self._last_params
+        if given is not params:
+            encoded = encode_params(params, self.tokenizer)
+            self._last_params = (params, encoded)
+        return encoded
 
     @contextlib.contextmanager
     def _sent(self, request: OpenRequest) -> Iterator[None]:

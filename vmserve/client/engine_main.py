@@ -33,12 +33,16 @@ from vmserve.client.service import EngineService, ready_message
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import EngineDeadError, FrameTooLargeError, VmserveError
+from vmserve.host_arrays import MemoryReturn
 from vmserve.logs import configure_logging
 from vmserve.processes import die_with
 from vmserve.threads import keep_to
 
 logger = logging.getLogger("vmserve.engine")
 
+#: The garbage collector visits each token of each prompt, and all wait for it: it comes seldom, and
+#: when the engine is idle.
+_GC_THRESHOLDS = (50_000, 20, 10)
 #: Exit status of an engine whose client has gone.
 _EXIT_ORPHANED = 3
 
@@ -68,6 +72,7 @@ def main() -> int:
     # Loaded objects stay until the end: the garbage collector need not visit them.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*_GC_THRESHOLDS)
     gc.enable()
     _send(sock, ready_message(engine))
     try:
@@ -98,7 +103,13 @@ def _load(launch: Launch, sock: socket.socket) -> LLMEngine:
 
 def _serve(engine: LLMEngine, sock: socket.socket) -> None:
     """Step in this thread and read in another until the client sends :class:`Shutdown`."""
-    service = EngineService(engine, partial(_send, sock))
+    memory = MemoryReturn()
+
+    def settled() -> None:
+        if not engine.has_unfinished:
+            memory.give_back()
+
+    service = EngineService(engine, partial(_send, sock), settled)
     reader = threading.Thread(
         target=_read, args=(sock, service), name="vmserve-messages", daemon=True
     )

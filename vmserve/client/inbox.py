@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from vmserve.client.messages import Add, Answer, FromEngine, StepUpdate
 from vmserve.client.transport import Future
@@ -20,11 +20,12 @@ class OpenRequest:
     Text is made when the reader takes it, of ``most_at_once`` steps at most, so that other readers
     are served in between. If the reader of a stream is slow, one output has several steps' tokens.
 
-    ``add``: the message that queues the request. ``new_future``: makes what the reader awaits.
+    ``add``: the message that queues the request. ``new_future``: makes what the reader awaits;
+    ``turn``: lets other readers take theirs.
     """
 
     __slots__ = ("_assembly", "_error", "_future", "_most_at_once", "_new_future", "_outputs",
-                 "_received_at", "_updates", "add")  # fmt: skip
+                 "_received_at", "_turn", "_updates", "add")  # fmt: skip
 
     def __init__(
         self,
@@ -32,10 +33,12 @@ class OpenRequest:
         assembly: RequestAssembly,
         new_future: Callable[[], Future],
         most_at_once: int,
+        turn: Callable[[], Awaitable[None]],
     ) -> None:
         self.add = add
         self._assembly = assembly
         self._new_future = new_future
+        self._turn = turn
         self._most_at_once = most_at_once
         self._outputs: list[RequestOutput] = []
         self._updates: list[RequestUpdate] = []
@@ -71,14 +74,26 @@ class OpenRequest:
             if self._updates:
                 updates = self._updates[: self._most_at_once]
                 del self._updates[: self._most_at_once]
-                output = self._assembly.take(updates, self._received_at)
+                output = await self._made(updates)
                 if output is not None:
                     return output
+                if self._updates:  # others come first: it may be long
+                    await self._turn()
             elif self._error is not None:
                 raise self._error
             else:
                 self._future = self._new_future()
                 await self._future
+
+    async def _made(self, updates: list[RequestUpdate]) -> RequestOutput | None:
+        work = self._assembly.take(updates, self._received_at)
+        while True:
+            try:
+                next(work)
+            except StopIteration as end:
+                output: RequestOutput | None = end.value
+                return output
+            await self._turn()
 
 
 class Inbox:

@@ -87,6 +87,9 @@ class InlineTransport:
     def future(self) -> _InlineFuture:
         return _InlineFuture(self._woken)
 
+    async def turn(self) -> None:
+        """Nothing: no other task is in a hurry."""
+
     def run(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Run coroutines to their ends, and step the engine while all of them wait.
 

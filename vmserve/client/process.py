@@ -174,6 +174,9 @@ class ProcessTransport(asyncio.Protocol):
     def future(self) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().create_future()
 
+    async def turn(self) -> None:
+        await asyncio.sleep(0)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not asyncio's class in other event loops (uvloop).
         self._stream = cast("asyncio.Transport", transport)

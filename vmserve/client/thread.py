@@ -39,6 +39,9 @@ class ThreadTransport:
     def future(self) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().create_future()
 
+    async def turn(self) -> None:
+        await asyncio.sleep(0)
+
     def join(self) -> None:
         """Wait until the thread ends, which it does after a :class:`Shutdown`."""
         self._thread.join()

@@ -36,3 +36,6 @@ class Transport(Protocol):
 
     def future(self) -> Future:
         """Make a future that the caller can await."""
+
+    async def turn(self) -> None:
+        """Let the caller's other tasks run."""

@@ -21,7 +21,7 @@ from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.structured.guide import Guide
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.text.scores import PromptScores
-from vmserve.text.stop import StopWatcher
+from vmserve.text.stop import StopStrings, StopWatcher
 from vmserve.text.tokenizer import Tokenizer
 from vmserve.text.update import RequestUpdate
 from vmserve.types import FinishReason
@@ -63,7 +63,10 @@ class TokenAcceptor:
         """Expect tokens of this request."""
         choices = []
         if request.beams is None:  # a search has its choices at the end
-            choices = [self._choice(request, sequence.index) for sequence in request.sequences]
+            stops = StopStrings(request.params.stop) if request.params.stop else None
+            choices = [
+                self._choice(request, sequence.index, stops) for sequence in request.sequences
+            ]
         scores = None if request.params.prompt_logprobs is None else PromptScores(None)
         self._answers[request.request_id] = Answer(request, choices, scores, len(choices))
 
@@ -129,9 +132,11 @@ class TokenAcceptor:
         self._counters.requests_finished += 1
         return answer.final_update()
 
-    def _choice(self, request: Request, index: int) -> Choice:
+    def _choice(self, request: Request, index: int, stops: StopStrings | None = None) -> Choice:
         params = request.params
-        watcher = StopWatcher(self._tokenizer.table, params) if params.stop else None
+        watcher = None
+        if stops is not None:
+            watcher = StopWatcher(self._tokenizer.table, params, stops)
         return Choice(index, None if params.logprobs is None else [], watcher)
 
     # -- tokens -------------------------------------------------------------------------

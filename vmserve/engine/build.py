@@ -19,6 +19,7 @@ from vmserve.engine.parts import (
     create_memory,
     kv_dtype,
     linear_backend,
+    most_pairs,
     widest_window,
 )
 from vmserve.engine.persistence import computed_by, persist
@@ -213,6 +214,7 @@ def _build(
             narrowest_window=memory.narrowest_window,
             checkpoints=memory.checkpoints,
             max_scored_tokens=max(1, SCORED_LOGITS // model_config.vocab_size),
+            max_pairs=most_pairs(resolved, model_config, runtime),
             priority_max_wait=resolved.priority_max_wait,
             separates_phases=resolved.scheduling_policy == "v0",
             delay_factor=resolved.scheduler_delay_factor,

@@ -12,13 +12,14 @@ import logging
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vmserve.errors import ConfigurationError, DriverError, OutOfMemoryError
 from vmserve.memory.base import Attach, MemoryPlan, Regime
+from vmserve.sampling.params import with_checked
 from vmserve.sampling.tokens import SamplingRow
 from vmserve.scheduler.base import Columns, StepPlan
 from vmserve.scheduler.sequence import Sequence
@@ -387,12 +388,11 @@ def _shadow_of(sequence: Sequence) -> _Shadow | None:
         return None
     own = Sequence(request, sequence.index, [], 0)
     row = SamplingRow(
-        params=replace(request.params, logprobs=None),
+        params=with_checked(request.params, logprobs=None),
         seed=request.seed,
         index=sequence.index,
         tokens=own.tokens,
         num_prompt=sequence.num_prompt,
         stop_ids=request.stop_ids,
-        bad_words=request.bad_words,
     )
     return _Shadow(own, row)

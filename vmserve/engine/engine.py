@@ -46,6 +46,7 @@ from vmserve.telemetry.kinds import kind_figures
 from vmserve.telemetry.phases import StepPhases
 from vmserve.telemetry.snapshot import EngineSnapshot, take_snapshot
 from vmserve.telemetry.trace import StepTrace
+from vmserve.text.prompts import encode_params
 from vmserve.text.update import RequestUpdate
 from vmserve.types import PinnedPrefix, RequestTerms
 from vmserve.values import step_value
@@ -198,7 +199,7 @@ class LLMEngine:
         self._unsaid: list[RequestFailure] = []
         #: What a request may ask for; checked by the caller of :meth:`add_checked`.
         self.limits = request_limits(self.resolved, self.model_config)
-        self._intake = RequestIntake(self.resolved, self.model_config, self.tokenizer, self._clock)
+        self._intake = RequestIntake(self.resolved, self.model_config, self._clock)
         self._deadlines = Deadlines(self.resolved.request_timeout, self._requests)
         self._longest = LongestSequence(
             self.memory.layout,
@@ -224,8 +225,9 @@ class LLMEngine:
 
         Raises :class:`~vmserve.errors.InvalidRequestError`, and queues nothing then.
         """
-        self.limits.check(prompt_token_ids, params)
-        self.add_checked(request_id, prompt_token_ids, params, terms)
+        encoded = encode_params(params, self.tokenizer)
+        self.limits.check(prompt_token_ids, encoded)
+        self.add_checked(request_id, prompt_token_ids, encoded, terms)
 
     @_changes
     def add_checked(
@@ -235,7 +237,7 @@ class LLMEngine:
         params: GenerationParams,
         terms: RequestTerms,
     ) -> None:
-        """:meth:`add_request` for a request that :attr:`limits` allow.
+        """:meth:`add_request` for a request that :attr:`limits` allow, its texts encoded.
 
         Raises :class:`~vmserve.errors.InvalidRequestError` if the id is in use.
         """

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import cached_property
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,17 +37,31 @@ class StructuredRequests:
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
+        #: Requests that came before there was a compiler, which a thread is making.
+        self._early: dict[str, Request] = {}
+        self._compiler: Future[GrammarCompiler] | None = None
         #: Errors by request id, for grammars that met a limit in the last step.
         self.broken: dict[str, VmserveError] = {}
 
     @property
     def num_compiling(self) -> int:
-        return len(self._compiling)
+        return len(self._compiling) + len(self._early)
 
-    @cached_property
+    @property
     def compiler(self) -> GrammarCompiler:
-        # Imported at the first such request.
-        from vmserve.structured.compiler import GrammarCompiler  # noqa: PLC0415
+        """Waits until it is made."""
+        return self._begin().result()
+
+    def _begin(self) -> Future[GrammarCompiler]:
+        """Have the compiler made: a thread imports it, which takes a while."""
+        if self._compiler is None:
+            with_thread = ThreadPoolExecutor(1, thread_name_prefix="vmserve-grammars")
+            self._compiler = with_thread.submit(self._make)
+            with_thread.shutdown(wait=False)  # it ends with its work
+        return self._compiler
+
+    def _make(self) -> GrammarCompiler:
+        from vmserve.structured.compiler import GrammarCompiler  # noqa: PLC0415 - as above
 
         eos_ids = self._eos_ids or sorted(self._tokenizer.eos_ids)
         tokenizer = self._tokenizer
@@ -65,13 +78,17 @@ class StructuredRequests:
         run."""
         params = request.params.structured_outputs
         assert params is not None
-        future = self.compiler.submit(params, request.tenant)
         request.is_compiling = True
+        if not self._begin().done():
+            self._early[request.request_id] = request
+            return
+        future = self.compiler.submit(params, request.tenant)
         self._compiling[request.request_id] = (request, future)
 
     def drop(self, request: Request) -> None:
         """Drop a request that has ended; if it was waiting, nothing is compiled for its tenant."""
         self.broken.pop(request.request_id, None)
+        self._early.pop(request.request_id, None)
         _, future = self._compiling.pop(request.request_id, (request, None))
         if future is None:
             return
@@ -81,6 +98,10 @@ class StructuredRequests:
 
     def take_compiled(self) -> tuple[list[Request], list[tuple[Request, VmserveError]]]:
         """Requests whose grammars are known by now: those that may run, and those refused."""
+        if self._early and self._begin().done():
+            early, self._early = self._early, {}
+            for request in early.values():
+                self.add(request)
         ready: list[Request] = []
         failed: list[tuple[Request, VmserveError]] = []
         for request, future in list(self._compiling.values()):
@@ -100,8 +121,10 @@ class StructuredRequests:
 
     def wait(self) -> None:
         """A moment, or until a grammar is known; at once where none is waited for."""
-        if self._compiling:
-            futures = [future for _, future in self._compiling.values()]
+        futures: list[Future[Any]] = [future for _, future in self._compiling.values()]
+        if self._early:
+            futures.append(self._begin())
+        if futures:
             wait(futures, timeout=_WAIT_SECONDS, return_when=FIRST_COMPLETED)
 
     def masks(
@@ -143,7 +166,7 @@ class StructuredRequests:
 
     def close(self) -> None:
         """End the processes. All waiting requests must have been aborted."""
-        if "compiler" in self.__dict__:
+        if self._compiler is not None and self._compiler.exception() is None:
             self.compiler.close()
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "create_memory",
     "kv_dtype",
     "linear_backend",
+    "most_pairs",
     "widest_window",
 ]
 
@@ -153,11 +154,27 @@ def cost_model(
     if resolved.regime_profile is not None:
         profile = DeviceProfile.read(Path(resolved.regime_profile))
     else:
-        network = model.network
-        q_heads = network.q_heads if isinstance(network, DecoderConfig) else model.kv_heads
-        heads = HeadShape(q_heads, model.kv_heads, model.head_dim, dtype)
+        heads = HeadShape(_q_heads(model), model.kv_heads, model.head_dim, dtype)
         profile = measure_profile(layout, backends, heads, resolved.max_model_len, runtime)
     return CostModel(profile, layout)
+
+
+def _q_heads(model: ModelConfig) -> int:
+    """Query heads; of a model that transformers computes, at least as many as there are of keys."""
+    network = model.network
+    return network.q_heads if isinstance(network, DecoderConfig) else model.kv_heads
+
+
+def most_pairs(resolved: ResolvedConfig, model: ModelConfig, runtime: DeviceRuntime) -> int | None:
+    """The limit on a step's pairs: those with as many multiplications as the products of a full
+    step's tokens with the weights, and twice as many where no tenant waits for another. None if no
+    layer sees everything, and on a GPU, where nobody has measured it."""
+    num_full = sum(window is None for window in model.windows)
+    if runtime.device_type != "cpu" or not num_full:
+        return None
+    of_pair = 2 * _q_heads(model) * model.head_dim * num_full
+    times = 1 if resolved.fair_sharing else 2
+    return times * resolved.max_num_batched_tokens * max(1, model.num_weights // of_pair)
 
 
 def linear_backend(config: EngineConfig, runtime: DeviceRuntime) -> str:

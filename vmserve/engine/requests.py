@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 from vmserve.config import ResolvedConfig
 from vmserve.decoding import BeamGroup, BeamSearch
@@ -13,9 +12,10 @@ from vmserve.engine.limits import RequestLimits
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
+from vmserve.sampling.params import with_checked
 from vmserve.scheduler.sequence import Request, Sequence
-from vmserve.text.tokenizer import Tokenizer
 from vmserve.types import RequestMetrics, RequestTerms
+from vmserve.values import token_list
 
 __all__ = ["RequestIntake", "memory_tenant", "request_limits"]
 
@@ -27,12 +27,10 @@ class RequestIntake:
         self,
         resolved: ResolvedConfig,
         model: ModelConfig,
-        tokenizer: Tokenizer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._resolved = resolved
         self._model = model
-        self._tokenizer = tokenizer
         self._clock = clock
         self._num_arrived = 0
 
@@ -47,7 +45,7 @@ class RequestIntake:
         beams = asked if isinstance(asked, BeamSearchParams) else None
         params = asked.as_sampling()
         if params.pooling == "auto":
-            params = replace(params, pooling=self._model.pooling)
+            params = with_checked(params, pooling=self._model.pooling)
         left = self._resolved.max_model_len - len(prompt_token_ids)
         max_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
         arrival = self._num_arrived
@@ -55,7 +53,7 @@ class RequestIntake:
         stop_ids = frozenset(params.stop_token_ids)
         request = Request(
             request_id=request_id,
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=token_list(prompt_token_ids),
             params=params,
             max_tokens=max_tokens,
             seed=self._seed_for(params, arrival),
@@ -68,12 +66,11 @@ class RequestIntake:
             cache_salt=terms.cache_salt.encode(),
             stream=terms.stream,
             stop_ids=stop_ids | frozenset(self._model.eos_token_ids),
-            bad_words=self._tokenizer.encode_bad_words(params.bad_words or ()),
             num_branches=params.num_sequences,
         )
         num_sequences = 1 if beams else request.num_branches
         request.sequences = [
-            Sequence(request, index, list(prompt_token_ids), len(prompt_token_ids))
+            Sequence(request, index, token_list(prompt_token_ids), len(prompt_token_ids))
             for index in range(num_sequences)
         ]
         if beams is not None:

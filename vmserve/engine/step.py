@@ -227,6 +227,6 @@ def _sampling_row(sequence: Sequence) -> SamplingRow:
         tokens=sequence.tokens,
         num_prompt=sequence.num_prompt,
         stop_ids=request.stop_ids,
-        bad_words=request.bad_words,
+        shared=request.kept,
     )
     return sequence.sampling

@@ -1,13 +1,15 @@
 """Apply a request's changes to the model's logits before a token is chosen.
 
 In this order: logit_bias, the grammar, allowed ids, bad words, the end-of-text ids that min_tokens
-suppresses, then penalties. Entries of all rows are gathered and written together.
+suppresses, then penalties. Entries of all rows are gathered and written together. What a request
+says in lists of any length is made into arrays once (:class:`_Terms`).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from vmserve.sampling.params import SamplingParams
     from vmserve.sampling.tokens import SamplingRow
 
 __all__ = ["adjust", "is_adjusted"]
@@ -23,13 +26,71 @@ Ids = NDArray[np.int64]
 _NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 
+class _Terms:
+    """The lists of a request's parameters as arrays, and the tokens of its prompt, for all its
+    rows.
+
+    Ids of the tokenizer may be beyond the vocabulary of the model: they are left out.
+    """
+
+    def __init__(self, row: SamplingRow, vocab: int) -> None:
+        params = row.params
+        bias = params.logit_bias or {}
+        self.bias = _array(bias), np.array(list(bias.values()), dtype=np.float32)
+        self.allowed = _array(params.allowed_token_ids or ())
+        self.stop_ids = _array(each for each in row.stop_ids if each < vocab)
+        self._bans, self._alone = _bans(params, vocab)
+        self._seen: NDArray[np.bool_] | None = None
+
+    @classmethod
+    def of(cls, row: SamplingRow, vocab: int) -> _Terms:
+        if row.shared.torch is None:
+            row.shared.torch = cls(row, vocab)
+        return cast(_Terms, row.shared.torch)
+
+    def banned(self, output: Sequence[int]) -> Ids:
+        """The last tokens of bad words that ``output`` is about to complete."""
+        if not self._bans or not output:
+            return self._alone
+        found = [
+            last
+            for start, last in self._bans.get(output[-1], ())
+            if list(output[-len(start) :]) == start
+        ]
+        return np.concatenate([self._alone, _array(found)]) if found else self._alone
+
+    def seen(self, row: SamplingRow, vocab: int) -> Ids:
+        """The distinct tokens of prompt and answer."""
+        if self._seen is None:
+            self._seen = np.zeros(vocab, dtype=bool)
+            self._seen[_array(row.tokens[: row.num_prompt])] = True
+        mask = self._seen.copy()
+        mask[_array(row.output_token_ids)] = True
+        return np.flatnonzero(mask)
+
+
+def _bans(params: SamplingParams, vocab: int) -> tuple[dict[int, list[tuple[list[int], int]]], Ids]:
+    """Bad words by their last token but one, each as what comes before its last token and that;
+    and the words of one token."""
+    bans: dict[int, list[tuple[list[int], int]]] = defaultdict(list)
+    alone = []
+    for word in params.bad_words:
+        *start, last = cast("Sequence[int]", word)
+        if last < vocab:
+            if start:
+                bans[start[-1]].append((start, last))
+            else:
+                alone.append(last)
+    return dict(bans), _array(alone)
+
+
 def is_adjusted(row: SamplingRow) -> bool:
     """Whether a row changes its logits by more than temperature and truncation."""
     params = row.params
     return bool(
         params.logit_bias
         or params.allowed_token_ids
-        or row.bad_words
+        or params.bad_words
         or row.mask is not None
         or row.num_output < params.min_tokens
         or _is_penalised(row)
@@ -47,11 +108,10 @@ def _is_penalised(row: SamplingRow) -> bool:
 
 def adjust(x: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Apply every row's changes to ``x`` [len(rows), vocab] float32, in place."""
-    vocab = x.shape[1]
-    _add(x, [_bias(row) for row in rows])
-    allowed = [_array(row.params.allowed_token_ids or ()) for row in rows]
-    banned = [_banned(row, vocab) for row in rows]
-    _mask(x, allowed, banned, [row.mask for row in rows])
+    terms = [_Terms.of(row, x.shape[1]) for row in rows]
+    _add(x, [each.bias for each in terms])
+    banned = [_banned(each, row) for each, row in zip(terms, rows, strict=True)]
+    _mask(x, [each.allowed for each in terms], banned, [row.mask for row in rows])
     penalised = [i for i, row in enumerate(rows) if _is_penalised(row)]
     if penalised:
         _repetition(x, rows, penalised)
@@ -77,11 +137,6 @@ def _values(values: Sequence[NDArray[np.float32]], x: Tensor) -> Tensor:
 # -- bias and masks ---------------------------------------------------------------------
 
 
-def _bias(row: SamplingRow) -> tuple[Ids, NDArray[np.float32]]:
-    bias = row.params.logit_bias or {}
-    return _array(bias), np.array(list(bias.values()), dtype=np.float32)
-
-
 def _add(x: Tensor, entries: Sequence[tuple[Ids, NDArray[np.float32]]]) -> None:
     """Add to entries that are distinct within a row."""
     flat = _flat([ids for ids, _ in entries], x)
@@ -89,17 +144,12 @@ def _add(x: Tensor, entries: Sequence[tuple[Ids, NDArray[np.float32]]]) -> None:
         x.view(-1)[flat] += _values([values for _, values in entries], x)
 
 
-def _banned(row: SamplingRow, vocab: int) -> Ids:
+def _banned(terms: _Terms, row: SamplingRow) -> Ids:
     output = row.output_token_ids
-    banned = [word[-1] for word in row.bad_words if word and _ends_with(output, word[:-1])]
+    banned = terms.banned(output)
     if len(output) < row.params.min_tokens:
-        banned.extend(row.stop_ids)
-    # Ids of the tokenizer, not of the request: it may have more than the model.
-    return _array(token_id for token_id in banned if token_id < vocab)
-
-
-def _ends_with(output: Sequence[int], start: tuple[int, ...]) -> bool:
-    return not start or tuple(output[-len(start) :]) == start
+        return np.concatenate([banned, terms.stop_ids])
+    return banned
 
 
 def _mask(
@@ -161,19 +211,13 @@ def _repetition(x: Tensor, rows: Sequence[SamplingRow], penalised: Sequence[int]
     for i in penalised:
         factor = rows[i].params.repetition_penalty
         if factor != 1.0:
-            seen[i] = _seen(rows[i], x.shape[1])
+            seen[i] = _Terms.of(rows[i], x.shape[1]).seen(rows[i], x.shape[1])
             factors.append(np.full(seen[i].size, factor, dtype=np.float32))
     if not factors:
         return
     flat, factor_of = _flat(seen, x), _values(factors, x)
     before = x.view(-1)[flat]
     x.view(-1)[flat] = torch.where(before > 0, before / factor_of, before * factor_of)
-
-
-def _seen(row: SamplingRow, vocab: int) -> Ids:
-    mask = np.zeros(vocab, dtype=bool)
-    mask[_array([*row.tokens, *row.drafted])] = True
-    return np.flatnonzero(mask)
 
 
 def _presence_and_frequency(

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, TypeVar, cast, get_args
 
 from vmserve.errors import InvalidRequestError
 from vmserve.options import Bounds, Declared, Option, declared_options
@@ -25,6 +26,7 @@ __all__ = [
     "BeamSearchParams",
     "GenerationParams",
     "SamplingParams",
+    "with_checked",
 ]
 
 INT64_MAX = 2**63 - 1
@@ -35,6 +37,9 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARS = 1024
+#: Of all words together. A character is up to four ids, in each of three places of a text.
+MAX_BAD_WORDS_CHARS = 65_536
+MAX_BAD_WORDS_IDS = 12 * MAX_BAD_WORDS_CHARS
 #: Lower temperatures mean greedy, because dividing logits by them overflows.
 GREEDY_TEMPERATURE = 1e-5
 #: Most ids named in an error message; the rest are counted.
@@ -141,7 +146,10 @@ class SamplingParams:
     allowed_token_ids: Annotated[
         Sequence[int] | None, _option("The only tokens that may be drawn.")
     ] = None
-    bad_words: Annotated[Sequence[str], _option("Words that the answer must not have.")] = ()
+    bad_words: Annotated[
+        Sequence[str] | Sequence[Sequence[int]],
+        _option("Words that the answer must not have, as texts or as token ids."),
+    ] = ()
     skip_special_tokens: _SkipSpecialTokens = True
     detokenize: _Detokenize = True
     structured_outputs: _StructuredOutputs = None
@@ -182,8 +190,7 @@ class SamplingParams:
 
     def _normalise_lists(self) -> None:
         self._set("stop", check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS))
-        words = check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
-        self._set("bad_words", words)
+        self._set("bad_words", check_bad_words(self.bad_words))
         self._set("stop_token_ids", check_ids("stop_token_ids", self.stop_token_ids or ()))
         if self.logprob_token_ids is not None:
             self._set("logprob_token_ids", check_ids("logprob_token_ids", self.logprob_token_ids))
@@ -196,8 +203,8 @@ class SamplingParams:
                 )
             self._set("allowed_token_ids", allowed)
         if not isinstance(self.prediction, str):
-            check_ids("prediction", self.prediction or ())
-            self._set("prediction", tuple(map(int, self.prediction or ())))
+            prediction = check_ids("prediction", self.prediction or (), distinct=False)
+            self._set("prediction", prediction)
         if self.logit_bias is not None:
             self._set("logit_bias", check_logit_bias(self.logit_bias))
 
@@ -269,6 +276,10 @@ class SamplingParams:
                 )
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
             check_vocabulary(name, getattr(self, name) or (), vocab_size)
+        if self.bad_words and not isinstance(self.bad_words[0], str):
+            words = cast("Sequence[Sequence[int]]", self.bad_words)
+            # The largest first: there may be thousands of words.
+            check_vocabulary("bad_words", [max(map(max, words))], vocab_size)
         if not isinstance(self.prediction, str):
             check_vocabulary("prediction", self.prediction, vocab_size)
 
@@ -391,6 +402,15 @@ def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
 
 
 GenerationParams = SamplingParams | BeamSearchParams
+_Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
+
+
+def with_checked(params: _Params, **fields: Any) -> _Params:
+    """Copy with other values of fields, which are not checked, nor are the others once more."""
+    changed = copy(params)
+    for name, value in fields.items():
+        object.__setattr__(changed, name, value)
+    return changed
 
 
 def check_number(name: str, value: object) -> int | float:
@@ -453,10 +473,39 @@ def check_strings(name: str, value: object, max_count: int, max_chars: int) -> t
     return tuple(dict.fromkeys(items))
 
 
-def check_ids(name: str, value: object) -> tuple[int, ...]:
-    """Token ids as a tuple of ints without duplicates, in the order given."""
+def check_bad_words(value: object) -> tuple[str, ...] | tuple[tuple[int, ...], ...]:
+    """Words as texts without duplicates, or as token ids."""
+    given = value if isinstance(value, Sequence) else ()
+    if not given or isinstance(given[0], str):
+        words = check_strings("bad_words", value, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        _check_sum("bad_words", sum(map(len, words)), MAX_BAD_WORDS_CHARS, "characters")
+        return words
+    encoded = tuple(check_ids("bad_words", word, distinct=False) for word in given)
+    if not all(encoded):
+        raise InvalidRequestError("bad_words must not contain an empty word", "bad_words")
+    _check_sum("bad_words", sum(map(len, encoded)), MAX_BAD_WORDS_IDS, "token ids")
+    return encoded
+
+
+def _check_sum(name: str, size: int, most: int, unit: str) -> None:
+    if size > most:
+        raise InvalidRequestError(
+            f"{name} must have at most {most} {unit} in all, got {size} (less_than_equal)", name
+        )
+
+
+def check_ids(name: str, value: object, *, distinct: bool = True) -> tuple[int, ...]:
+    """Token ids as a tuple of ints in the order given, by default without duplicates."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence | set | frozenset):
         raise InvalidRequestError(f"{name} must be a list of token ids", name)
+    if not set(map(type, value)) <= {int} or min(value, default=0) < 0:
+        _refuse_wrong_ids(name, value)
+    ids = map(int, value)
+    return tuple(dict.fromkeys(ids) if distinct else ids)
+
+
+def _refuse_wrong_ids(name: str, value: Iterable[object]) -> None:
+    """Raise for the first of them that is no id, if there is one: not all integers are ints."""
     for item in value:
         if isinstance(item, bool) or not isinstance(item, Integral):
             raise InvalidRequestError(
@@ -468,7 +517,6 @@ def check_ids(name: str, value: object) -> tuple[int, ...]:
                 "(greater_than_equal)",
                 name,
             )
-    return tuple(dict.fromkeys(int(item) for item in value))
 
 
 def check_logit_bias(value: object) -> dict[int, float]:
@@ -520,6 +568,8 @@ def _bias(key: object, bias: object) -> float:
 
 def check_vocabulary(name: str, ids: Sequence[int] | Mapping[int, float], vocab_size: int) -> None:
     """Raise for ids that the model does not have, naming them and the vocabulary's size."""
+    if min(ids, default=0) >= 0 and max(ids, default=0) < vocab_size:
+        return
     unknown = [str(token_id) for token_id in ids if not 0 <= token_id < vocab_size]
     if unknown:
         raise InvalidRequestError(

@@ -22,6 +22,7 @@ __all__ = [
     "BeamCandidates",
     "BeamOutput",
     "Drawing",
+    "Kept",
     "Logits",
     "SampledToken",
     "SamplingRow",
@@ -47,16 +48,27 @@ class SampledToken(NamedTuple):
     top: TopTokens | None = None
 
 
+class Kept:
+    """What samplers have read once: the core, and those of torch. They set it themselves."""
+
+    __slots__ = ("core", "torch")
+
+    def __init__(self) -> None:
+        self.core: object = None
+        self.torch: object = None
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
     """One sequence that samples in this step.
 
     ``seed`` is the request's (any 64-bit number), ``index`` the choice. ``tokens``: its prompt of
     ``num_prompt`` tokens, and its answer so far; the list may grow while the row is kept.
-    ``stop_ids``: the ids that ``min_tokens`` suppresses; ``bad_words``: token sequences. ``mask``
+    ``params.bad_words`` are token ids; ``stop_ids``: those that ``min_tokens`` suppresses. ``mask``
     [vocab]: True for tokens that a grammar allows, one of which is always taken. ``drafted``:
     tokens behind ``tokens`` that are answer only if they are accepted. The lists are only read. The
-    C++ core reads the attributes by name, those that no step changes once.
+    C++ core reads the attributes by name. What no step changes is read once, and ``kept`` for the
+    steps to come.
     """
 
     params: SamplingParams
@@ -65,18 +77,18 @@ class SamplingRow:
     tokens: list[int]
     num_prompt: int
     stop_ids: frozenset[int]
-    bad_words: tuple[tuple[int, ...], ...] = ()
     mask: NDArray[np.bool_] | None = None
     drafted: tuple[int, ...] = ()
-    #: What the core has read of the others; it sets this.
-    read: object = field(default=None, init=False, repr=False, compare=False)
+    #: What was read of the request's lists, for all its rows.
+    shared: Kept = field(default_factory=Kept, repr=False, compare=False)
+    kept: Kept = field(default_factory=Kept, init=False, repr=False, compare=False)
 
     def in_step(
         self, mask: NDArray[np.bool_] | None = None, drafted: tuple[int, ...] = ()
     ) -> SamplingRow:
         """The same with what only one step has."""
         row = replace(self, mask=mask, drafted=drafted)
-        object.__setattr__(row, "read", self.read)
+        object.__setattr__(row, "kept", self.kept)
         return row
 
     @property

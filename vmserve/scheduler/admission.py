@@ -25,6 +25,9 @@ __all__ = ["Admission"]
 
 #: Steps of others that a sequence lets pass while blocks of its prefix are read; then all wait.
 MOST_RESTORING_STEPS = 8
+#: Choices of requests that are admitted in a step, unless more sequences may run or one request has
+#: more.
+_MOST_BRANCHES = 128
 
 
 @dataclass(slots=True)
@@ -37,6 +40,8 @@ class _Opening:
     #: Blocks that stay free while something runs.
     watermark: int
     newcomers: list[Sequence] = field(default_factory=list)
+    #: Choices of the newcomers: all of a request draw their first token in the same step.
+    num_branches: int = 0
 
 
 class Admission:
@@ -145,6 +150,12 @@ class Admission:
             return False
         if num_places([*self._queues.running, sequence]) > self._limits.max_num_seqs:
             return False
+        num_branches = opening.num_branches + 1
+        if request.num_branches > 1:
+            num_branches += len(request.first_tokens_due)
+            most = max(_MOST_BRANCHES, self._limits.max_num_seqs)
+            if opening.num_branches and num_branches > most:
+                return False
         # Running beams may wait for this very one: then no reserve is needed.
         gang = request if request.is_gang else None
         alone = all(other.request is gang for other in self._queues.running)
@@ -165,6 +176,7 @@ class Admission:
         self._queues.leave(sequence)
         self._queues.run(sequence)
         opening.newcomers.append(sequence)
+        opening.num_branches = num_branches
         opening.room -= blocks
         opening.draft.append(
             opening.budget.take(sequence, opening.draft.kept.get(sequence) or None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,40 +32,86 @@ class SchedulerLimits:
     priority_max_wait: float | None = None
     #: Most prompt tokens scored in a step: each takes a row of logits.
     max_scored_tokens: int = 1 << 20
+    #: Most pairs of a prompt's token and one that it attends to in a step (:class:`StepBudget`).
+    max_pairs: int | None = None
     #: Never read prompts and decode in the same step (policy "v0", as in the paper).
     separates_phases: bool = False
     #: With "v0": prompts wait this many times as long as the last ones took, to be read together.
     delay_factor: float = 0.0
 
 
-class StepBudget:
-    """What is left of a step: tokens to compute, and prompt tokens to score."""
+#: Of a step's pairs, what a sequence may take when others have taken all, as a part.
+_PARTS_OF_PAIRS = 64
+#: The shortest chunk of a prompt while there are pairs, as a part of a step's tokens.
+_PARTS_OF_TOKENS = 8
 
-    def __init__(self, tokens: int, scored: int, checkpoints: Checkpoints | None = None) -> None:
+
+class StepBudget:
+    """What is left of a step: tokens to compute, and prompt tokens to score.
+
+    The deeper in a prompt, the longer a token takes: it attends to all before it. Pairs of such
+    tokens are limited too, so that steps are about equally long and others' tokens come in time.
+    When a tenant has taken all, sequences of others may take a few more, which are enough at the
+    beginning of a prompt; its own wait, as they would for its tokens, and may then find cached what
+    they have in common.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        scored: int,
+        checkpoints: Checkpoints | None = None,
+        pairs: int | None = None,
+    ) -> None:
         self.tokens = tokens
         self.scored = scored
         self._checkpoints = checkpoints
+        self._pairs = pairs
+        #: The tenant that took the last of them.
+        self._deep: set[str] = set()
+        self._least_pairs = 0 if pairs is None else pairs // _PARTS_OF_PAIRS
+        self._least_tokens = tokens // _PARTS_OF_TOKENS
 
     @staticmethod
     def within(limits: SchedulerLimits) -> StepBudget:
         return StepBudget(
-            limits.max_num_batched_tokens, limits.max_scored_tokens, limits.checkpoints
+            limits.max_num_batched_tokens,
+            limits.max_scored_tokens,
+            limits.checkpoints,
+            limits.max_pairs,
         )
 
     def can_take(self, sequence: Sequence) -> bool:
-        return self.tokens > 0 and (self.scored > 0 or not sequence.num_unscored)
+        if self.tokens <= 0 or (self.scored <= 0 and sequence.num_unscored):
+            return False
+        if self._pairs is None or self._pairs > 0:
+            return True
+        if sequence.request.tenant in self._deep:
+            return False
+        wanted = min(sequence.num_uncomputed, self._least_tokens)
+        return self._tokens_in(self._least_pairs, sequence.num_computed) >= wanted
 
     def take(self, sequence: Sequence, most: int | None = None) -> StepGrant:
         """Grant as many of the sequence's tokens as are left, up to ``most``."""
         num_new = min(sequence.num_uncomputed, self.tokens, self.tokens if most is None else most)
         if sequence.num_unscored:
             num_new = min(num_new, self.scored)
+        if self._pairs is not None:
+            pairs, num_past = max(self._pairs, self._least_pairs), sequence.num_computed
+            least = self._least_tokens if self._pairs > 0 else 1
+            num_new = min(num_new, max(least, self._tokens_in(pairs, num_past)))
         if self._checkpoints is not None and num_new > 1:
             start = sequence.num_computed
             end = self._checkpoints.last_reached(start, start + num_new, sequence.num_tokens)
             num_new = end - start
         self.spend([(sequence, num_new)])
         return sequence, num_new
+
+    @staticmethod
+    def _tokens_in(pairs: int, num_past: int) -> int:
+        """How many tokens behind ``num_past`` others make so many pairs: n of them make
+        n * (num_past + n / 2)."""
+        return math.isqrt(num_past * num_past + 2 * pairs) - num_past
 
     def divide(self, prompts: list[Sequence], *, by_tenant: bool) -> list[int]:
         """Divide the tokens among ``prompts``, which are in order: lower ranks first.
@@ -106,3 +153,8 @@ class StepBudget:
             self.tokens -= num_new
             if sequence.num_unscored:
                 self.scored -= num_new
+            if self._pairs is not None and num_new > 1:
+                before = self._pairs
+                self._pairs -= num_new * (sequence.num_computed + num_new // 2)
+                if self._pairs <= 0 < before:
+                    self._deep.add(sequence.request.tenant)

@@ -66,7 +66,7 @@ class TenantShares:
         rank = best.rank
         seen = {best.request.tenant}
         for sequence in queue:
-            if sequence.rank != rank:
+            if sequence.rank != rank or len(seen) == len(self._active):
                 break
             tenant = sequence.request.tenant
             if tenant in seen:

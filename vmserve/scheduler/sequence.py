@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vmserve.memory.base import Attach, Fork, Regime, SwapIn
+from vmserve.sampling.tokens import Kept
 
 if TYPE_CHECKING:
     from vmserve.sampling.params import SamplingParams
@@ -87,7 +88,8 @@ class Request:
     stream: bool = False
     #: EOS and stop ids, which ``min_tokens`` suppresses.
     stop_ids: frozenset[int] = frozenset()
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    #: What samplers have read of its lists.
+    kept: Kept = field(default_factory=Kept)
     sequences: list[Sequence] = field(default_factory=list)
     #: The regime that its sequences are kept in, or will be; None: not decided yet.
     regime: Regime | None = None

@@ -59,6 +59,7 @@ class BodyBytes:
 class Ticket:
     """The share of one HTTP request: ``num_requests`` prompts, ``num_tokens`` asked for in all."""
 
+    tenant: str
     num_requests: int
     num_tokens: int
 
@@ -68,7 +69,8 @@ class Admission:
 
     What waits is what was admitted less what the engine says is running; it is
     first-come first-served, so the youngest tickets are taken to be the waiting ones. The
-    tokens of a request are n · (prompt + max_tokens).
+    tokens of a request are n · (prompt + max_tokens). One tenant may fill the queue; another is
+    admitted nevertheless while all its requests are less than an equal part of it.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, num_running: Callable[[], int]) -> None:
@@ -78,9 +80,12 @@ class Admission:
         #: A dict for its order of insertion and its removal in constant time.
         self._tickets: dict[Ticket, None] = {}
         self._num_requests = 0
+        #: Requests and tokens of each tenant that has any.
+        self._requests_of: Counter[str] = Counter()
+        self._tokens_of: Counter[str] = Counter()
         self.num_rejected = 0
 
-    def admit(self, num_requests: int, num_tokens: int) -> Ticket:
+    def admit(self, tenant: str, num_requests: int, num_tokens: int) -> Ticket:
         """Raises :class:`ApiError` 429 while the queue is full, and
         :class:`InvalidRequestError` for what would not fit an empty queue either.
         """
@@ -100,7 +105,7 @@ class Admission:
         if (
             waiting_requests + num_requests > self._max_requests
             or waiting_tokens + num_tokens > self._max_tokens
-        ):
+        ) and not self._is_below_part(tenant, num_requests, num_tokens):
             self.num_rejected += 1
             raise ApiError(
                 429,
@@ -109,14 +114,28 @@ class Admission:
                 "Try again later.",
                 headers={"retry-after": "1"},
             )
-        ticket = Ticket(num_requests, num_tokens)
+        ticket = Ticket(tenant, num_requests, num_tokens)
         self._tickets[ticket] = None
         self._num_requests += num_requests
+        self._requests_of[tenant] += num_requests
+        self._tokens_of[tenant] += num_tokens
         return ticket
+
+    def _is_below_part(self, tenant: str, num_requests: int, num_tokens: int) -> bool:
+        """Whether the tenant has less than an equal part of the queue, with these."""
+        num_tenants = len(self._requests_of) + (tenant not in self._requests_of)
+        return (
+            num_tenants * (self._requests_of[tenant] + num_requests) <= self._max_requests
+            and num_tenants * (self._tokens_of[tenant] + num_tokens) <= self._max_tokens
+        )
 
     def release(self, ticket: Ticket) -> None:
         del self._tickets[ticket]
         self._num_requests -= ticket.num_requests
+        self._requests_of[ticket.tenant] -= ticket.num_requests
+        self._tokens_of[ticket.tenant] -= ticket.num_tokens
+        if not self._requests_of[ticket.tenant]:
+            del self._requests_of[ticket.tenant], self._tokens_of[ticket.tenant]
 
     def waiting(self) -> tuple[int, int]:
         """Requests admitted that do not run yet, and the tokens they ask for."""

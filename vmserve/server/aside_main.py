@@ -31,6 +31,9 @@ class _Tasks:
     def parse(self, body: bytes) -> Any:
         return parse_json(body)
 
+    def load_json(self, written: bytes) -> Any:
+        return json.loads(written)
+
     def load(self, tokenizer: bytes) -> None:
         """Load the tokenizer of later tasks from JSON of the ``tokenizers`` library."""
         import tokenizers  # noqa: PLC0415 - bodies are parsed without it

@@ -8,6 +8,7 @@ it had allocated goes with it.
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -21,9 +22,14 @@ from vmserve.client.framing import receive_frame, send_frame
 from vmserve.errors import InvalidRequestError, VmserveError
 from vmserve.processes import child_environment
 from vmserve.server.engine_client import TokenizerLike
+from vmserve.server.wire import parse_json
+from vmserve.server.workers import stopped_by
 
-__all__ = ["MOST_CHARS_IN_THREAD", "AsideProcesses", "Tokens"]
+__all__ = ["MOST_BYTES_IN_THREAD", "MOST_CHARS_IN_THREAD", "AsideProcesses", "Tokens"]
 
+#: Longer bodies are parsed by a process: the parser of JSON holds the lock for 10 ms at most for a
+#: text of this size.
+MOST_BYTES_IN_THREAD: Final = 128 * 1024
 #: Longer texts are encoded by a process: their tokens are freed in some 20 ms.
 MOST_CHARS_IN_THREAD: Final = 256 * 1024
 
@@ -52,8 +58,16 @@ class AsideProcesses:
         self._idle: list[_Process] = []
 
     def parse(self, body: bytes) -> Any:
-        """Parse ``body`` as ``parse_json`` does, with the same errors."""
+        """Parse ``body`` as ``parse_json`` does, with the same errors; a short one here."""
+        if len(body) <= MOST_BYTES_IN_THREAD:
+            return parse_json(body)
         return self._run(lambda process: process.ask("parse", body))
+
+    def load(self, written: bytes) -> Any:
+        """Parse JSON that this server wrote, in the same way."""
+        if len(written) <= MOST_BYTES_IN_THREAD:
+            return json.loads(written)
+        return self._run(lambda process: process.ask("load_json", written))
 
     def tokenize(
         self,
@@ -79,12 +93,13 @@ class AsideProcesses:
         for attempt in range(2):  # one may have been killed since it was used last
             process = self._take()
             try:
-                result = task(process)
+                with stopped_by(process.kill):
+                    result = task(process)
             except OSError as error:
                 process.close()
                 if attempt:
                     raise VmserveError(f"the process for large requests ended: {error}") from error
-            except InvalidRequestError:
+            except VmserveError:  # refused; or nobody waits for it
                 self._put_back(process)
                 raise
             else:
@@ -145,6 +160,9 @@ class _Process:
         if refusal is not None:
             raise InvalidRequestError(refusal)
         return value
+
+    def kill(self) -> None:
+        self._popen.kill()
 
     def close(self) -> None:
         self._sock.close()

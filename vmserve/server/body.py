@@ -16,15 +16,13 @@ from vmserve.server.limits import BODY_TIMEOUT_SECONDS, MAX_BODY_BYTES
 from vmserve.server.protocol import RequestModel
 from vmserve.server.wire import JSON_TYPE, parse_json
 
-__all__ = ["MOST_BYTES_IN_THREAD", "MOST_BYTES_ON_LOOP", "read_json", "read_model"]
+__all__ = ["MOST_BYTES_ON_LOOP", "read_json", "read_model"]
 
 Model = TypeVar("Model", bound=RequestModel)
 T = TypeVar("T")
 
-#: Larger bodies are parsed by a thread, still larger ones by another process: of a text of this
-#: size the parser holds the interpreter's lock for 10 ms at most.
+#: Larger bodies are parsed by a thread, or by another process.
 MOST_BYTES_ON_LOOP: Final = 16 * 1024
-MOST_BYTES_IN_THREAD: Final = 128 * 1024
 
 
 async def read_model(request: Request, model: type[Model]) -> Model:
@@ -47,8 +45,7 @@ async def _understand(request: Request, parse: Callable[[Any], T]) -> T:
     body = await _receive(request, context)
     if len(body) <= MOST_BYTES_ON_LOOP:
         return parse(parse_json(body))
-    reader = parse_json if len(body) <= MOST_BYTES_IN_THREAD else context.processes.parse
-    return await context.run_aside(request, lambda: parse(reader(body)))
+    return await context.run_aside(request, lambda: parse(context.processes.parse(body)))
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vmserve.errors import InvalidRequestError
+from vmserve.errors import InvalidRequestError, PromptTooLongError
 from vmserve.server.body import read_model
 from vmserve.server.choices import StreamedChoice, begun_with, with_echo
 from vmserve.server.context import NamesModel, ServerContext
 from vmserve.server.errors import below_minimum, not_implemented
 from vmserve.server.generation import Generation, Job, Piece, terms_of
+from vmserve.server.limits import MAX_CONTEXTS
 from vmserve.server.logprobs import LogprobShape, Position, chat_logprobs, prompt_logprobs
 from vmserve.server.messages import content_text, conversation
 from vmserve.server.models.served import ServedModel
@@ -31,7 +32,7 @@ from vmserve.server.params import (
 )
 from vmserve.server.protocol import ChatCompletionRequest, TokenizeRequest
 from vmserve.server.scope import unless_disconnected
-from vmserve.server.streaming import Chunk, EventStream, json_reply
+from vmserve.server.streaming import Chunk, EventStream, about_bytes, json_reply
 from vmserve.server.tools import ToolUse, message_of, tool_use, with_reasoning
 from vmserve.server.tracing import trace_of
 from vmserve.server.usage import Usage, per_request_metrics
@@ -136,7 +137,13 @@ class ChatService:
         if body.stream:
             return EventStream(reply.chunks(await started.generation.stream()))
         results = await started.generation.run()
-        return await json_reply(self._context, request, results, lambda: reply.full(results[0]))
+        return await json_reply(
+            self._context,
+            request,
+            results,
+            lambda: reply.full(results[0]),
+            reply.echoed_bytes(results[0]),
+        )
 
     async def start(
         self,
@@ -172,9 +179,10 @@ class ChatService:
     ) -> int:
         """Count the prompt's tokens. Errors: those of :meth:`start`."""
         served = await self._context.model_of(request, asked)
-        return await self._context.run_aside(
+        work = self._context.run_aside(
             request, lambda: len(_render(served, make_body())[0].token_ids)
         )
+        return await unless_disconnected(request.receive, work)
 
 
 def _prepare(served: ServedModel, body: ChatCompletionRequest) -> _PreparedChat:
@@ -189,7 +197,17 @@ def _render(served: ServedModel, body: ChatCompletionRequest) -> tuple[RenderedC
     _check(body)
     use = tool_use(body, served.dialect.parser, are_told=served.dialect.tells_tools)
     most = most_tokens(body, served.max_model_len)
-    return render_chat(body, served, use.shown, most), use
+    if most is not None:
+        return render_chat(body, served, use.shown, most), use
+    try:
+        return render_chat(body, served, use.shown, MAX_CONTEXTS * served.max_model_len), use
+    except PromptTooLongError as error:
+        raise InvalidRequestError(
+            f"messages: a conversation that is to be truncated may have {MAX_CONTEXTS} times the "
+            f"context, {served.max_model_len} tokens, and this one has more: leave out what would "
+            "be cut off",
+            "messages",
+        ) from error
 
 
 def _job(served: ServedModel, body: ChatCompletionRequest, chat: RenderedChat, use: ToolUse) -> Job:
@@ -270,7 +288,7 @@ class _Reply:
             **self._head,
             "object": "chat.completion",
             "system_fingerprint": None,
-            "choices": [self._choice(choice) for choice in result.outputs],
+            "choices": map(self._choice, result.outputs),  # written one by one
             "usage": Usage.of([result], tells_drafts=body.prediction is not None).as_dict(),
             "prompt_logprobs": None
             if body.prompt_logprobs is None
@@ -281,6 +299,11 @@ class _Reply:
             num_tokens = len(result.outputs[0].token_ids)
             reply["metrics"] = per_request_metrics(result.metrics, num_tokens)
         return reply
+
+    def echoed_bytes(self, result: RequestOutput) -> int:
+        """About how much of the whole reply is what it repeats of the prompt."""
+        num_ids = len(self._job.token_ids) if self._body.return_token_ids else 0
+        return about_bytes(text=len(result.outputs) * len(self._echo), ids=num_ids)
 
     def _choice(self, choice: CompletionOutput) -> dict[str, Any]:
         reader = self._use.reader()

@@ -23,6 +23,7 @@ from vmserve.server.params import (
     StreamOptions,
     check_max_tokens,
     check_prompt,
+    check_repeated,
     most_tokens,
     refuse_unserved,
     sampling_params,
@@ -32,7 +33,13 @@ from vmserve.server.params import (
 from vmserve.server.prompts import Prompt, encode_prompt, split_prompts
 from vmserve.server.protocol import CompletionRequest
 from vmserve.server.scope import unless_disconnected
-from vmserve.server.streaming import MOST_LOGPROBS_ON_LOOP, Chunk, EventStream, json_reply
+from vmserve.server.streaming import (
+    MOST_BYTES_ON_LOOP,
+    Chunk,
+    EventStream,
+    about_bytes,
+    json_reply,
+)
 from vmserve.server.tracing import trace_of
 from vmserve.server.usage import Usage, per_request_metrics
 from vmserve.server.wire import TextTemplate, dump_parts
@@ -41,6 +48,8 @@ from vmserve.types import CompletionOutput, RequestOutput
 __all__ = ["CompletionService"]
 
 _DEFAULT_MAX_TOKENS: Final = 16
+#: About.
+_CHARS_PER_TOKEN: Final = 4
 
 
 class CompletionService:
@@ -80,11 +89,14 @@ class CompletionService:
         if body.stream:
             return EventStream(reply.chunks(await generation.stream(), request))
         results = await generation.run()
-        return await json_reply(context, request, results, lambda: reply.full(results))
+        return await json_reply(
+            context, request, results, lambda: reply.full(results), reply.echoed_bytes(results)
+        )
 
     def _jobs(self, served: ServedModel, body: CompletionRequest) -> list[Job]:
         prompts = split_prompts(body.prompt)
         params = _params(served, body)
+        check_repeated(params, len(prompts))
         return [self._job(served, prompt, body, params) for prompt in prompts]
 
     def _job(
@@ -196,11 +208,11 @@ class _Reply:
     # -- in one piece -----------------------------------------------------------------
 
     def full(self, results: list[RequestOutput]) -> dict[str, Any]:
-        choices = [
+        choices = (  # written one by one
             self._choice(index, choice, result)
             for index, result in enumerate(results)
             for choice in result.outputs
-        ]
+        )
         reply = {**self._head, "system_fingerprint": None, "choices": choices}
         reply["usage"] = Usage.of(results, tells_drafts=self._body.prediction is not None).as_dict()
         if self._has_metrics and results[0].outputs:
@@ -256,9 +268,9 @@ class _Reply:
                     yield stream.template.fill(piece.text)
                     continue
                 made = partial(self._chunk, stream, piece, scores.get(job, ()))
-                num_echoed = self._num_echoed(stream, scores.get(job, ()))
-                if num_echoed > MOST_LOGPROBS_ON_LOOP:
-                    yield await self._context.run_aside(request, partial(_dump, made), num_echoed)
+                size = 0 if stream.started else self._echoed_bytes(job, scores.get(job, ()))
+                if size > MOST_BYTES_ON_LOOP:
+                    yield await self._context.run_aside(request, partial(_dump, made), size)
                 else:
                     yield made()
                 if self._tells_text_alone:
@@ -273,11 +285,24 @@ class _Reply:
                 chunk["metrics"] = per_request_metrics(last.metrics, usage.num_completion)
             yield chunk
 
-    def _num_echoed(self, stream: _ChoiceStream, scores: Sequence[Position | None]) -> int:
-        """Return how many of the prompt's log-probabilities the next chunk has."""
-        if stream.started or not self._body.echo or self._body.logprobs is None:
-            return 0
-        return len(scores) * (self._body.logprobs + 1)
+    def echoed_bytes(self, results: list[RequestOutput]) -> int:
+        """About how much of the whole reply is what choices repeat of their prompts."""
+        return sum(
+            len(result.outputs) * self._echoed_bytes(job, result.prompt_logprobs or ())
+            for job, result in enumerate(results)
+        )
+
+    def _echoed_bytes(self, job: int, scores: Sequence[Position | None]) -> int:
+        """About how much of a choice is what it repeats of its prompt."""
+        body, prompt = self._body, self._jobs[job]
+        num_ids = len(prompt.token_ids)
+        text = num_ids * _CHARS_PER_TOKEN if prompt.text is None else len(prompt.text)
+        scored = len(scores) * ((body.logprobs or 0) + 1)
+        return about_bytes(
+            text=text if body.echo else 0,
+            ids=num_ids if body.return_token_ids else 0,
+            logprobs=scored if body.echo and body.logprobs is not None else 0,
+        )
 
     def _chunk(
         self, stream: _ChoiceStream, piece: Piece, scores: Sequence[Position | None]

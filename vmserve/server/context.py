@@ -106,7 +106,7 @@ class ServerContext:
         try:
             return await self.workers.run(visit.tenant, work, size)
         finally:
-            self._idle.note(size)
+            self._idle.note()
 
     def close(self) -> None:
         self.workers.close()

@@ -13,11 +13,12 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from vmserve.errors import DeadlineError, EngineDeadError, InvalidRequestError, VmserveError
-from vmserve.sampling import GenerationParams
+from vmserve.sampling import BeamSearchParams, GenerationParams
+from vmserve.sampling.params import with_checked
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import ApiError
-from vmserve.server.limits import MAX_LOGPROB_ENTRIES
+from vmserve.server.limits import MAX_LOGPROB_ENTRIES, MAX_LOGPROBS_AT_ONCE
 from vmserve.server.models.served import ServedModel
 from vmserve.server.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.scope import closing, gather
@@ -83,7 +84,9 @@ class Generation:
                 sum(len(job.token_ids) for job in self._jobs),
             )
             stack.callback(self._use.release)
-            ticket = served.admission.admit(len(jobs), sum(self._cost(job) for job in self._jobs))
+            ticket = served.admission.admit(
+                terms.tenant, len(jobs), sum(self._cost(job) for job in self._jobs)
+            )
         except ApiError:
             served.num_rejected += 1
             raise
@@ -223,40 +226,61 @@ class ChoiceBuffer:
 
 
 def _with_bounded_logprobs(jobs: list[Job], served: ServedModel) -> list[Job]:
-    """The same jobs; where log-probabilities are wanted of an open number of tokens, with as many
-    as the bound allows.
+    """The same jobs; those with log-probabilities end at the latest where the bound on their number
+    is reached.
 
-    Raises :class:`InvalidRequestError` for more than :data:`MAX_LOGPROB_ENTRIES`.
+    Raises :class:`InvalidRequestError` for more than :data:`MAX_LOGPROB_ENTRIES` whatever is
+    generated, or more than :data:`MAX_LOGPROBS_AT_ONCE` in a step.
     """
+    first = jobs[0].params.as_sampling()  # all prompts of a request have the same
+    if first.logprobs is None and first.prompt_logprobs is None:
+        return jobs
+    resolved = served.engine.resolved
 
     def num_entries(k: int) -> int:
         return served.engine.model_config.vocab_size if k == -1 else k + 1
 
-    in_all = 0
-    bounded: list[Job] = []
-    for job in jobs:
-        params = job.params.as_sampling()
-        if params.prompt_logprobs is not None:
-            in_all += num_entries(params.prompt_logprobs) * len(job.token_ids)
-        if params.logprobs is not None:
-            asked = max(num_entries(params.logprobs), len(params.logprob_token_ids or ()) + 1)
-            asked *= job.params.num_sequences
-            left = max(1, served.max_model_len - len(job.token_ids))
-            num_tokens = left if params.max_tokens is None else min(params.max_tokens, left)
-            most = max(1, MAX_LOGPROB_ENTRIES // (len(jobs) * asked))
-            if params.max_tokens is None and most < left:
-                num_tokens = most
-                job = replace(job, params=replace(job.params, max_tokens=most))
-            in_all += asked * num_tokens
-        bounded.append(job)
-    if in_all > MAX_LOGPROB_ENTRIES:
+    in_prompts = 0
+    if first.prompt_logprobs is not None:
+        in_prompts = num_entries(first.prompt_logprobs) * sum(len(job.token_ids) for job in jobs)
+    at_once = in_step = 0
+    if first.logprobs is not None:
+        each = max(num_entries(first.logprobs), len(first.logprob_token_ids or ()) + 1)
+        num_sequences = first.num_sequences * len(jobs)
+        at_once = each * num_sequences
+        if num_sequences > 1:
+            in_step = each * min(num_sequences, resolved.max_num_seqs)
+    if in_prompts + at_once > MAX_LOGPROB_ENTRIES:
         raise InvalidRequestError(
-            f"up to {in_all} log-probabilities, positions times tokens at each, are more than one "
-            f"request may ask for, {MAX_LOGPROB_ENTRIES}: lower logprobs, prompt_logprobs, n or "
-            "max_tokens, or send fewer prompts",
+            f"{in_prompts} log-probabilities of prompts and {at_once} for each step, positions "
+            f"times tokens at each, are more than one request may ask for, {MAX_LOGPROB_ENTRIES}: "
+            "lower logprobs, prompt_logprobs or n, or send fewer prompts",
             "logprobs",
         )
-    return bounded
+    if in_step > MAX_LOGPROBS_AT_ONCE:
+        raise InvalidRequestError(
+            f"{in_step} log-probabilities in a step, choices times tokens at each, are more than "
+            f"one request may ask for, {MAX_LOGPROBS_AT_ONCE}: lower logprobs or n, name fewer "
+            "logprob_token_ids, or send fewer prompts",
+            "logprobs",
+        )
+    if not at_once:
+        return jobs
+    most = (MAX_LOGPROB_ENTRIES - in_prompts) // at_once
+    left = max(served.max_model_len - len(job.token_ids) for job in jobs)
+    if most >= left:
+        return jobs
+    limits = {id(job.params): _ending_at(job.params, most) for job in jobs}
+    return [replace(job, params=limits[id(job.params)]) for job in jobs]
+
+
+def _ending_at(params: GenerationParams, most: int) -> GenerationParams:
+    if params.max_tokens is not None and params.max_tokens <= most:
+        return params
+    least = min(params.min_tokens, most)
+    if isinstance(params, BeamSearchParams):
+        return with_checked(params, max_tokens=most, min_tokens=least)
+    return with_checked(params, max_tokens=most, min_tokens=least)
 
 
 def _shorter(*timeouts: float | None) -> float | None:

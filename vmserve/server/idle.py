@@ -1,45 +1,48 @@
-"""What the server gives back once large requests have passed."""
+"""What the server gives back once many or large requests have passed."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Final
 
-from vmserve.host_arrays import trim_memory
+from vmserve.host_arrays import MemoryReturn
 from vmserve.server.aside_process import AsideProcesses
-from vmserve.server.workers import LONG_WORK
 
 __all__ = ["IdleWork"]
 
-#: Seconds without large work before its memory goes back to the system, and its processes end.
+#: Seconds without a request that was prepared by a thread, before memory goes back to the system,
+#: and processes for large ones end.
 _IDLE_SECONDS: Final = 5.0
 
 
 class IdleWork:
-    """Waits for large work to be over. Belongs to one event loop."""
+    """Waits for work to be over. Belongs to one event loop."""
 
     def __init__(self, processes: AsideProcesses) -> None:
         self._processes = processes
         self._due: asyncio.TimerHandle | None = None
-        self.num_trims = 0
+        self._last = 0.0
+        self.memory = MemoryReturn()
 
-    def note(self, size: int) -> None:
-        """Work of ``size`` bytes has just ended."""
-        if size <= LONG_WORK:
-            return
-        if self._due is not None:
-            self._due.cancel()
-        self._due = asyncio.get_running_loop().call_later(_IDLE_SECONDS, self._tidy)
+    def note(self) -> None:
+        """Work has just ended."""
+        loop = asyncio.get_running_loop()
+        self._last = loop.time()
+        if self._due is None:
+            self._due = loop.call_later(_IDLE_SECONDS, self._tidy)
 
     def _tidy(self) -> None:
+        loop = asyncio.get_running_loop()
+        due = self._last + _IDLE_SECONDS
+        if loop.time() < due:
+            self._due = loop.call_at(due, self._tidy)
+            return
         self._due = None
-        asyncio.get_running_loop().run_in_executor(None, self._give_back)
+        loop.run_in_executor(None, self._give_back)
 
     def _give_back(self) -> None:
         self._processes.close_idle()
-        # Freed in pieces all over the heap, it would stay with the allocator.
-        trim_memory()
-        self.num_trims += 1
+        self.memory.give_back()
 
     def close(self) -> None:
         if self._due is not None:

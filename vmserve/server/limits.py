@@ -26,13 +26,16 @@ __all__ = [
     "HEAD_TIMEOUT_SECONDS",
     "MAX_BODY_BYTES",
     "MAX_CONTAINERS",
+    "MAX_CONTEXTS",
     "MAX_DEPTH",
     "MAX_HEADER_BYTES",
     "MAX_HELD_BYTES",
     "MAX_HELD_BYTES_OF_ONE",
+    "MAX_LOGPROBS_AT_ONCE",
     "MAX_LOGPROB_ENTRIES",
     "MAX_MESSAGE_BYTES",
     "MAX_PENDING_WORK",
+    "MAX_REPEATED",
     "MAX_SEND_BYTES",
     "NUMBERS",
     "SIZES",
@@ -51,8 +54,15 @@ MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 65_536
 #: Requests of one tenant that wait for a thread which prepares them.
 MAX_PENDING_WORK: Final = 256
-#: Log-probabilities that one request may ask for: positions times tokens at each.
+#: Log-probabilities that one request may have: positions times tokens at each.
 MAX_LOGPROB_ENTRIES: Final = 500_000
+#: Of them, in one step, for several choices.
+MAX_LOGPROBS_AT_ONCE: Final = 8192
+#: Ids in lists of a request's parameters, and characters of its texts / 16, for all its prompts
+#: together: each prompt takes them to the engine.
+MAX_REPEATED: Final = 1_000_000
+#: Of a conversation that is to be truncated or counted, so many times the context is read.
+MAX_CONTEXTS: Final = 16
 MAX_HEADER_BYTES: Final = 32 * 1024
 #: A whole body has to arrive within this time.
 BODY_TIMEOUT_SECONDS: Final = 30.0
@@ -86,7 +96,7 @@ NUMBERS: Final[dict[str, Bounds]] = {
 #: Fewest and most characters of a string, entries of a list or keys of an object.
 #: What has a body's worth of room is bounded by MAX_BODY_BYTES, and later by the context.
 SIZES: Final[dict[str, tuple[int, int]]] = {
-    "allowed_token_ids": (1, 1_000_000),
+    "allowed_token_ids": (1, 300_000),
     "bad_words": (0, MAX_BAD_WORDS),
     "bad_words.item": (1, MAX_BAD_WORD_CHARS),
     "cache_salt": (1, 1024),

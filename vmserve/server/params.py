@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, cast
 
 from vmserve.errors import InvalidRequestError
 from vmserve.options import declared_options
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
+from vmserve.sampling.params import with_checked
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import not_implemented
+from vmserve.server.limits import MAX_REPEATED
 from vmserve.server.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.structured import structured_outputs
 from vmserve.structured.spec import StructuredOutputsParams
+from vmserve.values import token_list
 
 __all__ = [
     "StreamOptions",
     "check_max_tokens",
     "check_prompt",
+    "check_repeated",
     "most_tokens",
     "refuse_unserved",
     "sampling_params",
@@ -82,6 +87,9 @@ def sampling_params(
         structured_outputs=structured,
     )
     params.validate_for(engine.model_config.vocab_size, engine.resolved.max_logprobs)
+    if params.bad_words:
+        words = engine.tokenizer.encode_bad_words(cast("Sequence[str]", params.bad_words))
+        return with_checked(params, bad_words=words)
     return params
 
 
@@ -138,6 +146,31 @@ def _beam_params(
     return params
 
 
+def check_repeated(params: GenerationParams, num_prompts: int) -> None:
+    """Raises :class:`InvalidRequestError` for lists and texts that are too long for so many
+    prompts."""
+    sampling = params.as_sampling()
+    lists = (
+        sampling.allowed_token_ids,
+        sampling.stop_token_ids,
+        sampling.logprob_token_ids,
+        sampling.logit_bias,
+        sampling.prediction,
+        *sampling.bad_words,
+    )
+    num_chars = sum(map(len, sampling.stop))
+    if sampling.structured_outputs is not None:
+        num_chars += len(sampling.structured_outputs.constraint.text)
+    size = sum(len(each) for each in lists if each is not None) + num_chars // 16
+    if size * num_prompts > MAX_REPEATED:
+        raise InvalidRequestError(
+            f"prompt: {num_prompts} prompts with parameters of {size} token ids (or 16 characters) "
+            f"each are more than one request may have, {MAX_REPEATED} in all: send fewer prompts, "
+            "or shorter lists and texts",
+            "prompt",
+        )
+
+
 def check_max_tokens(max_tokens: int | None, max_model_len: int, name: str = "max_tokens") -> None:
     """Raises :class:`InvalidRequestError` for more than the context could ever hold.
 
@@ -167,7 +200,7 @@ def truncate(token_ids: list[int], request: Truncated, max_model_len: int) -> li
     """Truncate a prompt: keep the last tokens, or the first ones with side "right"."""
     keep = request.truncate_prompt_tokens
     if keep is None:
-        return token_ids
+        return token_list(token_ids)
     if keep == -1:
         keep = max_model_len - 1
     if not 1 <= keep <= max_model_len:
@@ -176,7 +209,8 @@ def truncate(token_ids: list[int], request: Truncated, max_model_len: int) -> li
             f"length; got {keep}",
             "truncate_prompt_tokens",
         )
-    return token_ids[:keep] if request.truncation_side == "right" else token_ids[-keep:]
+    kept = token_ids[:keep] if request.truncation_side == "right" else token_ids[-keep:]
+    return token_list(kept)
 
 
 def most_tokens(request: Truncated, max_model_len: int) -> int | None:

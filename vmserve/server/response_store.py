@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from vmserve.server.limits import MAX_BODY_BYTES
 from vmserve.server.wire import dump_json
 
 __all__ = ["MAX_STORED_BYTES", "STORED_SECONDS", "ResponseStore", "StoredResponse"]
@@ -35,11 +35,6 @@ class StoredResponse:
     def of(cls, reply: dict[str, Any], messages: list[dict[str, Any]]) -> StoredResponse:
         return cls(dump_json(reply), dump_json(messages))
 
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation, parsed."""
-        messages: list[dict[str, Any]] = json.loads(self.conversation)
-        return messages
-
     @property
     def num_bytes(self) -> int:
         return len(self.reply) + len(self.conversation) + _ENTRY_BYTES
@@ -61,9 +56,10 @@ class ResponseStore:
         self._num_bytes: Counter[str] = Counter()
 
     def put(self, tenant: str, response_id: str, stored: StoredResponse) -> bool:
-        """Store a response; return False if it is larger than the tenant's share."""
+        """Store a response; return False if it is larger than the tenant's share, or its
+        conversation larger than a request may be."""
         self._expire()
-        if stored.num_bytes > self._share:
+        if stored.num_bytes > self._share or len(stored.conversation) > MAX_BODY_BYTES:
             return False
         own = self._stored.setdefault(tenant, OrderedDict())
         while own and self._num_bytes[tenant] + stored.num_bytes > self._share:

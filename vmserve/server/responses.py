@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vmserve.errors import InvalidRequestError
+from vmserve.server.admission import Visit
 from vmserve.server.auth import Caller
 from vmserve.server.body import read_model
 from vmserve.server.chat import ChatService, StartedChat
@@ -26,7 +27,12 @@ from vmserve.server.response_items import (
 from vmserve.server.response_output import OutputItems
 from vmserve.server.response_store import ResponseStore, StoredResponse
 from vmserve.server.scope import unless_disconnected
-from vmserve.server.streaming import EventStream
+from vmserve.server.streaming import (
+    Chunk,
+    EventStream,
+    json_response,
+    write_event,
+)
 from vmserve.server.structured import format_fields
 from vmserve.server.wire import JSON_TYPE, dump_json
 from vmserve.types import RequestOutput
@@ -73,7 +79,7 @@ class ResponsesService:
         body = await read_model(request, ResponsesRequest)
         earlier = self._earlier(request, body)
         num_tokens = await self._chat.count(
-            request, body, lambda: _chat_body(body, _messages(earlier, body))
+            request, body, lambda: _chat_body(body, self._messages(earlier, body))
         )
         reply = {"object": "response.input_tokens", "input_tokens": num_tokens}
         return Response(dump_json(reply), media_type=JSON_TYPE)
@@ -103,17 +109,25 @@ class ResponsesService:
             return None
         return self._stored(request, body.previous_response_id, "previous_response_id")
 
+    def _messages(
+        self, earlier: StoredResponse | None, body: ResponsesRequest
+    ) -> list[dict[str, Any]]:
+        before: list[dict[str, Any]] = []
+        if earlier is not None:
+            before = self._context.processes.load(earlier.conversation)
+        return before + messages_of(body.input)
+
     async def _create(self, request: Request, body: ResponsesRequest) -> Response:
         earlier = self._earlier(request, body)
         response_id = f"resp_{secrets.token_hex(16)}"
         messages: list[dict[str, Any]] = []
 
         def chat_body() -> ChatCompletionRequest:
-            messages.extend(_messages(earlier, body))
+            messages.extend(self._messages(earlier, body))
             return _chat_body(body, messages)
 
         started = await self._chat.start(request, body, chat_body, response_id)
-        reply = _Reply(response_id, body, started)
+        reply = _Reply(self._context, request, response_id, body, started)
         keep = body.store is not False
 
         async def store(final: dict[str, Any]) -> None:
@@ -131,11 +145,7 @@ class ResponsesService:
         [result] = await started.generation.run()
         final = reply.full(result)
         await store(final)
-        return Response(dump_json(final), media_type=JSON_TYPE)
-
-
-def _messages(earlier: StoredResponse | None, body: ResponsesRequest) -> list[dict[str, Any]]:
-    return ([] if earlier is None else earlier.messages()) + messages_of(body.input)
+        return await json_response(self._context, request, lambda: final, reply.num_bytes)
 
 
 def _owner(request: Request) -> str:
@@ -175,7 +185,19 @@ def _chat_body(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCo
 class _Reply:
     """One response, whole or as events."""
 
-    def __init__(self, response_id: str, body: ResponsesRequest, started: StartedChat) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        request: Request,
+        response_id: str,
+        body: ResponsesRequest,
+        started: StartedChat,
+    ) -> None:
+        self._context = context
+        self._request = request
+        visit: Visit = request.state.visit
+        #: Of a response, about: it repeats most of the request.
+        self.num_bytes = visit.num_bytes
         self._id = response_id
         self._body = body
         self._started = started
@@ -193,10 +215,10 @@ class _Reply:
 
     async def events(
         self, outputs: AsyncIterator[tuple[int, RequestOutput]], store: Any
-    ) -> AsyncGenerator[dict[str, Any], None]:
+    ) -> AsyncGenerator[Chunk, None]:
         """OpenAI's events, in its order."""
-        yield self._event("response.created", {"response": self._body_of("in_progress")})
-        yield self._event("response.in_progress", {"response": self._body_of("in_progress")})
+        yield await self._whole("response.created", self._body_of("in_progress"))
+        yield await self._whole("response.in_progress", self._body_of("in_progress"))
         streamed = StreamedChoice(self._started.use.reader())
         num_tokens = 0
         reason: str | None = None
@@ -213,7 +235,11 @@ class _Reply:
             yield self._event(name, fields)
         final = self._final(reason, num_tokens, last)
         await store(final)
-        yield self._event(f"response.{final['status']}", {"response": final})
+        yield await self._whole(f"response.{final['status']}", final)
+
+    async def _whole(self, name: str, response: dict[str, Any]) -> Chunk:
+        event = self._event(name, {"response": response})
+        return await write_event(self._context, self._request, event, self.num_bytes)
 
     def _event(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
         event = {"type": name, "sequence_number": self._num_events, **fields}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,9 @@ __all__ = ["serve", "stop_on_signals"]
 logger = logging.getLogger(__name__)
 
 _SWITCH_SECONDS: Final = 0.0005
+#: The garbage collector visits all that requests hold, and streams wait for it: it comes seldom,
+#: and when large requests have passed (:mod:`vmserve.server.idle`).
+_GC_THRESHOLDS: Final = (20_000, 20, 10)
 #: After the drain: for last bytes to leave, and for idle connections to close.
 FLUSH_SECONDS: Final = 3.0
 #: How long a connection may wait for its next request. Longer than clients and balancers keep
@@ -95,6 +99,7 @@ async def serve(
     # Threads that prepare requests let go of the interpreter's lock so often: each of the loop's
     # many waits for it would else take ten times as long.
     sys.setswitchinterval(_SWITCH_SECONDS)
+    gc.set_threshold(*_GC_THRESHOLDS)
     with contextlib.closing(listener):
         await _serve(app, context, listener, stop, ready)
     if context.models.errored:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -20,19 +21,42 @@ from vmserve.server.errors import (
 )
 from vmserve.server.logprobs import num_entries
 from vmserve.server.scope import closing, unless_disconnected
-from vmserve.server.wire import JSON_TYPE, dump_parts
+from vmserve.server.wire import JSON_TYPE, dump_json, dump_parts
 from vmserve.types import RequestOutput
 
-__all__ = ["MOST_LOGPROBS_ON_LOOP", "Chunk", "EventStream", "json_reply"]
+__all__ = [
+    "MOST_BYTES_ON_LOOP",
+    "Chunk",
+    "EventStream",
+    "WrittenEvent",
+    "about_bytes",
+    "json_reply",
+    "json_response",
+    "write_event",
+]
+
+
+class WrittenEvent(NamedTuple):
+    """An event whose JSON is there: ``name`` is its type, in streams that name their events."""
+
+    data: bytes
+    name: str = ""
+
 
 #: What an event says: a value, or its JSON.
-Chunk = dict[str, Any] | bytes
+Chunk = dict[str, Any] | bytes | WrittenEvent
 
 _DONE: Final = b"data: [DONE]\n\n"
 #: Of an answer's JSON: as much is made in one turn on another thread.
 _BATCH_BYTES: Final = 128 * 1024
-#: So many entries of log-probabilities take a few milliseconds to write.
-MOST_LOGPROBS_ON_LOOP: Final = 1000
+#: So much JSON takes a few milliseconds to write; more is written by another thread.
+MOST_BYTES_ON_LOOP: Final = 128 * 1024
+#: Of a stream whose events are there.
+_BYTES_AT_ONCE: Final = 4096
+#: Of a log-probability, a token id and a choice, about.
+_LOGPROB_BYTES: Final = 128
+_ID_BYTES: Final = 8
+_CHOICE_BYTES: Final = 256
 
 
 class EventStream(Response):
@@ -76,10 +100,15 @@ class EventStream(Response):
                 async for event in events:
                     await send({"type": "http.response.body", "body": event, "more_body": True})
             else:
+                num_bytes = 0
                 async for event in events:
                     if writer.is_full:
                         await writer.drain()
                     writer.write(event)
+                    num_bytes += len(event)
+                    if num_bytes > _BYTES_AT_ONCE:
+                        num_bytes = 0
+                        await asyncio.sleep(0)  # others' turn: there may always be more
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, scope: Scope) -> AsyncGenerator[bytes, None]:
@@ -108,15 +137,30 @@ class EventStream(Response):
         return {"type": "error", "sequence_number": num_sent, **fields}
 
 
+def about_bytes(*, text: int = 0, ids: int = 0, logprobs: int = 0, choices: int = 0) -> int:
+    """How much JSON so many characters, token ids, log-probabilities and choices make."""
+    return text + _ID_BYTES * ids + _LOGPROB_BYTES * logprobs + _CHOICE_BYTES * choices
+
+
 async def json_reply(
     context: ServerContext,
     request: Request,
     results: Sequence[RequestOutput],
     make: Callable[[], Any],
+    echoed: int = 0,
 ) -> Response:
-    """Reply with ``make(results)`` as JSON: of many log-probabilities aside and in parts,
-    while the client reads."""
-    if num_entries(results) <= MOST_LOGPROBS_ON_LOOP:
+    """Reply with ``make()`` as JSON: a large one aside and in parts, while the client reads.
+
+    ``echoed``: bytes of the request that the reply has beside ``results``.
+    """
+    choices = [choice for result in results for choice in result.outputs]
+    size = echoed + about_bytes(
+        text=sum(len(choice.text) for choice in choices),
+        ids=sum(len(choice.token_ids) for choice in choices),
+        logprobs=num_entries(results),
+        choices=len(choices),
+    )
+    if size <= MOST_BYTES_ON_LOOP:
         return Response(b"".join(dump_parts(make())), media_type=JSON_TYPE)
     parts: Iterator[bytes] = iter(())
 
@@ -134,6 +178,26 @@ async def json_reply(
             batch = await context.run_aside(request, lambda: _next_batch(parts), _BATCH_BYTES)
 
     return _PartsResponse(batches())
+
+
+async def json_response(
+    context: ServerContext, request: Request, make: Callable[[], Any], size: int
+) -> Response:
+    """Reply with ``make()``, which has about ``size`` bytes, as JSON in one piece."""
+    if size <= MOST_BYTES_ON_LOOP:
+        return Response(dump_json(make()), media_type=JSON_TYPE)
+    body = await context.run_aside(request, lambda: dump_json(make()), size)
+    return Response(body, media_type=JSON_TYPE)
+
+
+async def write_event(
+    context: ServerContext, request: Request, event: dict[str, Any], size: int
+) -> Chunk:
+    """``event``, of about ``size`` bytes; one that is large is written by another thread."""
+    if size <= MOST_BYTES_ON_LOOP:
+        return event
+    data = await context.run_aside(request, lambda: b"".join(dump_parts(event)), size)
+    return WrittenEvent(data, event.get("type", ""))
 
 
 def _next_batch(parts: Iterator[bytes]) -> bytes:
@@ -155,5 +219,9 @@ class _PartsResponse(StreamingResponse):
 def _event(value: Chunk, named: bool) -> bytes:
     if isinstance(value, bytes):
         return b"data: %b\n\n" % value
-    name = b"event: " + value["type"].encode() + b"\n" if named else b""
-    return name + b"data: " + b"".join(dump_parts(value)) + b"\n\n"
+    if isinstance(value, WrittenEvent):
+        data, kind = value
+    else:
+        data, kind = b"".join(dump_parts(value)), value.get("type", "")
+    name = b"event: " + kind.encode() + b"\n" if named else b""
+    return name + b"data: " + data + b"\n\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -13,17 +11,15 @@ from vmserve.server.body import read_model
 from vmserve.server.chat import render_chat
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import ApiError
+from vmserve.server.limits import MAX_CONTEXTS
 from vmserve.server.messages import check_tools
 from vmserve.server.models.served import ServedModel
 from vmserve.server.prompts import check_vocabulary
 from vmserve.server.protocol import DetokenizeRequest, TokenizeRequest
+from vmserve.server.scope import unless_disconnected
 from vmserve.server.wire import JSON_TYPE, dump_json
 
 __all__ = ["TokenizationService"]
-
-
-#: A conversation that is so many times too long is not counted to its end.
-_MOST_CONTEXTS: Final = 16
 
 
 class TokenizationService:
@@ -34,7 +30,8 @@ class TokenizationService:
         """``{count, max_model_len, tokens, token_strs}`` of a prompt or a conversation."""
         body = await read_model(request, TokenizeRequest)
         served = await self._context.model_of(request, body)
-        reply = await self._context.run_aside(request, lambda: self._reply(served, body))
+        work = self._context.run_aside(request, lambda: self._reply(served, body))
+        reply = await unless_disconnected(request.receive, work)
         return Response(reply, media_type=JSON_TYPE)
 
     def _reply(self, served: ServedModel, body: TokenizeRequest) -> bytes:
@@ -57,7 +54,7 @@ class TokenizationService:
         if text is None:
             # Tools are only shown to the template here: nothing would call them.
             tools = check_tools(body.tools, "none")
-            most = _MOST_CONTEXTS * served.max_model_len
+            most = MAX_CONTEXTS * served.max_model_len
             ids = render_chat(body, served, tools, most).token_ids
         else:
             ids = tokenizer.encode(text, special)
@@ -74,7 +71,9 @@ class TokenizationService:
             check_vocabulary("tokens", body.tokens, served.engine.model_config.vocab_size)
             return dump_json({"prompt": served.engine.tokenizer.decode(body.tokens, False)})
 
-        return Response(await context.run_aside(request, decode), media_type=JSON_TYPE)
+        work = context.run_aside(request, decode)
+        reply = await unless_disconnected(request.receive, work)
+        return Response(reply, media_type=JSON_TYPE)
 
     async def info(self, request: Request) -> Response:
         """The tokenizer's own configuration, where the server was asked to show it."""

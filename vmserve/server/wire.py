@@ -17,6 +17,8 @@ __all__ = ["JSON_TYPE", "TextTemplate", "dump_json", "dump_parts", "parse_json"]
 
 JSON_TYPE: Final = "application/json"
 
+#: Stands for an iterator while the rest is written; nobody outside of this process can know it.
+_LEFT_OUT: Final = uuid.uuid4().hex
 #: An escape that may be half of a surrogate pair; text with a lone half has no UTF-8 form.
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -32,30 +34,26 @@ def dump_parts(value: Any) -> Iterator[bytes]:
 
     An iterator within is written as an array: its items are asked for, and are a part, one by one.
     """
-    if not _holds_iterator(value):
-        yield dump_json(value)
-    elif isinstance(value, dict):
-        before = b"{"
-        for key, item in value.items():
-            yield before + dump_json(key) + b":"
-            yield from dump_parts(item)
-            before = b","
-        yield b"}"
-    else:
+    within: list[Iterator[Any]] = []
+
+    def leave_out(item: Any) -> str:
+        if not isinstance(item, Iterator):
+            raise TypeError(f"{type(item).__name__} has no form in JSON")
+        within.append(item)
+        return _LEFT_OUT
+
+    text = json.dumps(
+        value, default=leave_out, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
+    first, *rest = text.split(f'"{_LEFT_OUT}"') if within else [text]
+    yield first.encode()
+    for items, after in zip(within, rest, strict=True):
         before = b"["
-        for item in value:
+        for item in items:
             yield before
             yield from dump_parts(item)
             before = b","
-        yield b"]" if before == b"," else b"[]"
-
-
-def _holds_iterator(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_iterator, value.values()))
-    return isinstance(value, Iterator) or (
-        isinstance(value, list) and any(map(_holds_iterator, value))
-    )
+        yield (b"]" if before == b"," else b"[]") + after.encode()
 
 
 class TextTemplate:

@@ -8,15 +8,19 @@ sends, the first job of another starts at once, or after one job of a third.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NamedTuple, TypeVar
+from contextlib import AbstractContextManager
+from typing import Any, Final, TypeVar
 
+from vmserve.errors import VmserveError
 from vmserve.server.errors import ApiError
 from vmserve.server.limits import MAX_PENDING_WORK
 
-__all__ = ["LONG_WORK", "Lane", "Workers"]
+__all__ = ["LONG_WORK", "Lane", "Workers", "stopped_by"]
 
 T = TypeVar("T")
 #: A body of so many bytes takes some 10 ms to prepare; larger ones go to the long lane.
@@ -24,9 +28,53 @@ LONG_WORK: Final = 32 * 1024
 _THREADS: Final = 2
 
 
-class _Work(NamedTuple):
-    done: asyncio.Future[Any]
-    call: Callable[[], Any]
+class _Work:
+    """A task. Whoever waits for ``done`` may leave while a thread is at it."""
+
+    def __init__(self, done: asyncio.Future[Any], call: Callable[[], Any]) -> None:
+        self.done = done
+        self._call = call
+        self._lock = threading.Lock()
+        self._is_abandoned = False
+        self._stop: Callable[[], None] | None = None
+
+    def run(self) -> Any:
+        _current.work = self
+        try:
+            return self._call()
+        finally:
+            _current.work = None
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._is_abandoned = True
+            if self._stop is not None:
+                self._stop()
+
+    @contextlib.contextmanager
+    def stopped_by(self, stop: Callable[[], None]) -> Iterator[None]:
+        with self._lock:
+            if self._is_abandoned:
+                raise VmserveError("nobody waits for this any more")
+            self._stop = stop
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._stop = None
+
+
+#: The work of this thread.
+_current = threading.local()
+
+
+def stopped_by(stop: Callable[[], None]) -> AbstractContextManager[None]:
+    """While in it, ``stop`` is called if nobody waits any more for what this thread does.
+
+    Raises :class:`~vmserve.errors.VmserveError` if that is so already.
+    """
+    work: _Work | None = getattr(_current, "work", None)
+    return contextlib.nullcontext() if work is None else work.stopped_by(stop)
 
 
 class Lane:
@@ -41,7 +89,8 @@ class Lane:
         self._waiting: dict[str, deque[_Work]] = {}
 
     async def run(self, tenant: str, call: Callable[[], T]) -> T:
-        """Run ``call`` on a thread. Work whose caller is cancelled is not begun.
+        """Run ``call`` on a thread. Work whose caller is cancelled is not begun, or stopped where
+        it can be (:func:`stopped_by`).
 
         Raises :class:`ApiError` 429 while too much work of ``tenant`` waits.
         """
@@ -60,6 +109,7 @@ class Lane:
             result: T = await work.done
             return result
         except asyncio.CancelledError:
+            work.abandon()
             if work in queue:
                 queue.remove(work)
                 if not queue:
@@ -99,7 +149,7 @@ class Lane:
             self._dispatch()
 
         loop = asyncio.get_running_loop()
-        loop.run_in_executor(self._threads, work.call).add_done_callback(ended)
+        loop.run_in_executor(self._threads, work.run).add_done_callback(ended)
 
     @property
     def num_waiting(self) -> int:

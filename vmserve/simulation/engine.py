@@ -123,9 +123,6 @@ class _NullTokenizer:
 
     eos_ids = frozenset({END_ID})
 
-    def encode_bad_words(self, words: abc.Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        return ()
-
 
 class _WatchedMemory(MemoryManager):
     """Remembers how many pages were mapped before a plan was applied."""

@@ -6,7 +6,7 @@ nothing. Text is made and cut here, for all clients.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from copy import copy
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from vmserve.sampling.params import GenerationParams
 from vmserve.sampling.tokens import SampledToken
 from vmserve.text.scores import PromptScores
+from vmserve.text.stop import StopStrings
 from vmserve.text.stream import ChoiceStream, Delta
 from vmserve.text.tokenizer import Tokenizer
 from vmserve.text.update import ChoiceUpdate, RequestUpdate
@@ -26,6 +27,10 @@ from vmserve.types import (
 )
 
 __all__ = ["RequestAssembly"]
+
+
+#: Tokens and log-probabilities that are taken in one go: a few milliseconds.
+_MOST_ENTRIES = 2000
 
 
 class _Answer:
@@ -74,7 +79,11 @@ class RequestAssembly:
         #: The parameters of the request; ``_params``: those of each choice.
         self.params = params
         self._params = params.as_sampling()
+        self._stops = StopStrings(self._params.stop)
         self._num_wanted = params.n
+        listed = len(self._params.logprob_token_ids or ())
+        #: Of a token: itself and the log-probabilities that come with it.
+        self._entries_each = 1 + max(self._params.logprobs or 0, listed)
         self._stream = stream
         self._answers: dict[int, _Answer] = {}
         self._prompt_logprobs: PromptScores | None = None
@@ -86,12 +95,16 @@ class RequestAssembly:
         """Make a delta without choices, which says that the request is queued."""
         return self._build([], delta=True)
 
-    def take(self, updates: Sequence[RequestUpdate], now: float) -> RequestOutput | None:
-        """Make the next output of new updates; None if there is nothing to say yet.
+    def take(
+        self, updates: Sequence[RequestUpdate], now: float
+    ) -> Generator[None, None, RequestOutput | None]:
+        """Make the next output of new updates; returns None if there is nothing to say yet.
 
-        ``now``: when the last of them came, in monotonic seconds.
+        ``now``: when the last of them came, in monotonic seconds. Yields once in a while: much may
+        have come at once.
         """
         touched: dict[int, _Answer] = {}
+        num_entries = 0
         for update in updates:
             if update.metrics is not None:
                 # A copy: the engine keeps counting in its own until the request ends.
@@ -105,6 +118,10 @@ class RequestAssembly:
                 self._embedding = np.frombuffer(update.embedding, dtype=np.float32)
             for choice in update.outputs:
                 touched[choice.index] = self._take(choice)
+                num_entries += len(choice.token_ids) * self._entries_each
+                if num_entries > _MOST_ENTRIES:
+                    yield
+                    num_entries = 0
             self.finished = update.finished
         if self.finished:
             self.metrics.finished_time = self.metrics.finished_time or now
@@ -113,7 +130,7 @@ class RequestAssembly:
     def _take(self, choice: ChoiceUpdate) -> _Answer:
         answer = self._answers.get(choice.index)
         if answer is None:
-            stream = ChoiceStream(self._tokenizer, self._params)
+            stream = ChoiceStream(self._tokenizer, self._params, self._stops)
             answer = self._answers[choice.index] = _Answer(choice.index, stream)
         self._push(answer, choice)
         answer.cumulative = choice.cumulative_logprob

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from vmserve.errors import InvalidRequestError
+from vmserve.sampling.params import GenerationParams, SamplingParams, with_checked
 from vmserve.text.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "PromptLike", "encode_prompt", "split_prompts"]
+__all__ = ["Prompt", "PromptLike", "encode_params", "encode_prompt", "split_prompts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,20 @@ def encode_prompt(prompt: PromptLike, tokenizer: Tokenizer) -> Prompt:
     if not token_ids:
         raise InvalidRequestError("The decoder prompt cannot be empty", "prompt")
     return Prompt(None, token_ids)
+
+
+def encode_params(params: GenerationParams, tokenizer: Tokenizer) -> GenerationParams:
+    """The same with token ids in place of texts: the engine's loop encodes nothing."""
+    if not isinstance(params, SamplingParams):
+        return params
+    if isinstance(params.prediction, str):
+        predicted = tokenizer.encode(params.prediction, add_special_tokens=False)
+        params = with_checked(params, prediction=tuple(predicted))
+    words = params.bad_words
+    if words and isinstance(words[0], str):
+        encoded = tokenizer.encode_bad_words(cast("Sequence[str]", words))
+        params = with_checked(params, bad_words=encoded)
+    return params
 
 
 def _encode_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> Prompt:

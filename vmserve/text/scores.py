@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import overload
 
 from vmserve.sampling.tokens import TopTokens
@@ -37,11 +38,7 @@ class PromptScores(Sequence[Position]):
         """Restore what :meth:`pack` returned."""
         scores = cls(text)
         packed_counts, packed_ids, packed_logprobs, packed_ranks = columns
-        scores._ends = array("q")
-        counts, end = array("i", packed_counts), 0
-        for count in counts:
-            end += count
-            scores._ends.append(end)
+        scores._ends = array("q", accumulate(array("i", packed_counts)))
         scores._ids, scores._ranks = array("i", packed_ids), array("i", packed_ranks)
         scores._logprobs = array("d", packed_logprobs)
         return scores

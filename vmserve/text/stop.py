@@ -10,7 +10,39 @@ from vmserve.text.detokenizer import IncrementalDetokenizer, TokenTable
 if TYPE_CHECKING:
     from vmserve.sampling.params import SamplingParams
 
-__all__ = ["StopChecker", "StopWatcher"]
+__all__ = ["StopChecker", "StopStrings", "StopWatcher"]
+
+
+class StopStrings:
+    """The stop strings of a request; its choices share them.
+
+    There is one automaton per string (Knuth, Morris and Pratt, 1977), so that a character takes
+    constant time on average for any strings and any text. Of an automaton only as much is made as
+    the answers have matched: strings may be long, and are seldom met.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if "" in stops:
+            raise ValueError("a stop string must not be empty")
+        #: Longest first.
+        self.texts = sorted(set(stops), key=len, reverse=True)
+        self.first = frozenset(stop[0] for stop in self.texts)
+        #: Of each, for its first prefixes, the length of the prefix's longest proper suffix that
+        #: begins the string.
+        self._failures = [[0] for _ in self.texts]
+
+    def after(self, place: int, matched: int, char: str) -> int:
+        """How many of its first characters the text ends with, if it ended with ``matched`` of the
+        string at ``place`` and ``char`` is added."""
+        stop = self.texts[place]
+        if stop[matched] == char:
+            return matched + 1
+        failures = self._failures[place]
+        if len(failures) < matched:
+            _extend(failures, stop, matched)
+        while matched and stop[matched] != char:
+            matched = failures[matched - 1]
+        return matched + (stop[matched] == char)
 
 
 class StopChecker:
@@ -20,19 +52,14 @@ class StopChecker:
     the longest string has. The string that is complete first wins, and the longest of those that
     end with the same character. What is released does not depend on how the text was cut.
 
-    There is one automaton per string (Knuth, Morris and Pratt, 1977), so that a character takes
-    constant time on average for any strings and any text.
     """
 
-    def __init__(self, stops: Sequence[str], include_stop_str: bool = False) -> None:
-        if "" in stops:
-            raise ValueError("a stop string must not be empty")
-        self._stops = sorted(set(stops), key=len, reverse=True)
+    def __init__(self, stops: StopStrings, include_stop_str: bool = False) -> None:
+        self._stops = stops
         self._include = include_stop_str
-        self._first = frozenset(stop[0] for stop in self._stops)
-        self._failures = [_failures(stop) for stop in self._stops]
+        self._first = stops.first
         #: For each string, how many of its first characters the text ends with.
-        self._matched = [0] * len(self._stops)
+        self._matched = [0] * len(stops.texts)
         self._held = ""
         self.stopped = False
 
@@ -65,19 +92,15 @@ class StopChecker:
     def flush(self) -> str:
         """Release the text that was held back: no stop string can claim it any more."""
         held, self._held = self._held, ""
-        self._matched = [0] * len(self._stops)
+        self._matched = [0] * len(self._matched)
         return held
 
     def _advance(self, char: str) -> str | None:
         """Add one character; returns the longest stop string that it completes, or None."""
-        for i, stop in enumerate(self._stops):
-            length = self._matched[i]
-            while length and stop[length] != char:
-                length = self._failures[i][length - 1]
-            if stop[length] == char:
-                length += 1
-            self._matched[i] = length
-            if length == len(stop):
+        stops, matched = self._stops, self._matched
+        for place, stop in enumerate(stops.texts):
+            matched[place] = stops.after(place, matched[place], char)
+            if matched[place] == len(stop):
                 return stop  # the strings are sorted by length
         return None
 
@@ -88,9 +111,9 @@ class StopWatcher:
     The rules are those of :class:`~vmserve.text.stream.ChoiceStream`.
     """
 
-    def __init__(self, table: TokenTable, params: SamplingParams) -> None:
+    def __init__(self, table: TokenTable, params: SamplingParams, stops: StopStrings) -> None:
         self._piece = IncrementalDetokenizer(table, params.skip_special_tokens).push
-        self._checker = StopChecker(params.stop)
+        self._checker = StopChecker(stops)
 
     def push(self, token_id: int, may_stop: bool) -> str | None:
         """Add a token; returns the stop string that it completes, or None.
@@ -104,14 +127,12 @@ class StopWatcher:
         return None
 
 
-def _failures(stop: str) -> list[int]:
-    """For each prefix of ``stop``, the length of its longest proper suffix that begins ``stop``."""
-    lengths = [0]
-    length = 0
-    for char in stop[1:]:
+def _extend(failures: list[int], stop: str, num: int) -> None:
+    """Append until there are ``num``."""
+    length = failures[-1]
+    for char in stop[len(failures) : num]:
         while length and stop[length] != char:
-            length = lengths[length - 1]
+            length = failures[length - 1]
         if stop[length] == char:
             length += 1
-        lengths.append(length)
-    return lengths
+        failures.append(length)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from vmserve.text.detokenizer import DetokenizerStrategy, IncrementalDetokenizer
-from vmserve.text.stop import StopChecker
+from vmserve.text.stop import StopChecker, StopStrings
 from vmserve.types import Logprob, LogprobsList
 
 if TYPE_CHECKING:
@@ -44,16 +44,22 @@ class ChoiceStream:
     The ``decoded_token`` of a sampled token is the text that it added, so that these strings join
     to the text. For tokens that are not in the text (an end token, a skipped special token, the
     other candidates of a position) it is the token's own string.
+
+    ``stops``: those of ``params``, shared by the choices of a request.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, stops: StopStrings | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._include_stop = params.include_stop_str_in_output
         self._detokenizer: DetokenizerStrategy | None = None
         if params.detokenize:
             detokenizer = IncrementalDetokenizer(tokenizer.table, params.skip_special_tokens)
             self._detokenizer = detokenizer.strategy
-        self._checker = StopChecker(params.stop, self._include_stop) if params.stop else None
+        self._checker: StopChecker | None = None
+        if params.stop:
+            self._checker = StopChecker(stops or StopStrings(params.stop), self._include_stop)
         self._waiting: list[_Waiting] = []
         self._pieces: list[str] = []
         self._num_released = 0  # characters that went out with their tokens

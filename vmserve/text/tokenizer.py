@@ -13,10 +13,11 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.errors import ConfigurationError, InvalidRequestError, PromptTooLongError
 from vmserve.models.gguf.reader import GgufModel, is_gguf, open_gguf
 from vmserve.text.detokenizer import IncrementalDetokenizer, TokenTable
 from vmserve.text.infill import infill_prompt
@@ -170,7 +171,7 @@ class Tokenizer:
             num_tokens = len(self._encoding(text[:num_chars], add_special_tokens=False).ids)
             # A cut beginning can have more tokens than it has within the whole text.
             if num_tokens > max_tokens + _CUT_TOKENS:
-                raise InvalidRequestError(
+                raise PromptTooLongError(
                     f"This model's maximum context length is {max_tokens} tokens, but the first "
                     f"{num_chars} of the prompt's {len(text)} characters have {num_tokens}. "
                     "Shorten it, or set truncate_prompt_tokens",
@@ -179,15 +180,21 @@ class Tokenizer:
             num_chars *= 4
 
     def _encoding(self, text: str, add_special_tokens: bool) -> Any:
+        if len(text) > _MOST_WITH_LOCK:
+            return self._encodings([text], add_special_tokens)[0]
         try:
-            if len(text) > _MOST_WITH_LOCK:
-                batch = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
-                return batch[0]
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError:  # lone surrogates, which JSON can carry and UTF-8 cannot
-            raise InvalidRequestError(
-                "the prompt is not valid Unicode text: it has lone surrogates", "prompt"
-            ) from None
+        except TypeError:
+            raise _no_unicode("the prompt", "prompt") from None
+
+    def _encodings(
+        self, texts: list[str], add_special_tokens: bool, what: str = "the prompt"
+    ) -> Any:
+        """All at once, without the interpreter's lock. ``what``: named in errors."""
+        try:
+            return self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
+        except TypeError:
+            raise _no_unicode(what, what.split()[-1]) from None
 
     def encode_plain(self, text: str) -> list[int]:
         """Encode ``text`` as the middle of a longer text, without special or added tokens."""
@@ -228,14 +235,12 @@ class Tokenizer:
 
     def encode_bad_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Encode each word as it is at the start of a text, after a space, and inside a word."""
+        bare = [word.lstrip(" ") or word for word in words]
+        alone = self._encodings(bare, False, "bad_words")
+        spaced = self._encodings([" " + word for word in bare], False, "bad_words")
         found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            bare = word.lstrip(" ") or word
-            for ids in (
-                self.encode(bare, add_special_tokens=False),
-                self.encode(" " + bare, add_special_tokens=False),
-                self.encode_plain(bare),
-            ):
+        for word, first, second in zip(bare, alone, spaced, strict=True):
+            for ids in (first.ids, second.ids, self.encode_plain(word)):
                 if ids:
                     found[tuple(ids)] = None
         return tuple(found)
@@ -300,15 +305,18 @@ class Tokenizer:
         self, rendered: RenderedChat, add_special_tokens: bool, max_tokens: int | None
     ) -> list[int]:
         encoding = self._encode(rendered.text, add_special_tokens, max_tokens)
+        ids: list[int] = list(encoding.ids)
         if not rendered.marks:
-            return list(encoding.ids)
-        ids: list[int] = []
-        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
-            if token_id in self._markers and _any_between(rendered.marks, start, end):
-                ids.extend(self.encode_plain(rendered.text[start:end]))
-            else:
-                ids.append(token_id)
-        return ids
+            return ids
+        # Offsets are asked for one by one: they are few, and the whole list takes long.
+        marked = [place for place, token_id in enumerate(ids) if token_id in self._markers]
+        parts, begin = [], 0
+        for place in marked:
+            start, end = encoding.token_to_chars(place) or (0, 0)
+            if _any_between(rendered.marks, start, end):
+                parts += [ids[begin:place], self.encode_plain(rendered.text[start:end])]
+                begin = place + 1
+        return list(chain(*parts, ids[begin:]))
 
     # -- ids to text --------------------------------------------------------------------
 
@@ -340,6 +348,11 @@ class Tokenizer:
         if text is None:
             text = self._strings[token_id] = self.decode([token_id], skip_special_tokens=False)
         return text
+
+
+def _no_unicode(what: str, param: str) -> InvalidRequestError:
+    """For lone surrogates, which JSON can carry and UTF-8 cannot."""
+    return InvalidRequestError(f"{what} is not valid Unicode text: it has lone surrogates", param)
 
 
 def _any_between(marks: Sequence[int], start: int, end: int) -> bool:

@@ -14,13 +14,13 @@ bool is_ruled_out(const LogitChanges& changes, std::int32_t id) {
 bool keep_allowed(const LogitChanges& changes, float* row, std::int64_t vocab, ChangesRoom& room) {
   room.saved.clear();
   bool remains = false;
-  for (const std::int32_t id : changes.allowed) {
-    const auto& banned = changes.banned;
-    if (is_ruled_out(changes, id)) continue;
-    if (std::find(banned.begin(), banned.end(), id) != banned.end()) continue;
+  for (const std::int32_t id : changes.banned) room.counts[id] = 1;
+  for (const std::int32_t id : changes.fixed->allowed) {
+    if (is_ruled_out(changes, id) || room.counts[id] != 0) continue;
     room.saved.emplace_back(id, row[id]);
     remains = remains || row[id] > -INFINITY;
   }
+  for (const std::int32_t id : changes.banned) room.counts[id] = 0;
   if (!remains) return false;
   std::fill_n(row, vocab, -INFINITY);
   for (const auto& [id, value] : room.saved) row[id] = value;
@@ -45,7 +45,7 @@ void penalise_repetition(const LogitChanges& changes, float* row, ChangesRoom& r
     for (const std::int32_t id : *seen) {
       if (room.counts[id]++ > 0) continue;
       const float x = row[id];
-      row[id] = x > 0.0F ? x / changes.repetition : x * changes.repetition;
+      row[id] = x > 0.0F ? x / changes.fixed->repetition : x * changes.fixed->repetition;
     }
   }
   for (const auto* seen : {&changes.prompt, &changes.output}) {
@@ -57,7 +57,7 @@ void penalise_output(const LogitChanges& changes, float* row, ChangesRoom& room)
   for (const std::int32_t id : changes.output) ++room.counts[id];
   for (const std::int32_t id : changes.output) {
     if (room.counts[id] == 0) continue;
-    const double amount = -changes.presence - changes.frequency * room.counts[id];
+    const double amount = -changes.fixed->presence - changes.fixed->frequency * room.counts[id];
     row[id] += static_cast<float>(amount);
     room.counts[id] = 0;
   }
@@ -66,12 +66,12 @@ void penalise_output(const LogitChanges& changes, float* row, ChangesRoom& room)
 }  // namespace
 
 void apply_changes(const LogitChanges& changes, float* row, std::int64_t vocab, ChangesRoom& room) {
-  for (const auto& [id, bias] : changes.bias) row[id] += bias;
-  if (changes.allowed.empty() || !keep_allowed(changes, row, vocab, room)) {
+  for (const auto& [id, bias] : changes.fixed->bias) row[id] += bias;
+  if (changes.fixed->allowed.empty() || !keep_allowed(changes, row, vocab, room)) {
     drop_banned(changes, row, vocab, room);
   }
-  if (changes.repetition != 1.0F) penalise_repetition(changes, row, room);
-  if (changes.presence != 0.0 || changes.frequency != 0.0) penalise_output(changes, row, room);
+  if (changes.fixed->repetition != 1.0F) penalise_repetition(changes, row, room);
+  if (changes.fixed->presence != 0.0 || changes.fixed->frequency != 0.0) penalise_output(changes, row, room);
 }
 
 }  // namespace vmserve::sampling

@@ -74,7 +74,7 @@ struct Workspace {
       if (!request.changes) continue;
       changes.counts.resize(static_cast<std::size_t>(vocab), 0);
       changes.saved.reserve(
-          std::max(request.changes->allowed.size(), request.changes->banned.size()));
+          std::max(request.changes->fixed->allowed.size(), request.changes->banned.size()));
     }
   }
 
@@ -336,27 +336,45 @@ class Row {
     }
   }
 
-  // Counts the larger values of each token if they are few, else sorts the whole row once.
-  void rank_listed(const std::vector<std::int32_t>& listed, RowResult& result) {
+  // Counts the larger values of each token if they are few; else finds for each value of the row
+  // the first of the sorted listed ones that it comes before.
+  void rank_listed(const TokenIds& listed, RowResult& result) {
     constexpr std::size_t kFew = 32;
     if (listed.size() <= kFew) {
       result.ranked[0] = ranked(result.token);
       for (std::size_t i = 0; i < listed.size(); ++i) result.ranked[i + 1] = ranked(listed[i]);
       return;
     }
+    result.ranked[0] = ranked(result.token);
+    const auto num = static_cast<std::int64_t>(std::min<std::size_t>(listed.size(), vocab_));
     std::int64_t* const order = work_.order.get();
-    for (std::int64_t i = 0; i < vocab_; ++i) order[i] = i;
+    for (std::int64_t i = 0; i < num; ++i) order[i] = i;
     const float* const row = own_.row;
-    std::sort(order, order + vocab_, [row](std::int64_t a, std::int64_t b) {
+    const auto precedes = [row](std::int64_t a, std::int64_t b) {
       return row[a] > row[b] || (row[a] == row[b] && a < b);
-    });
-    std::int32_t* const rank_of = work_.ids.get();
-    for (std::int64_t i = 0; i < vocab_; ++i) rank_of[order[i]] = static_cast<std::int32_t>(i) + 1;
-    const auto told = [&](std::int64_t id) {
-      return RankedToken{static_cast<std::int32_t>(id), logprob(id), rank_of[id]};
     };
-    result.ranked[0] = told(result.token);
-    for (std::size_t i = 0; i < listed.size(); ++i) result.ranked[i + 1] = told(listed[i]);
+    std::sort(order, order + num,
+              [&](std::int64_t a, std::int64_t b) { return precedes(listed[a], listed[b]); });
+    std::int32_t* const first_after = work_.ids.get();
+    std::fill_n(first_after, num, 0);
+    const float least = row[listed[order[num - 1]]];
+    for (std::int64_t id = 0; id < vocab_; ++id) {
+      if (row[id] < least) continue;
+      std::int64_t place = 0;
+      for (std::int64_t left = num; left > 0;) {
+        const std::int64_t half = left / 2;
+        const bool is_behind = !precedes(id, listed[order[place + half]]);
+        place += is_behind ? half + 1 : 0;
+        left = is_behind ? left - half - 1 : half;
+      }
+      if (place < num) ++first_after[place];
+    }
+    std::int64_t before = 0;
+    for (std::int64_t i = 0; i < num; ++i) {
+      const std::int32_t id = listed[order[i]];
+      before += first_after[i];
+      result.ranked[order[i] + 1] = {id, logprob(id), before + 1};
+    }
   }
 
   const cpu::RowKernels& kernels_;

@@ -13,7 +13,25 @@ namespace {
 // Below this many elements, about 0.1 ms of work, waking a thread costs more than it saves.
 constexpr std::int64_t kSerialElements = 1 << 17;
 
-void check_ids(const std::vector<std::int32_t>& ids, std::int64_t vocab) {
+void check_request(const RowRequest& request, std::int64_t vocab) {
+  if (request.given && (*request.given < 0 || *request.given >= vocab)) {
+    throw MisuseError("token id " + std::to_string(*request.given) +
+                      " is out of vocabulary: ids are 0 to " + std::to_string(vocab - 1));
+  }
+  if (request.listed) {
+    if (static_cast<std::int64_t>(request.listed->size()) > vocab) {
+      throw MisuseError("a token is listed twice: " + std::to_string(request.listed->size()) +
+                        " are listed of a vocabulary of " + std::to_string(vocab));
+    }
+  }
+  if (!request.changes) return;
+  const LogitChanges& changes = *request.changes;
+  for (const auto* ids : {&changes.banned, &changes.prompt, &changes.output}) check_ids(*ids, vocab);
+}
+
+}  // namespace
+
+void check_ids(const TokenIds& ids, std::int64_t vocab) {
   for (const std::int32_t id : ids) {
     if (id < 0 || id >= vocab) {
       throw MisuseError("token id " + std::to_string(id) + " is out of vocabulary: ids are 0 to " +
@@ -21,22 +39,6 @@ void check_ids(const std::vector<std::int32_t>& ids, std::int64_t vocab) {
     }
   }
 }
-
-void check_request(const RowRequest& request, std::int64_t vocab) {
-  if (request.given && (*request.given < 0 || *request.given >= vocab)) {
-    throw MisuseError("token id " + std::to_string(*request.given) +
-                      " is out of vocabulary: ids are 0 to " + std::to_string(vocab - 1));
-  }
-  if (request.listed) check_ids(*request.listed, vocab);
-  if (!request.changes) return;
-  const LogitChanges& changes = *request.changes;
-  for (const auto& [id, bias] : changes.bias) check_ids({id}, vocab);
-  for (const auto* ids : {&changes.allowed, &changes.banned, &changes.prompt, &changes.output}) {
-    check_ids(*ids, vocab);
-  }
-}
-
-}  // namespace
 
 double uniform_of(std::uint64_t seed, std::uint64_t index, std::uint64_t position) {
   const auto low = [](std::uint64_t x) { return static_cast<std::uint32_t>(x); };

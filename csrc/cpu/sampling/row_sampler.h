@@ -26,17 +26,25 @@ namespace sampling {
 struct Workspace;
 }
 
+using TokenIds = std::vector<std::int32_t>;
+
+// The part of a row's changes that a request says once for all its rows and steps.
+struct FixedChanges {
+  std::vector<std::pair<std::int32_t, float>> bias;  // distinct ids
+  TokenIds allowed;                                  // distinct; empty: all
+  float repetition = 1.0F;  // tokens seen: divides logits above 0, multiplies the others
+  double presence = 0.0, frequency = 0.0;  // subtracted from the logits of output tokens
+};
+
 // Changes to a row of logits, in this order: bias, then which tokens may be chosen, then penalties.
 // Ids are in the vocabulary.
 struct LogitChanges {
-  std::vector<std::pair<std::int32_t, float>> bias;  // distinct ids
-  // Only `allowed` (distinct; empty: all) without `banned` may be chosen. If that leaves no token,
-  // `allowed` is ignored, then `banned`; `mask` always holds.
-  std::vector<std::int32_t> allowed, banned;
+  std::shared_ptr<const FixedChanges> fixed;
+  // Only `fixed->allowed` without `banned` may be chosen. If that leaves no token, `allowed` is
+  // ignored, then `banned`; `mask` always holds.
+  TokenIds banned;
   const bool* mask = nullptr;  // [vocab], true for tokens that the grammar allows next
-  float repetition = 1.0F;     // tokens seen: divides logits above 0, multiplies the others
-  double presence = 0.0, frequency = 0.0;  // subtracted from the logits of output tokens
-  std::vector<std::int32_t> prompt, output;
+  TokenIds prompt, output;
 };
 
 struct RowRequest {
@@ -50,7 +58,7 @@ struct RowRequest {
   std::optional<LogitChanges> changes;
   std::optional<std::int64_t> given;  // this token instead of a choice
   std::int64_t num_likeliest = kNone;
-  std::optional<std::vector<std::int32_t>> listed;  // rank these instead of the likeliest
+  std::shared_ptr<const TokenIds> listed;  // rank these, distinct, instead of the likeliest
 };
 
 struct RankedToken {
@@ -66,6 +74,9 @@ struct RowResult {
   // The chosen token, then the likeliest or listed ones; empty unless the request asks for them.
   std::vector<RankedToken> ranked;
 };
+
+// Throws MisuseError for ids that are not in the vocabulary.
+void check_ids(const TokenIds& ids, std::int64_t vocab);
 
 // Philox4x32-10 (Salmon et al., SC 2011) with the key `seed`: 53 random bits, in [0, 1).
 double uniform_of(std::uint64_t seed, std::uint64_t index, std::uint64_t position);

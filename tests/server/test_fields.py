@@ -1,0 +1,125 @@
+"""Whoever adds a field to a request says what its size costs: :mod:`tests.chaos.fields`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.chaos.fields import FIELDS, attacks_of, entry_of, fields_of
+from tests.chaos.fields import Shape as AttackedShape
+from tests.engine.interrupting import count_instructions
+from vmserve import AsyncLLM
+from vmserve.server.app import create_app
+from vmserve.server.config import ServerConfig
+from vmserve.server.limits import MAX_BODY_BYTES
+from vmserve.server.wire import dump_json
+from vmserve.testing import ScriptedEngine
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    """With admin routes, which are the most there are."""
+    config = ServerConfig(served_model_names=("fake",), admin_api_key="x")
+    return create_app(ScriptedEngine(), config).openapi()
+
+
+def without_entry(document: dict[str, Any]) -> set[str]:
+    return {
+        f"{owner}.{name}"
+        for (owner, name), is_flag in fields_of(document).items()
+        if not is_flag and entry_of(owner, name) is None
+    }
+
+
+def test_every_field_has_an_entry(document: dict[str, Any]) -> None:
+    assert without_entry(document) == set()
+
+
+def test_a_new_field_without_an_entry_is_found(document: dict[str, Any]) -> None:
+    schemas = document["components"]["schemas"]
+    chat = schemas["ChatCompletionRequest"]
+    more = {
+        "new_flag": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+        "new_kind": {"enum": ["a", "b"]},
+        "new_text": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "new_anything": {},
+    }
+    changed = {**chat, "properties": {**chat["properties"], **more}}
+    components = {"schemas": {**schemas, "ChatCompletionRequest": changed}}
+    path = {"get": {"parameters": [{"name": "new_parameter", "in": "query"}]}}
+    given = {"components": components, "paths": {**document["paths"], "/new": path}}
+    names = ("ChatCompletionRequest.new_text", "ChatCompletionRequest.new_anything")
+    assert without_entry(given) == {*names, "/new.new_parameter"}
+
+
+def test_no_entry_is_of_a_field_that_has_gone(document: dict[str, Any]) -> None:
+    known = fields_of(document)
+    names = {name for _, name in known} | {f"{owner}.{name}" for owner, name in known}
+    assert FIELDS.keys() - names == set()
+
+
+def test_attacks_are_as_large_as_they_may_be() -> None:
+    """A body that is too large would be refused before its fields are read."""
+    for name, attack in attacks_of(AttackedShape(context=8192, vocabulary=2048)).items():
+        assert len(dump_json(attack.body)) <= MAX_BODY_BYTES, name
+
+
+# -- on the event loop -------------------------------------------------------------------
+
+SHAPE = AttackedShape(context=1024, vocabulary=2048)
+ATTACKS = attacks_of(SHAPE)
+#: Instructions of a request with 128 choices of one token as a stream, and of each prompt.
+OF_A_REQUEST, OF_A_PROMPT = 45_000, 500
+
+
+class Loop:
+    """The application over an engine, on an event loop of this thread: it alone is traced."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+        self.engine = self.runner.run(self._load())
+        app = create_app(self.engine, ServerConfig(served_model_names=("embedded",)))
+        transport = httpx.ASGITransport(app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", timeout=60)
+        self.context = app.state.context
+
+    @staticmethod
+    async def _load() -> AsyncLLM:
+        return AsyncLLM(max_model_len=SHAPE.context, kv_cache_memory="64MiB")
+
+    def post(self, path: str, content: bytes) -> httpx.Response:
+        headers = {"content-type": "application/json"}
+        return self.runner.run(self.http.post(path, content=content, headers=headers))
+
+    def close(self) -> None:
+        self.runner.run(self.http.aclose())
+        self.runner.run(self.engine.shutdown())
+        self.context.close()
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    yield loop
+    loop.close()
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_nothing_of_a_client_s_size_is_computed_on_the_event_loop(loop: Loop, name: str) -> None:
+    """By instructions of the interpreter, with answers of one token: threads do the rest."""
+    path, body, ends, _ = ATTACKS[name]
+    short = {key: 1 for key in body if key.startswith("m") and key.endswith("_tokens")}
+    content = dump_json({**body, **short})
+    replies: list[httpx.Response] = []
+    num = count_instructions(lambda: replies.append(loop.post(path, content)))
+    [reply] = replies
+    assert reply.status_code in ends
+    prompts = body.get("prompt", body.get("input"))
+    are_several = isinstance(prompts, list) and not isinstance(prompts[0], int)
+    num_prompts = len(prompts) if are_several and reply.status_code == 200 else 1
+    assert num < OF_A_REQUEST + OF_A_PROMPT * num_prompts
