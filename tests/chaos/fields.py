@@ -510,6 +510,7 @@ FIELDS: Final[Mapping[str, Entry]] = {
     "chat_template": (chat(chat_template="x" * _TEXT, ends=_REFUSED),),
     "functions": (chat(functions=[{"name": "f"}] * 60_000, ends=_REFUSED),),
     "audio": (chat(audio={"x": "y" * _TEXT}, ends=_REFUSED),),
+    "web_search_options": (chat(web_search_options={"x": "y" * _TEXT}, ends=_REFUSED),),
     "conversation": (
         of_shape(RESPONSES, lambda shape: {"input": "Hi", "conversation": "x" * _TEXT}, 400, 501),
     ),

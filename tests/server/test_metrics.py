@@ -3,6 +3,9 @@
 from collections.abc import Callable
 
 import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import Running
@@ -69,6 +72,18 @@ def test_families_are_there_from_the_start_under_both_names(start: Start) -> Non
     for reason in ("stop", "length", "abort"):
         assert values["vmserve:request_success_total"][(("finished_reason", reason),)] == 0
     assert values["vmserve:time_to_first_token_seconds_count"][()] == 0
+
+
+def test_openmetrics_where_it_is_asked_for(start: Start) -> None:
+    server = start(ScriptedEngine())
+    plain = server.http.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain; version=")
+    accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
+    asked = server.http.get("/metrics", headers=accept)
+    assert asked.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert asked.text.endswith("# EOF\n")
+    names = {family.name for family in openmetrics_families(asked.text)}
+    assert names == {family.name for family in text_string_to_metric_families(plain.text)}
 
 
 def test_vllm_names_can_be_left_out(start: Start) -> None:

@@ -36,6 +36,10 @@ def test_a_text(start: Start) -> None:
     assert reply.usage is not None
     assert (reply.usage.output_tokens, reply.usage.input_tokens_details.cached_tokens) == (6, 0)
     assert reply.usage.total_tokens == reply.usage.input_tokens + 6
+    raw = running.ok(PATH, {"input": "Hi"})
+    assert raw["usage"]["input_tokens_details"] == {"cached_tokens": 0, "cache_write_tokens": 0}
+    assert "user" not in raw
+    assert running.ok(PATH, {"input": "Hi", "user": "u"})["user"] == "u"
 
 
 def test_a_stream_has_the_events_in_order(start: Start) -> None:

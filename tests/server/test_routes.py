@@ -244,6 +244,29 @@ def test_a_slash_at_the_end_changes_nothing(shared: Running) -> None:
     assert response.json()["choices"][0]["text"] == "hello"
 
 
+@pytest.mark.parametrize("root", ["", "/llm"])
+def test_a_base_url_may_leave_out_the_version(start: Start, root: str) -> None:
+    running = start(ScriptedEngine(), api_keys=("k",), root_path=root)
+    key = {"authorization": "Bearer k"}
+    chat = {"messages": [{"role": "user", "content": "Hi"}]}
+    for path, body in (
+        ("/chat/completions", chat),
+        ("/completions", {"prompt": "Hi"}),
+        ("/responses", {"input": "Hi"}),
+        ("/messages", {**chat, "max_tokens": 4}),
+        ("/messages/count_tokens", chat),
+    ):
+        assert running.post(f"{root}{path}", body, headers=key).status_code == 200, path
+        assert running.post(f"{root}{path}/", body, headers=key).status_code == 200, path
+        refused = running.post(f"{root}{path}", body)
+        assert refused.status_code == 401
+        assert error_of(refused, f"/v1{path}")
+    assert running.http.get(f"{root}/models", headers=key).json()["data"][0]["id"] == "fake"
+    assert running.http.get(f"{root}/models/fake/", headers=key).json()["id"] == "fake"
+    assert running.http.get(f"{root}/responses/x", headers=key).status_code == 404
+    assert running.http.get(f"{root}/v1/chat.css").status_code in (401, 404)
+
+
 def test_a_body_with_two_lengths_ends_the_connection(shared: Running) -> None:
     """One that a proxy took by the other length could hold a second request."""
     with socket.create_connection(("127.0.0.1", shared.port), 10) as raw:

@@ -35,7 +35,9 @@ Start = Callable[..., Running]
 def joined(chunks: list[Body]) -> tuple[str, list[tuple[str, str]], str]:
     """Content, calls and finish_reason of a stream of one choice; its shape is checked."""
     role, *rest = [chunk["choices"][0] for chunk in chunks]
-    assert role["delta"] == {"role": "assistant", "content": ""}
+    # Before a call there is no content, not even an empty one.
+    begins = None if "tool_calls" in rest[0]["delta"] else ""
+    assert role["delta"] == {"role": "assistant", "content": begins}
     content, calls, ids = "", [], set()
     for choice in rest:
         delta = choice["delta"]
@@ -241,3 +243,58 @@ def test_thoughts_before_a_call_that_the_template_does_not_know(start: Start) ->
     assert engine.requests[-1][1].structured_outputs is not None
     assert choice["message"]["reasoning_content"] == "hm"
     assert len(choice["message"]["tool_calls"]) == 2
+
+
+def allowed(mode: str, *names: str) -> Body:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_only_some_tools_may_be_called(start: Start) -> None:
+    """All are shown, so that prompts begin alike; the others' calls are text."""
+    engine = ScriptedEngine(CALLS)
+    running = start(engine)
+    body = {"messages": MESSAGES, "tools": TOOLS}
+    running.ok(CHAT, body)
+    shown = running.prompt
+    message = running.ok(CHAT, {**body, "tool_choice": allowed("auto", "now")})["choices"][0][
+        "message"
+    ]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["now"]
+    assert "get_weather" in message["content"]
+    assert running.prompt == shown
+    running.post(CHAT, {**body, "tool_choice": allowed("required", "now", "now")})
+    wanted = engine.requests[-1][1].structured_outputs.constraint.text
+    assert "now" in wanted
+    assert "get_weather" not in wanted
+
+
+def test_only_some_tools_of_a_response(start: Start) -> None:
+    running = start(ScriptedEngine(CALLS))
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    choice = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "now"}],
+    }
+    reply = running.ok("/v1/responses", {"input": "Hi", "tools": tools, "tool_choice": choice})
+    calls = [item["name"] for item in reply["output"] if item["type"] == "function_call"]
+    assert calls == ["now"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "told"),
+    [
+        (allowed("auto"), "needs allowed_tools"),
+        (allowed("none", "now"), "needs allowed_tools"),
+        ({"type": "allowed_tools"}, "needs allowed_tools"),
+        (allowed("auto", "other"), "there is no tool 'other'"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["now"]}}, "must be"),
+    ],
+)
+def test_choices_among_tools_that_are_wrong(start: Start, choice: Body, told: str) -> None:
+    running = start(ScriptedEngine(CALLS))
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
+    error = running.error(CHAT, body)
+    assert error["param"] == "tool_choice"
+    assert told in error["message"]

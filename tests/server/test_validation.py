@@ -177,6 +177,7 @@ CHAT_ONLY: list[tuple[dict[str, Any], str, str]] = [
         "there is no tool 'g'",
     ),
     ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
+    ({"web_search_options": {}}, "web_search_options", "not implemented"),
     ({"audio": {"voice": "a"}}, "modalities", "not implemented"),
     ({"modalities": ["text", "audio"]}, "modalities", "not implemented"),
 ]

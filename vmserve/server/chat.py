@@ -247,6 +247,8 @@ def _check(body: ChatCompletionRequest) -> None:
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
     if body.functions:
         raise not_implemented("functions", "functions", "use tools, which replaced it")
+    if body.web_search_options is not None:
+        raise not_implemented("web search", "web_search_options", "leave it out")
     modalities = body.modalities
     if body.audio is not None or (modalities is not None and modalities != ["text"]):
         raise not_implemented("output other than text", "modalities", 'use ["text"]')
@@ -346,7 +348,8 @@ class _Reply:
                     continue
                 if not started:
                     first = sum(other.num_pieces for other in buffers.values()) == 1
-                    yield self._role_chunk(choice.index, first)
+                    calls = not self._echo and "tool_calls" in said[0][0]
+                    yield self._role_chunk(choice.index, first, None if calls else "")
                 if not started:
                     said = begun_with(self._echo, said)
                 for delta, piece in said:
@@ -371,10 +374,11 @@ class _Reply:
                 chunk["metrics"] = per_request_metrics(last.metrics, usage.num_completion)
             yield chunk
 
-    def _role_chunk(self, index: int, first: bool) -> dict[str, Any]:
+    def _role_chunk(self, index: int, first: bool, content: str | None) -> dict[str, Any]:
+        """``content``: None before a call."""
         choice = {
             "index": index,
-            "delta": {"role": self._role, "content": ""},
+            "delta": {"role": self._role, "content": content},
             "logprobs": None,
             "finish_reason": None,
         }

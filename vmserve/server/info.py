@@ -80,6 +80,7 @@ class InfoService:
             [self._figures(served) for served in context.models],
             model_families(context.models) if context.models.have_states else (),
             vllm_metrics=context.config.vllm_metrics,
+            accept=request.headers.get("accept", ""),
         )
         return Response(body, media_type=media_type)
 

@@ -40,6 +40,20 @@ GENERATION_PATHS: Final = frozenset(
         "/invocations",
     }
 )
+#: Routes that clients with a base URL without ``/v1`` ask for.
+_WITHOUT_VERSION: Final = frozenset(
+    {
+        "/chat/completions",
+        "/completions",
+        "/embeddings",
+        "/messages",
+        "/messages/count_tokens",
+        "/models",
+        "/responses",
+        "/responses/input_tokens",
+    }
+)
+_BELOW_WITHOUT_VERSION: Final = ("/models/", "/responses/")
 #: What operators look at must answer while requests drain.
 _ANSWERED_WHILE_DRAINING: Final = (
     frozenset({"/metrics", "/load", "/v1/kv", "/v1/kv/live", "/version"}) | LIVE_PAGE_PATHS
@@ -76,6 +90,9 @@ class Boundary:
         if route_path(scope) != "/" and scope["path"].endswith("/"):
             # Clients append one to a base URL.
             scope["path"] = scope["path"].rstrip("/") or "/"
+        path = route_path(scope)
+        if path in _WITHOUT_VERSION or path.startswith(_BELOW_WITHOUT_VERSION):
+            scope["path"] = f"{scope['path'].removesuffix(path)}/v1{path}"
         scope["state"] = {**scope.get("state", {}), "request_id": request_id}
         log_request_id.set(request_id)  # in this task alone: each request has its own
         began = time.monotonic()

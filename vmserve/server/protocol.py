@@ -245,6 +245,7 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template: NotServed = None
     functions: NotServed = None
     audio: NotServed = None
+    web_search_options: NotServed = None
     modalities: Anything = None
 
     @property

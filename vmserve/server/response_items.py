@@ -134,8 +134,14 @@ def chat_tools(tools: Any) -> list[dict[str, Any]] | None:
 
 
 def chat_tool_choice(choice: Any) -> Any:
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+    """A choice as chats have it."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [chat_tool_choice(each) for each in choice["tools"]]
+        return {**choice, "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
     return choice
 
 

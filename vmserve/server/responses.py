@@ -258,7 +258,8 @@ class _Reply:
         final["usage"] = {
             "input_tokens": num_prompt,
             "input_tokens_details": {
-                "cached_tokens": 0 if result is None else result.metrics.num_cached_tokens
+                "cached_tokens": 0 if result is None else result.metrics.num_cached_tokens,
+                "cache_write_tokens": 0,
             },
             "output_tokens": num_tokens,
             "output_tokens_details": {"reasoning_tokens": 0},
@@ -293,8 +294,8 @@ class _Reply:
             "top_p": params.top_p,
             "truncation": body.truncation or "disabled",
             "usage": None,
-            "user": body.user,
             "metadata": body.metadata or {},
+            **({} if body.user is None else {"user": body.user}),
         }
 
 

@@ -20,6 +20,7 @@ from prometheus_client.metrics_core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from vmserve.sampling import GenerationParams
@@ -29,6 +30,8 @@ from vmserve.telemetry.kinds import KIND_FIGURE, kinds_in
 from vmserve.types import RequestMetrics, RequestOutput
 
 __all__ = ["Histogram", "ModelFigures", "Telemetry", "render_metrics"]
+
+_OPENMETRICS_TYPE: Final = "application/openmetrics-text"
 
 _SHORT: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5,
                  10, 20, 40, 80, 160, 640, 2560)  # fmt: skip
@@ -205,11 +208,12 @@ class ModelFigures:
 
 
 def render_metrics(
-    models: Iterable[ModelFigures], more: Iterable[Metric], *, vllm_metrics: bool
+    models: Iterable[ModelFigures], more: Iterable[Metric], *, vllm_metrics: bool, accept: str
 ) -> tuple[bytes, str]:
     """Return the text format with the families of all models and ``more``, and its media type.
 
-    ``vllm_metrics``: under vLLM's names as well.
+    ``vllm_metrics``: under vLLM's names as well. ``accept``: the header that asks for OpenMetrics
+    or Prometheus' own format, which is the default.
     """
     merged: dict[str, Metric] = {}
     for figures in models:
@@ -219,7 +223,14 @@ def render_metrics(
             else:
                 merged[family.name] = family
     families = [*merged.values(), *more]
-    return generate_latest(_Families(families, vllm_metrics)), CONTENT_TYPE_LATEST
+    collected = _Families(families, vllm_metrics)
+    if _OPENMETRICS_TYPE not in accept:
+        return generate_latest(collected), CONTENT_TYPE_LATEST
+    # The library's own negotiation would write "_" for ":", which both formats allow.
+    body: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
+        collected, escaping=openmetrics.ALLOWUTF8
+    )
+    return body, f"{_OPENMETRICS_TYPE}; version=1.0.0; charset=utf-8"
 
 
 class _Families(Collector):

@@ -73,19 +73,22 @@ def tool_use(body: ChatCompletionRequest, parser: str, *, are_told: bool) -> Too
         return ToolUse(None if are_told else tools)
     parallel = body.parallel_tool_calls is not False
     is_mistral = parser == "mistral"
+    allowed = tools
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, allowed = _allowed(tools, choice)
     if choice == "auto":
-        names = frozenset(tool["function"]["name"] for tool in tools)
+        names = frozenset(tool["function"]["name"] for tool in allowed)
         factory: ParserFactory = PARSERS[parser]
         return ToolUse(
             tools,
             lambda: factory(names),
-            loose=optional_calls(tools, parallel=parallel) if are_told else None,
+            loose=optional_calls(allowed, parallel=parallel) if are_told else None,
             parallel=parallel,
             keeps_special_tokens=is_mistral,
             short_ids=is_mistral,
         )
     if choice == "required":
-        wanted = forced_calls(tools, parallel=parallel)
+        wanted = forced_calls(allowed, parallel=parallel)
         return ToolUse(tools, ForcedCallParser, wanted, parallel=parallel, short_ids=is_mistral)
     tool = _named(tools, choice)
     name = tool["function"]["name"]
@@ -97,6 +100,28 @@ def tool_use(body: ChatCompletionRequest, parser: str, *, are_told: bool) -> Too
         is_named=True,
         short_ids=is_mistral,
     )
+
+
+def _allowed(tools: list[Tool], choice: dict[str, Any]) -> tuple[Any, list[Tool]]:
+    """OpenAI's choice of "auto" or "required" among some of the tools; all are shown, so that
+    prompts begin alike."""
+    wanted = choice.get("allowed_tools")
+    mode = wanted.get("mode") if isinstance(wanted, dict) else None
+    named = wanted.get("tools") if isinstance(wanted, dict) else None
+    if mode not in ("auto", "required") or not isinstance(named, list) or not named:
+        raise InvalidRequestError(
+            'tool_choice of type "allowed_tools" needs allowed_tools: {"mode": "auto" or '
+            '"required", "tools": [{"type": "function", "function": {"name": ...}}, ...]}',
+            "tool_choice",
+        )
+    by_name = {tool["function"]["name"]: tool for tool in tools}
+    return mode, list(
+        {name: by_name[name] for name in (_name_in(each, by_name) for each in named)}.values()
+    )
+
+
+def _name_in(choice: Any, by_name: Mapping[str, Tool]) -> str:
+    return str(_named(list(by_name.values()), choice)["function"]["name"])
 
 
 def _named(tools: list[Tool], choice: Any) -> Tool:
