@@ -281,6 +281,28 @@ def test_a_body_with_two_lengths_ends_the_connection(shared: Running) -> None:
     assert b"exclude each other" in answer
 
 
+def asked_with(running: Running, target: str, host: str) -> bytes:
+    with socket.create_connection(("127.0.0.1", running.port), timeout=30) as client:
+        client.sendall(
+            f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
+        )
+        answer = b""
+        while part := client.recv(65536):
+            answer += part
+    return answer
+
+
+def test_a_request_line_with_a_whole_url(shared: Running) -> None:
+    """As for a proxy; its host counts, not the header's."""
+    here = f"127.0.0.1:{shared.port}"
+    answer = asked_with(shared, f"http://{here}/v1/models/?x=y", "other.example")
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    assert b'"object":"list"' in answer
+    assert asked_with(shared, f"http://{here}", here).startswith(b"HTTP/1.1 200 ")
+    assert asked_with(shared, "http://other.example/v1/models", here).startswith(b"HTTP/1.1 403 ")
+    assert asked_with(shared, "ftp://x/v1/models", here).startswith(b"HTTP/1.1 404 ")
+
+
 def test_what_is_not_http(shared: Running) -> None:
     with socket.create_connection(("127.0.0.1", shared.port), 10) as raw:
         raw.sendall(b"nonsense\r\n\r\n")

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import Counter
 from typing import Final
+from urllib.parse import urlsplit
 
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -79,6 +80,8 @@ class Boundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if not scope["path"].startswith("/"):
+            _take_apart(scope)
         if self._root_path and scope["path"] == self._root_path:
             # Without the slash, what the live page asks for would go beside the root path.
             await RedirectResponse(f"{self._root_path}/", 308)(scope, receive, send)
@@ -217,6 +220,16 @@ class RequestScope:
                 stack.enter_context(self._lifecycle.serving())
             scope["state"]["exit_stack"] = stack
             await self._app(scope, receive, send)
+
+
+def _take_apart(scope: Scope) -> None:
+    """Of a request line with a whole URL, as for a proxy: the path, and the host, which counts in
+    place of the header (RFC 9112, section 3.2.2)."""
+    url = urlsplit(scope["path"])
+    if url.scheme in ("http", "https") and url.netloc:
+        scope["path"] = url.path or "/"
+        others = [(name, value) for name, value in scope["headers"] if name != b"host"]
+        scope["headers"] = [*others, (b"host", url.netloc.encode("latin-1"))]
 
 
 def _tenant(scope: Scope) -> str:
