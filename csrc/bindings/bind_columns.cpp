@@ -146,7 +146,9 @@ py::tuple take_unpublished(const py::list& sequences, const IntArray& memory_ids
 
 // Numbers are part of no cycle: the garbage collector need not visit them, one by one, each time.
 // It must not be given lists that get other objects.
-void untrack(const py::list& tokens) { PyObject_GC_UnTrack(tokens.ptr()); }
+void untrack(const py::list& tokens) {
+  PyObject_GC_UnTrack(tokens.ptr());
+}
 
 }  // namespace
 

@@ -76,8 +76,8 @@ Tokens as_tokens(const py::object& items) {
   return tokens;
 }
 
-// Lists that a request gives once for all its rows, which share them: a client chooses how long they
-// are.
+// Lists that a request gives once for all its rows, which share them: a client chooses how long
+// they are.
 struct RequestLists {
   std::shared_ptr<const FixedChanges> changes;
   std::shared_ptr<const Tokens> listed;

@@ -71,7 +71,8 @@ void apply_changes(const LogitChanges& changes, float* row, std::int64_t vocab, 
     drop_banned(changes, row, vocab, room);
   }
   if (changes.fixed->repetition != 1.0F) penalise_repetition(changes, row, room);
-  if (changes.fixed->presence != 0.0 || changes.fixed->frequency != 0.0) penalise_output(changes, row, room);
+  if (changes.fixed->presence != 0.0 || changes.fixed->frequency != 0.0)
+    penalise_output(changes, row, room);
 }
 
 }  // namespace vmserve::sampling

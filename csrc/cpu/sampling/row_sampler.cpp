@@ -26,7 +26,8 @@ void check_request(const RowRequest& request, std::int64_t vocab) {
   }
   if (!request.changes) return;
   const LogitChanges& changes = *request.changes;
-  for (const auto* ids : {&changes.banned, &changes.prompt, &changes.output}) check_ids(*ids, vocab);
+  for (const auto* ids : {&changes.banned, &changes.prompt, &changes.output})
+    check_ids(*ids, vocab);
 }
 
 }  // namespace
