@@ -6,12 +6,14 @@ By order, not by the clock: while one request is in the middle of it, another is
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import signal
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -339,3 +341,47 @@ def test_long_texts_are_encoded_by_a_process(start: Start, tokenizer: Tokenizer)
     assert running.post("/v1/completions", given).status_code == 200
     assert engine.requests[-1][0] == tokenizer.encode(text)[-20:]
     assert len(running.app_context.processes.idle_pids) == 1
+
+
+class Kept(list[Any]):
+    """A list that weak references know."""
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", {"prompt": 5}, 400),
+        ("/v1/completions", {"prompt": "x", "n": "many"}, 400),
+        ("/v1/completions", {"prompt": "x" * 5000}, 400),
+        ("/v1/chat/completions", {"messages": [{"role": "refused", "content": "x"}]}, 400),
+        ("/v1/responses", {"input": "x", "metadata": {"x": ["y"]}}, 400),
+        ("/v1/responses", {"input": "x"}, 200),
+        ("/v1/completions", {"prompt": "x", "stream": True}, 200),
+        ("/tokenize", {"prompt": "x", "messages": []}, 400),
+    ],
+)
+def test_what_a_request_held_goes_with_it(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: Body, status: int
+) -> None:
+    """It does not wait for the garbage collector, for which all would wait."""
+    running = start(ScriptedEngine())
+    parse = aside_module.parse_json
+    held: list[weakref.ref[Kept]] = []
+
+    def parsed(data: bytes) -> Any:
+        kept = Kept()
+        held.append(weakref.ref(kept))
+        # In an ignored field, and where pydantic's errors have what was wrong.
+        value = {**parse(data), "ignored": kept}
+        return value if "metadata" not in value else {**value, "metadata": {"x": kept}}
+
+    monkeypatch.setattr(aside_module, "parse_json", parsed)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            assert running.post(path, {**body, "more": LARGE}).status_code == status
+        assert len(held) == 3
+        until(lambda: all(each() is None for each in held[:2]), 5)
+    finally:
+        gc.enable()

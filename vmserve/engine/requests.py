@@ -13,9 +13,9 @@ from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.sampling.params import with_checked
+from vmserve.sampling.tokens import token_list
 from vmserve.scheduler.sequence import Request, Sequence
 from vmserve.types import RequestMetrics, RequestTerms
-from vmserve.values import token_list
 
 __all__ = ["RequestIntake", "memory_tenant", "request_limits"]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+from vmserve import _core
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +31,7 @@ __all__ = [
     "TokenSampler",
     "TopTokens",
     "sampling_bytes",
+    "token_list",
 ]
 
 #: Logits processed at a time.
@@ -175,3 +178,14 @@ def sampling_bytes(vocab_size: int, num_rows: int) -> int:
     logits."""
     rows_at_once = min(num_rows, max(1, PART_ELEMENTS // vocab_size))
     return 4 * _WORK_COPIES * rows_at_once * vocab_size
+
+
+def token_list(ids: Iterable[int]) -> list[int]:
+    """A list of token ids that the garbage collector does not visit.
+
+    It would visit each id of each prompt and of each choice while everything else waits. What is
+    put into the list later has to be a number too.
+    """
+    tokens = list(ids)
+    _core.untrack(tokens)
+    return tokens

@@ -9,13 +9,13 @@ from vmserve.errors import InvalidRequestError
 from vmserve.options import declared_options
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.sampling.params import with_checked
+from vmserve.sampling.tokens import token_list
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import not_implemented
 from vmserve.server.limits import MAX_REPEATED
 from vmserve.server.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.structured import structured_outputs
 from vmserve.structured.spec import StructuredOutputsParams
-from vmserve.values import token_list
 
 __all__ = [
     "StreamOptions",

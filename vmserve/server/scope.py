@@ -53,6 +53,7 @@ async def gather(works: list[Coroutine[Any, Any, T]]) -> list[T]:
         for work in works[len(tasks) :]:
             work.close()
         await _end(*tasks)
+        tasks.clear()  # an error knows this frame, and its task the error
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -69,6 +70,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         raise ClientDisconnectedError
     finally:
         await _end(task, watch)
+        del task, watch  # as in gather()
 
 
 async def _until_disconnected(receive: Receive) -> None:

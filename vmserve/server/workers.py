@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
@@ -33,15 +33,20 @@ class _Work:
 
     def __init__(self, done: asyncio.Future[Any], call: Callable[[], Any]) -> None:
         self.done = done
-        self._call = call
+        self._call: Callable[[], Any] | None = call
         self._lock = threading.Lock()
         self._is_abandoned = False
         self._stop: Callable[[], None] | None = None
 
     def run(self) -> Any:
         _current.work = self
+        call, self._call = self._call, None
+        # An error knows this frame, and ``done`` the error: they would keep each other, and the
+        # request, until the garbage collector comes.
+        del self
+        assert call is not None
         try:
-            return self._call()
+            return call()
         finally:
             _current.work = None
 
@@ -51,17 +56,25 @@ class _Work:
             if self._stop is not None:
                 self._stop()
 
-    @contextlib.contextmanager
-    def stopped_by(self, stop: Callable[[], None]) -> Iterator[None]:
+    def may_be_stopped(self, stop: Callable[[], None] | None) -> None:
+        """Call ``stop`` if it is abandoned from now on; None: no more. Raises ``VmserveError`` if
+        it is."""
         with self._lock:
-            if self._is_abandoned:
+            if stop is not None and self._is_abandoned:
                 raise VmserveError("nobody waits for this any more")
             self._stop = stop
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._stop = None
+
+
+class _Stopping(AbstractContextManager[None]):
+    # No generator: an error that passes would know its frame, and so the work.
+    def __init__(self, work: _Work, stop: Callable[[], None]) -> None:
+        self._work, self._stop = work, stop
+
+    def __enter__(self) -> None:
+        self._work.may_be_stopped(self._stop)
+
+    def __exit__(self, *_: object) -> None:
+        self._work.may_be_stopped(None)
 
 
 #: The work of this thread.
@@ -74,7 +87,7 @@ def stopped_by(stop: Callable[[], None]) -> AbstractContextManager[None]:
     Raises :class:`~vmserve.errors.VmserveError` if that is so already.
     """
     work: _Work | None = getattr(_current, "work", None)
-    return contextlib.nullcontext() if work is None else work.stopped_by(stop)
+    return contextlib.nullcontext() if work is None else _Stopping(work, stop)
 
 
 class Lane:
@@ -115,6 +128,8 @@ class Lane:
                 if not queue:
                     del self._waiting[tenant]
             raise
+        finally:
+            del work, queue  # as in _Work.run
 
     def _dispatch(self) -> None:
         while self._num_free:
