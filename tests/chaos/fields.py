@@ -271,7 +271,11 @@ FIELDS: Final[Mapping[str, Entry]] = {
     ),
     "truncate_prompt_tokens": (
         completion(prompt=_words(_TEXT), truncate_prompt_tokens=16),
-        completion(prompt=[5] * 1_300_000, truncate_prompt_tokens=16),
+        of_shape(
+            COMPLETIONS,
+            lambda shape: {"prompt": [5] * (16 * shape.context), "truncate_prompt_tokens": 16},
+        ),
+        completion(prompt=[5] * 1_300_000, truncate_prompt_tokens=16, ends=_REFUSED),
     ),
     "suffix": (completion(suffix=_words(_TEXT), ends=_REFUSED),),
     "echo": (

@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.helpers import until
 from vmserve import (
     LLM,
     BeamSearchParams,
@@ -121,6 +122,8 @@ def test_an_engine_that_is_killed_loses_nothing(one: LLM, two: LLM) -> None:
     outputs = two._fleet.answer(requests, Killer())  # type: ignore[union-attr]
     assert killed
     assert [each.outputs[0].token_ids for each in outputs] == expected
+    # The tests that come next ask each engine.
+    until(lambda: members[0].client.pid != killed[0] and not members[0].client.errored)
 
 
 def test_what_it_refuses_and_its_end() -> None:

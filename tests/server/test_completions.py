@@ -151,6 +151,14 @@ def test_truncation_to_what_fits(shared: Running) -> None:
     assert reply["usage"]["completion_tokens"] == 1
 
 
+def test_ids_far_beyond_what_is_kept_are_refused(shared: Running) -> None:
+    assert shared.complete(prompt=[5] * 16 * 256, truncate_prompt_tokens=2)
+    body = {"prompt": [5] * (16 * 256 + 1), "truncate_prompt_tokens": 2}
+    error = shared.error("/v1/completions", body)
+    assert error["param"] == "prompt"
+    assert "16 times the context, 256 tokens" in error["message"]
+
+
 def test_special_tokens(shared: Running) -> None:
     assert shared.complete(add_special_tokens=False)["usage"]["prompt_tokens"] == 2
     [choice] = shared.complete(skip_special_tokens=False)["choices"]

@@ -162,13 +162,13 @@ def test_a_client_that_never_reads_is_cut(start: Start) -> None:
     engine = ScriptedEngine("x" * 200)
     server = start(engine, write_timeout=0.05)
     # Far more than what the sockets and the server buffer.
-    body = {"prompt": ["x"] * 10, "n": 10, "max_tokens": 200, "logprobs": 20, "stream": True}
+    body = {"prompt": "x", "n": 100, "max_tokens": 200, "logprobs": 20, "stream": True}
     raw = raw_request(server, COMPLETIONS, body)
     try:
         until(lambda: len(engine.running) > 0)
         until(lambda: not engine.running, 60)
         until(lambda: load(server) == 0)
-        assert len(engine.aborted) == 10
+        assert len(engine.aborted) == 1
     finally:
         raw.close()
 

@@ -21,6 +21,7 @@ from vmserve.server.logprobs import LogprobShape, Position, completion_logprobs,
 from vmserve.server.models.served import ServedModel
 from vmserve.server.params import (
     StreamOptions,
+    check_length,
     check_max_tokens,
     check_prompt,
     check_repeated,
@@ -94,6 +95,7 @@ class CompletionService:
         )
 
     def _jobs(self, served: ServedModel, body: CompletionRequest) -> list[Job]:
+        check_length(body.prompt, body, served.max_model_len)
         prompts = split_prompts(body.prompt)
         params = _params(served, body)
         check_repeated(params, len(prompts))

@@ -12,13 +12,14 @@ from vmserve.sampling.params import with_checked
 from vmserve.sampling.tokens import token_list
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import not_implemented
-from vmserve.server.limits import MAX_REPEATED
+from vmserve.server.limits import MAX_CONTEXTS, MAX_REPEATED
 from vmserve.server.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.structured import structured_outputs
 from vmserve.structured.spec import StructuredOutputsParams
 
 __all__ = [
     "StreamOptions",
+    "check_length",
     "check_max_tokens",
     "check_prompt",
     "check_repeated",
@@ -193,6 +194,24 @@ def check_prompt(num_prompt: int, max_model_len: int, name: str = "prompt") -> N
             f"{num_prompt}: it is longer than the model's context length less one token for the "
             "answer. Shorten it, or set truncate_prompt_tokens",
             name,
+        )
+
+
+def check_length(prompt: Any, request: Truncated, max_model_len: int) -> None:
+    """Refuse token ids that are far too many before anything else is done with them.
+
+    Raises :class:`InvalidRequestError`.
+    """
+    if not isinstance(prompt, list) or not prompt or not isinstance(prompt[0], int):
+        return
+    if request.truncate_prompt_tokens is None:
+        check_prompt(len(prompt), max_model_len)
+    elif len(prompt) > MAX_CONTEXTS * max_model_len:
+        raise InvalidRequestError(
+            f"a prompt of token ids that is to be truncated may have {MAX_CONTEXTS} times the "
+            f"context, {max_model_len} tokens, and this one has {len(prompt)}: leave out what "
+            "would be cut off",
+            "prompt",
         )
 
 
