@@ -55,7 +55,6 @@ class MemoryReturn:
 
     def __init__(self) -> None:
         self._before = _own_bytes()
-        self.num_returns = 0
 
     def give_back(self) -> None:
         """Call it when there is nothing to do: it may take tens of milliseconds."""
@@ -64,7 +63,6 @@ class MemoryReturn:
         gc.collect()
         trim_memory()
         self._before = _own_bytes()
-        self.num_returns += 1
 
 
 def _own_bytes() -> int:

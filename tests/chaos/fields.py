@@ -48,6 +48,7 @@ _SHORT: Final = "a short text, compared or passed on"
 _ADMIN: Final = "for who has the admin key"
 _IGNORED: Final = "not read"
 _REFUSED: Final = frozenset({400})
+_EITHER: Final = frozenset({200, 400})
 
 
 def _user(content: Any = "Hi") -> list[dict[str, Any]]:
@@ -64,6 +65,16 @@ def chat(ends: frozenset[int] = frozenset({200}), **fields: Any) -> Make:
 
 def completion(ends: frozenset[int] = frozenset({200}), **fields: Any) -> Make:
     return lambda shape: Attack(COMPLETIONS, {"prompt": "Hi", "max_tokens": 1, **fields}, ends)
+
+
+def response(**fields: Any) -> Make:
+    body = {"input": "Hi", "max_output_tokens": 8, "stream": True, **fields}
+    return lambda shape: Attack(RESPONSES, body, _EITHER)
+
+
+def message(ends: frozenset[int] = _EITHER, **fields: Any) -> Make:
+    body = {"messages": _user(), "max_tokens": 8, **fields}
+    return lambda shape: Attack(MESSAGES, body, ends)
 
 
 def of_shape(path: str, make: Callable[[Shape], dict[str, Any]], *ends: int) -> Make:
@@ -118,11 +129,11 @@ _CONSTRAINTS: Final[dict[str, Entry]] = {
         chat(
             response_format={"type": "json_schema", "json_schema": {"schema": _SCHEMA}},
             **_MOST,
-            ends=frozenset({200, 400}),
+            ends=_EITHER,
         ),
     ),
     "structured_outputs": (
-        chat(structured_outputs={"grammar": _BOMB}, ends=frozenset({200, 400})),
+        chat(structured_outputs={"grammar": _BOMB}, ends=_EITHER),
         of_shape(
             COMPLETIONS,
             lambda shape: {
@@ -133,17 +144,17 @@ _CONSTRAINTS: Final[dict[str, Entry]] = {
             400,
         ),
     ),
-    "guided_json": (chat(guided_json=_SCHEMA, ends=frozenset({200, 400})),),
-    "guided_regex": (chat(guided_regex=_REGEX, **_MOST, ends=frozenset({200, 400})),),
-    "guided_choice": (chat(guided_choice=_CHOICES, **_MOST, ends=frozenset({200, 400})),),
-    "guided_grammar": (chat(guided_grammar=_BOMB, ends=frozenset({200, 400})),),
-    "grammar": (chat(grammar=_BOMB, ends=frozenset({200, 400})),),
-    "json_schema": (chat(json_schema=_SCHEMA, ends=frozenset({200, 400})),),
-    "regex": (chat(regex=_REGEX, ends=frozenset({200, 400})),),
-    "ebnf": (chat(ebnf=_BOMB, ends=frozenset({200, 400})),),
-    "regex_pattern": (chat(regex_pattern=_REGEX, ends=frozenset({200, 400})),),
-    "grammar_string": (chat(grammar_string=_BOMB, ends=frozenset({200, 400})),),
-    "nvext": (chat(nvext={"guided_json": _SCHEMA}, ends=frozenset({200, 400})),),
+    "guided_json": (chat(guided_json=_SCHEMA, ends=_EITHER),),
+    "guided_regex": (chat(guided_regex=_REGEX, **_MOST, ends=_EITHER),),
+    "guided_choice": (chat(guided_choice=_CHOICES, **_MOST, ends=_EITHER),),
+    "guided_grammar": (chat(guided_grammar=_BOMB, ends=_EITHER),),
+    "grammar": (chat(grammar=_BOMB, ends=_EITHER),),
+    "json_schema": (chat(json_schema=_SCHEMA, ends=_EITHER),),
+    "regex": (chat(regex=_REGEX, ends=_EITHER),),
+    "ebnf": (chat(ebnf=_BOMB, ends=_EITHER),),
+    "regex_pattern": (chat(regex_pattern=_REGEX, ends=_EITHER),),
+    "grammar_string": (chat(grammar_string=_BOMB, ends=_EITHER),),
+    "nvext": (chat(nvext={"guided_json": _SCHEMA}, ends=_EITHER),),
     "guided_whitespace_pattern": (chat(guided_whitespace_pattern="x" * _TEXT, ends=_REFUSED),),
     "structural_tag": (chat(structural_tag="x" * _TEXT, ends=_REFUSED),),
 }
@@ -213,7 +224,7 @@ FIELDS: Final[Mapping[str, Entry]] = {
     ),
     "stop_token_ids": (completion(stop_token_ids=list(range(1, 1025)), min_tokens=16, **_MOST),),
     "bad_words": (
-        chat(bad_words=_distinct(1024, 1000), ends=frozenset({200, 400})),
+        chat(bad_words=_distinct(1024, 1000), ends=_EITHER),
         chat(bad_words=_distinct(64, 1000), n=MAX_CHOICES, max_tokens=16),
         chat(bad_words=_distinct(1024, 12), n=MAX_CHOICES, max_tokens=16),
     ),
@@ -340,7 +351,7 @@ FIELDS: Final[Mapping[str, Entry]] = {
         chat(messages=_user("") * 60_000, ends=_REFUSED),
         chat(messages=[{"role": "<|im_end|>" * 25}] * 14_000, ends=_REFUSED),
         chat(messages=_user(_words(_TEXT)), ends=_REFUSED),
-        chat(messages=_user([{"type": "text", "text": ""}] * 65_000), ends=frozenset({200, 400})),
+        chat(messages=_user([{"type": "text", "text": ""}] * 65_000), ends=_EITHER),
         of_shape("/tokenize", lambda shape: {"messages": _user("") * 60_000}, 200, 400),
     ),
     "MessagesRequest.messages": (
@@ -364,22 +375,12 @@ FIELDS: Final[Mapping[str, Entry]] = {
         chat(chat_template_kwargs={"x": [_nested(40)] * 1500}),
     ),
     "tools": (
-        chat(tools=_TOOLS, ends=frozenset({200, 400})),
-        chat(tools=_TOOLS, tool_choice="required", **_MOST, ends=frozenset({200, 400})),
+        chat(tools=_TOOLS, ends=_EITHER),
+        chat(tools=_TOOLS, tool_choice="required", **_MOST, ends=_EITHER),
     ),
     "tool_choice": (chat(tools=[_TOOL], tool_choice={"x": "y" * _TEXT}, ends=_REFUSED),),
     "ResponsesRequest.tools": (
-        of_shape(
-            RESPONSES,
-            lambda shape: {
-                "input": "Hi",
-                "max_output_tokens": 8,
-                "tools": [{**tool, "description": "d" * 3000} for tool in _FLAT_TOOLS],
-                "stream": True,
-            },
-            200,
-            400,
-        ),
+        response(tools=[{**tool, "description": "d" * 3000} for tool in _FLAT_TOOLS]),
     ),
     "MessagesRequest.tools": (
         of_shape(
@@ -445,66 +446,15 @@ FIELDS: Final[Mapping[str, Entry]] = {
         ),
     ),
     "MessagesRequest.metadata": _IGNORED,
-    "text": (
-        of_shape(
-            RESPONSES,
-            lambda shape: {
-                "input": "Hi",
-                "max_output_tokens": 8,
-                "stream": True,
-                "text": {"x": [_nested(40)] * 1500},
-            },
-            200,
-            400,
-        ),
-    ),
-    "reasoning": (
-        of_shape(
-            RESPONSES,
-            lambda shape: {
-                "input": "Hi",
-                "max_output_tokens": 8,
-                "stream": True,
-                "reasoning": {"x": "y" * _TEXT},
-            },
-            200,
-            400,
-        ),
-    ),
+    "text": (response(text={"x": [_nested(40)] * 1500}),),
+    "reasoning": (response(reasoning={"x": "y" * _TEXT}),),
     "thinking": _IGNORED,
     "output_config": (
-        of_shape(
-            MESSAGES,
-            lambda shape: {
-                "messages": _user(),
-                "max_tokens": 8,
-                "output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}},
-            },
-            200,
-            400,
-        ),
+        message(output_config={"format": {"type": "json_schema", "schema": _SCHEMA}}),
     ),
-    "output_format": (
-        of_shape(
-            MESSAGES,
-            lambda shape: {
-                "messages": _user(),
-                "max_tokens": 8,
-                "output_format": {"type": "json_schema", "schema": _SCHEMA},
-            },
-            200,
-            400,
-        ),
-    ),
+    "output_format": (message(output_format={"type": "json_schema", "schema": _SCHEMA}),),
     "stop_sequences": (
-        of_shape(
-            MESSAGES,
-            lambda shape: {
-                "messages": _user(),
-                "max_tokens": 8,
-                "stop_sequences": ["a" * 4095 + str(i % 10) for i in range(16)],
-            },
-        ),
+        message(frozenset({200}), stop_sequences=["a" * 4095 + str(i % 10) for i in range(16)]),
     ),
     "tokens": (
         of_shape("/detokenize", lambda shape: {"tokens": [100 + i % 800 for i in range(800_000)]}),

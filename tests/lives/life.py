@@ -14,7 +14,6 @@ from vmserve.errors import ConfigurationError, InvalidRequestError, OutOfMemoryE
 from vmserve.memory.base import Regime
 from vmserve.sampling import GenerationParams
 from vmserve.text.assembly import RequestAssembly
-from vmserve.text.update import RequestUpdate
 from vmserve.types import RequestTerms
 
 __all__ = ["Asked", "Chances", "Life", "answered", "whole", "without_logprobs"]
@@ -186,7 +185,9 @@ class Life:
             assert name not in self.failed
             assembly = self.asked[name].assembly
             assert assembly is not None
-            if (output := _made(assembly, update)) is None:
+            for _ in assembly.take((update,), 0.0):
+                pass
+            if (output := assembly.tell()) is None:
                 continue
             self.asked[name].parts.append(output)
             if output.finished:
@@ -256,16 +257,6 @@ class Life:
                 f"{name} failed ({self.failed[name]}), but can be served: {asked}"
             )
         raise AssertionError(f"{name} does not end")
-
-
-def _made(assembly: RequestAssembly, update: RequestUpdate) -> RequestOutput | None:
-    work = assembly.take((update,), 0.0)
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            output: RequestOutput | None = end.value
-            return output
 
 
 def whole(asked: Asked) -> Sequence[Any]:

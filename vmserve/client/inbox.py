@@ -74,7 +74,9 @@ class OpenRequest:
             if self._updates:
                 updates = self._updates[: self._most_at_once]
                 del self._updates[: self._most_at_once]
-                output = await self._made(updates)
+                for _ in self._assembly.take(updates, self._received_at):
+                    await self._turn()
+                output = self._assembly.tell()
                 if output is not None:
                     return output
                 if self._updates:  # others come first: it may be long
@@ -84,16 +86,6 @@ class OpenRequest:
             else:
                 self._future = self._new_future()
                 await self._future
-
-    async def _made(self, updates: list[RequestUpdate]) -> RequestOutput | None:
-        work = self._assembly.take(updates, self._received_at)
-        while True:
-            try:
-                next(work)
-            except StopIteration as end:
-                output: RequestOutput | None = end.value
-                return output
-            await self._turn()
 
 
 class Inbox:

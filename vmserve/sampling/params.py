@@ -402,7 +402,7 @@ def check_min_tokens(min_tokens: int, max_tokens: int | None) -> None:
 
 
 GenerationParams = SamplingParams | BeamSearchParams
-_Params = TypeVar("_Params", SamplingParams, BeamSearchParams)
+_Params = TypeVar("_Params", bound=GenerationParams)
 
 
 def with_checked(params: _Params, **fields: Any) -> _Params:

@@ -68,7 +68,7 @@ class StepBudget:
         self._checkpoints = checkpoints
         self._pairs = pairs
         #: The tenant that took the last of them.
-        self._deep: set[str] = set()
+        self._deep: str | None = None
         self._least_pairs = 0 if pairs is None else pairs // _PARTS_OF_PAIRS
         self._least_tokens = tokens // _PARTS_OF_TOKENS
 
@@ -86,7 +86,7 @@ class StepBudget:
             return False
         if self._pairs is None or self._pairs > 0:
             return True
-        if sequence.request.tenant in self._deep:
+        if sequence.request.tenant == self._deep:
             return False
         wanted = min(sequence.num_uncomputed, self._least_tokens)
         return self._tokens_in(self._least_pairs, sequence.num_computed) >= wanted
@@ -157,4 +157,4 @@ class StepBudget:
                 before = self._pairs
                 self._pairs -= num_new * (sequence.num_computed + num_new // 2)
                 if self._pairs <= 0 < before:
-                    self._deep.add(sequence.request.tenant)
+                    self._deep = sequence.request.tenant

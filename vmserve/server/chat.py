@@ -24,6 +24,7 @@ from vmserve.server.params import (
     StreamOptions,
     check_max_tokens,
     check_prompt,
+    far_too_long,
     most_tokens,
     refuse_unserved,
     sampling_params,
@@ -202,12 +203,8 @@ def _render(served: ServedModel, body: ChatCompletionRequest) -> tuple[RenderedC
     try:
         return render_chat(body, served, use.shown, MAX_CONTEXTS * served.max_model_len), use
     except PromptTooLongError as error:
-        raise InvalidRequestError(
-            f"messages: a conversation that is to be truncated may have {MAX_CONTEXTS} times the "
-            f"context, {served.max_model_len} tokens, and this one has more: leave out what would "
-            "be cut off",
-            "messages",
-        ) from error
+        what = "messages: a conversation"
+        raise far_too_long(what, served.max_model_len, "more", "messages") from error
 
 
 def _job(served: ServedModel, body: ChatCompletionRequest, chat: RenderedChat, use: ToolUse) -> Job:

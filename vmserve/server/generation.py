@@ -13,7 +13,7 @@ from typing import NamedTuple
 from starlette.requests import Request
 
 from vmserve.errors import DeadlineError, EngineDeadError, InvalidRequestError, VmserveError
-from vmserve.sampling import BeamSearchParams, GenerationParams
+from vmserve.sampling import GenerationParams
 from vmserve.sampling.params import with_checked
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
@@ -277,10 +277,7 @@ def _with_bounded_logprobs(jobs: list[Job], served: ServedModel) -> list[Job]:
 def _ending_at(params: GenerationParams, most: int) -> GenerationParams:
     if params.max_tokens is not None and params.max_tokens <= most:
         return params
-    least = min(params.min_tokens, most)
-    if isinstance(params, BeamSearchParams):
-        return with_checked(params, max_tokens=most, min_tokens=least)
-    return with_checked(params, max_tokens=most, min_tokens=least)
+    return with_checked(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
 
 def _shorter(*timeouts: float | None) -> float | None:

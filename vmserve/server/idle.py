@@ -22,7 +22,7 @@ class IdleWork:
         self._processes = processes
         self._due: asyncio.TimerHandle | None = None
         self._last = 0.0
-        self.memory = MemoryReturn()
+        self._memory = MemoryReturn()
 
     def note(self) -> None:
         """Work has just ended."""
@@ -42,7 +42,7 @@ class IdleWork:
 
     def _give_back(self) -> None:
         self._processes.close_idle()
-        self.memory.give_back()
+        self._memory.give_back()
 
     def close(self) -> None:
         if self._due is not None:

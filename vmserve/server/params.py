@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from vmserve.errors import InvalidRequestError
 from vmserve.options import declared_options
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
-from vmserve.sampling.params import with_checked
 from vmserve.sampling.tokens import token_list
 from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import not_implemented
@@ -16,6 +14,7 @@ from vmserve.server.limits import MAX_CONTEXTS, MAX_REPEATED
 from vmserve.server.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.structured import structured_outputs
 from vmserve.structured.spec import StructuredOutputsParams
+from vmserve.text.prompts import encode_params
 
 __all__ = [
     "StreamOptions",
@@ -23,6 +22,7 @@ __all__ = [
     "check_max_tokens",
     "check_prompt",
     "check_repeated",
+    "far_too_long",
     "most_tokens",
     "refuse_unserved",
     "sampling_params",
@@ -88,10 +88,7 @@ def sampling_params(
         structured_outputs=structured,
     )
     params.validate_for(engine.model_config.vocab_size, engine.resolved.max_logprobs)
-    if params.bad_words:
-        words = engine.tokenizer.encode_bad_words(cast("Sequence[str]", params.bad_words))
-        return with_checked(params, bad_words=words)
-    return params
+    return encode_params(params, engine.tokenizer)
 
 
 def _predicted_tokens(prediction: Any, engine: EngineClient) -> list[int]:
@@ -207,12 +204,17 @@ def check_length(prompt: Any, request: Truncated, max_model_len: int) -> None:
     if request.truncate_prompt_tokens is None:
         check_prompt(len(prompt), max_model_len)
     elif len(prompt) > MAX_CONTEXTS * max_model_len:
-        raise InvalidRequestError(
-            f"a prompt of token ids that is to be truncated may have {MAX_CONTEXTS} times the "
-            f"context, {max_model_len} tokens, and this one has {len(prompt)}: leave out what "
-            "would be cut off",
-            "prompt",
-        )
+        what = "a prompt of token ids"
+        raise far_too_long(what, max_model_len, str(len(prompt)), "prompt")
+
+
+def far_too_long(what: str, max_model_len: int, num: str, param: str) -> InvalidRequestError:
+    """For what is so long that it is not read to its end to be truncated; it has ``num`` tokens."""
+    return InvalidRequestError(
+        f"{what} that is to be truncated may have {MAX_CONTEXTS} times the context, "
+        f"{max_model_len} tokens, and this one has {num}: leave out what would be cut off",
+        param,
+    )
 
 
 def truncate(token_ids: list[int], request: Truncated, max_model_len: int) -> list[int]:

@@ -145,7 +145,7 @@ class ResponsesService:
         [result] = await started.generation.run()
         final = reply.full(result)
         await store(final)
-        return await json_response(self._context, request, lambda: final, reply.num_bytes)
+        return await json_response(self._context, request, final, reply.num_bytes)
 
 
 def _owner(request: Request) -> str:

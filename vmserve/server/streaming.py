@@ -181,12 +181,12 @@ async def json_reply(
 
 
 async def json_response(
-    context: ServerContext, request: Request, make: Callable[[], Any], size: int
+    context: ServerContext, request: Request, value: Any, size: int
 ) -> Response:
-    """Reply with ``make()``, which has about ``size`` bytes, as JSON in one piece."""
+    """Reply with ``value``, which has about ``size`` bytes, as JSON in one piece."""
     if size <= MOST_BYTES_ON_LOOP:
-        return Response(dump_json(make()), media_type=JSON_TYPE)
-    body = await context.run_aside(request, lambda: dump_json(make()), size)
+        return Response(dump_json(value), media_type=JSON_TYPE)
+    body = await context.run_aside(request, lambda: dump_json(value), size)
     return Response(body, media_type=JSON_TYPE)
 
 
@@ -196,7 +196,7 @@ async def write_event(
     """``event``, of about ``size`` bytes; one that is large is written by another thread."""
     if size <= MOST_BYTES_ON_LOOP:
         return event
-    data = await context.run_aside(request, lambda: b"".join(dump_parts(event)), size)
+    data = await context.run_aside(request, lambda: dump_json(event), size)
     return WrittenEvent(data, event.get("type", ""))
 
 

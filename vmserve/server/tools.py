@@ -114,14 +114,8 @@ def _allowed(tools: list[Tool], choice: dict[str, Any]) -> tuple[Any, list[Tool]
             '"required", "tools": [{"type": "function", "function": {"name": ...}}, ...]}',
             "tool_choice",
         )
-    by_name = {tool["function"]["name"]: tool for tool in tools}
-    return mode, list(
-        {name: by_name[name] for name in (_name_in(each, by_name) for each in named)}.values()
-    )
-
-
-def _name_in(choice: Any, by_name: Mapping[str, Tool]) -> str:
-    return str(_named(list(by_name.values()), choice)["function"]["name"])
+    chosen = [_named(tools, each) for each in named]
+    return mode, list({tool["function"]["name"]: tool for tool in chosen}.values())
 
 
 def _named(tools: list[Tool], choice: Any) -> Tool:

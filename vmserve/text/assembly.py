@@ -6,7 +6,7 @@ nothing. Text is made and cut here, for all clients.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 
 import numpy as np
@@ -86,6 +86,8 @@ class RequestAssembly:
         self._entries_each = 1 + max(self._params.logprobs or 0, listed)
         self._stream = stream
         self._answers: dict[int, _Answer] = {}
+        #: Choices with something that was not told.
+        self._touched: dict[int, _Answer] = {}
         self._prompt_logprobs: PromptScores | None = None
         self._embedding: NDArray[np.float32] | None = None
         self.metrics = RequestMetrics(arrival_time=arrival_time)
@@ -95,15 +97,11 @@ class RequestAssembly:
         """Make a delta without choices, which says that the request is queued."""
         return self._build([], delta=True)
 
-    def take(
-        self, updates: Sequence[RequestUpdate], now: float
-    ) -> Generator[None, None, RequestOutput | None]:
-        """Make the next output of new updates; returns None if there is nothing to say yet.
+    def take(self, updates: Sequence[RequestUpdate], now: float) -> Iterator[None]:
+        """Take new updates, and pause once in a while: much may have come at once.
 
-        ``now``: when the last of them came, in monotonic seconds. Yields once in a while: much may
-        have come at once.
+        ``now``: when the last of them came, in monotonic seconds.
         """
-        touched: dict[int, _Answer] = {}
         num_entries = 0
         for update in updates:
             if update.metrics is not None:
@@ -117,7 +115,7 @@ class RequestAssembly:
             if update.embedding is not None:
                 self._embedding = np.frombuffer(update.embedding, dtype=np.float32)
             for choice in update.outputs:
-                touched[choice.index] = self._take(choice)
+                self._touched[choice.index] = self._take(choice)
                 num_entries += len(choice.token_ids) * self._entries_each
                 if num_entries > _MOST_ENTRIES:
                     yield
@@ -125,7 +123,18 @@ class RequestAssembly:
             self.finished = update.finished
         if self.finished:
             self.metrics.finished_time = self.metrics.finished_time or now
-        return self._tell(touched.values())
+
+    def tell(self) -> RequestOutput | None:
+        """Make the output of what was taken; None if there is nothing to say yet."""
+        touched, self._touched = self._touched, {}
+        if not self._stream:
+            return self._build(self._best(), delta=False) if self.finished else None
+        outputs = []
+        for answer in touched.values():
+            delta = answer.stream.take_delta()
+            if delta.token_ids or answer.finish_reason is not None:
+                outputs.append(answer.output(delta))
+        return self._build(outputs, delta=True) if outputs or self.finished else None
 
     def _take(self, choice: ChoiceUpdate) -> _Answer:
         answer = self._answers.get(choice.index)
@@ -153,16 +162,6 @@ class RequestAssembly:
             )
 
     # -- outputs ----------------------------------------------------------------------
-
-    def _tell(self, touched: Iterable[_Answer]) -> RequestOutput | None:
-        if not self._stream:
-            return self._build(self._best(), delta=False) if self.finished else None
-        outputs = []
-        for answer in touched:
-            delta = answer.stream.take_delta()
-            if delta.token_ids or answer.finish_reason is not None:
-                outputs.append(answer.output(delta))
-        return self._build(outputs, delta=True) if outputs or self.finished else None
 
     def _best(self) -> list[CompletionOutput]:
         """All choices in order; with ``best_of``, the n of highest log-probability, best first."""

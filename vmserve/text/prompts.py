@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 from vmserve.errors import InvalidRequestError
 from vmserve.sampling.params import GenerationParams, SamplingParams, with_checked
@@ -69,7 +69,15 @@ def encode_prompt(prompt: PromptLike, tokenizer: Tokenizer) -> Prompt:
     return Prompt(None, token_ids)
 
 
-def encode_params(params: GenerationParams, tokenizer: Tokenizer) -> GenerationParams:
+class _Encodes(Protocol):
+    """The part of a :class:`Tokenizer` that parameters need."""
+
+    def encode(self, text: str, /, add_special_tokens: bool = True) -> list[int]: ...
+
+    def encode_bad_words(self, words: Sequence[str], /) -> tuple[tuple[int, ...], ...]: ...
+
+
+def encode_params(params: GenerationParams, tokenizer: _Encodes) -> GenerationParams:
     """The same with token ids in place of texts: the engine's loop encodes nothing."""
     if not isinstance(params, SamplingParams):
         return params

@@ -51,7 +51,6 @@ class StopChecker:
     Text that may be the beginning of a stop string is held back: at most one character less than
     the longest string has. The string that is complete first wins, and the longest of those that
     end with the same character. What is released does not depend on how the text was cut.
-
     """
 
     def __init__(self, stops: StopStrings, include_stop_str: bool = False) -> None:

@@ -185,16 +185,14 @@ class Tokenizer:
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except TypeError:
-            raise _no_unicode("the prompt", "prompt") from None
+            raise _no_unicode("prompt") from None
 
-    def _encodings(
-        self, texts: list[str], add_special_tokens: bool, what: str = "the prompt"
-    ) -> Any:
-        """All at once, without the interpreter's lock. ``what``: named in errors."""
+    def _encodings(self, texts: list[str], add_special_tokens: bool, param: str = "prompt") -> Any:
+        """All at once, without the interpreter's lock. ``param``: where they come from."""
         try:
             return self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)
         except TypeError:
-            raise _no_unicode(what, what.split()[-1]) from None
+            raise _no_unicode(param) from None
 
     def encode_plain(self, text: str) -> list[int]:
         """Encode ``text`` as the middle of a longer text, without special or added tokens."""
@@ -350,8 +348,9 @@ class Tokenizer:
         return text
 
 
-def _no_unicode(what: str, param: str) -> InvalidRequestError:
+def _no_unicode(param: str) -> InvalidRequestError:
     """For lone surrogates, which JSON can carry and UTF-8 cannot."""
+    what = "the prompt" if param == "prompt" else param
     return InvalidRequestError(f"{what} is not valid Unicode text: it has lone surrogates", param)
 
 

@@ -66,13 +66,13 @@ void penalise_output(const LogitChanges& changes, float* row, ChangesRoom& room)
 }  // namespace
 
 void apply_changes(const LogitChanges& changes, float* row, std::int64_t vocab, ChangesRoom& room) {
-  for (const auto& [id, bias] : changes.fixed->bias) row[id] += bias;
-  if (changes.fixed->allowed.empty() || !keep_allowed(changes, row, vocab, room)) {
+  const FixedChanges& fixed = *changes.fixed;
+  for (const auto& [id, bias] : fixed.bias) row[id] += bias;
+  if (fixed.allowed.empty() || !keep_allowed(changes, row, vocab, room)) {
     drop_banned(changes, row, vocab, room);
   }
-  if (changes.fixed->repetition != 1.0F) penalise_repetition(changes, row, room);
-  if (changes.fixed->presence != 0.0 || changes.fixed->frequency != 0.0)
-    penalise_output(changes, row, room);
+  if (fixed.repetition != 1.0F) penalise_repetition(changes, row, room);
+  if (fixed.presence != 0.0 || fixed.frequency != 0.0) penalise_output(changes, row, room);
 }
 
 }  // namespace vmserve::sampling

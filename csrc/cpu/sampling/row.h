@@ -340,13 +340,12 @@ class Row {
   // the first of the sorted listed ones that it comes before.
   void rank_listed(const TokenIds& listed, RowResult& result) {
     constexpr std::size_t kFew = 32;
+    result.ranked[0] = ranked(result.token);
     if (listed.size() <= kFew) {
-      result.ranked[0] = ranked(result.token);
       for (std::size_t i = 0; i < listed.size(); ++i) result.ranked[i + 1] = ranked(listed[i]);
       return;
     }
-    result.ranked[0] = ranked(result.token);
-    const auto num = static_cast<std::int64_t>(std::min<std::size_t>(listed.size(), vocab_));
+    const auto num = static_cast<std::int64_t>(listed.size());
     std::int64_t* const order = work_.order.get();
     for (std::int64_t i = 0; i < num; ++i) order[i] = i;
     const float* const row = own_.row;
