@@ -3,6 +3,7 @@
 #include "vmserve/memory/background.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <utility>
 
@@ -17,6 +18,9 @@ constexpr std::int64_t kReclaimBatch = 64;
 constexpr double kRemembered = 0.998;
 // At most 1/8 of the pool is kept free for demand like that of recent steps.
 constexpr std::int64_t kMostAhead = 8;
+// Share of the newest step in the mean of their seconds, and what is no step but a pause.
+constexpr double kNewestStep = 0.125;
+constexpr double kLongestStep = 1.0;
 
 }  // namespace
 
@@ -168,8 +172,9 @@ void Background::drain_mapper(bool is_waited_for) {
 void Background::schedule_work(const std::vector<Op>& grows) {
   if (!work_.has_mapper() || !work_.failure.empty()) return;
   if (config_.lookahead_tokens > 0) {
+    const std::int64_t ahead = lookahead_tokens(static_cast<std::int64_t>(grows.size()));
     for (const Op& op : grows) {
-      if (seqs_[op.seq].kv.view == View::kVirtual) map_lookahead(op.seq, op.num_tokens);
+      if (seqs_[op.seq].kv.view == View::kVirtual) map_lookahead(op.seq, op.num_tokens, ahead);
     }
   }
   update_recent_demand();
@@ -179,7 +184,22 @@ void Background::schedule_work(const std::vector<Op>& grows) {
   map_eager_slots();
 }
 
-void Background::map_lookahead(SeqId id, std::int64_t target) {
+// Tokens to map ahead so that the mapper is in time if all growing sequences need a page together:
+// twice as many steps as the mapper needs for one page of each, and at most one page.
+std::int64_t Background::lookahead_tokens(std::int64_t num_growing) {
+  const double now =
+      std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  const double taken = now - std::exchange(last_step_at_, now);
+  // Not a pause between requests.
+  if (taken < kLongestStep) step_seconds_ += kNewestStep * (taken - step_seconds_);
+  const double needed = static_cast<double>(num_growing) * work_.mapper->map_seconds();
+  const double steps = step_seconds_ > 0 ? 2 * needed / step_seconds_ : 0;
+  const std::int64_t most = std::max(config_.lookahead_tokens, config_.page_tokens());
+  return std::clamp(static_cast<std::int64_t>(std::min(steps, 1e9)), config_.lookahead_tokens,
+                    most);
+}
+
+void Background::map_lookahead(SeqId id, std::int64_t target, std::int64_t least) {
   const Sequence& seq = seqs_[id];
   if (seq.kv.slot == kNoSlot) return;
   const Slot& slot = slots_[seq.kv.slot];
@@ -187,8 +207,7 @@ void Background::map_lookahead(SeqId id, std::int64_t target) {
   // Decoding grows by one token per step. A prompt computed in chunks grows by chunks of the same
   // size as this one.
   const std::int64_t unread = static_cast<std::int64_t>(seq.tokens.size()) - seq.kv.length;
-  const std::int64_t ahead =
-      std::max(config_.lookahead_tokens, std::min(target - seq.kv.sealed, unread));
+  const std::int64_t ahead = std::max(least, std::min(target - seq.kv.sealed, unread));
   const std::int64_t want = ledger_.pages_for(std::min(seq.kv.length + ahead, config_.max_len));
   const std::int64_t count = std::min(want - slot.size(), pool_.num_free());
   if (count > 0 && work_.may_map_ahead(count)) submit_map(seq.kv.slot, count, seq.tenant);

@@ -2,6 +2,8 @@
 
 #include <sched.h>
 
+#include <algorithm>
+#include <chrono>
 #include <ctime>
 #include <limits>
 
@@ -17,8 +19,84 @@ double thread_cpu_seconds() {
 }
 
 constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
+// A piece of a command is as many runs as take about so long: a step that comes in between waits
+// for one piece.
+constexpr double kPieceSeconds = 100e-6;
+// The mapper's thread gets its turn at the latest behind so many others.
+constexpr std::uint64_t kMostOvertaking = 16;
+// Share of the newest command in map_seconds().
+constexpr double kNewest = 0.125;
+
+double wall_seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Calls `call` with a piece of the runs after another. An error's `completed` counts all runs.
+template <typename Run, typename Call>
+void in_pieces(const std::vector<Run>& runs, PieceSize& size, DriverTurn& turn, Call call) {
+  for (std::size_t first = 0; first < runs.size();) {
+    const std::size_t count = std::min(size.runs(), runs.size() - first);
+    const auto begin = runs.begin() + static_cast<std::ptrdiff_t>(first);
+    const double start = wall_seconds();
+    try {
+      call(std::vector<Run>(begin, begin + static_cast<std::ptrdiff_t>(count)));
+    } catch (Error& error) {
+      error.completed += first;
+      throw;
+    }
+    size.took(count, wall_seconds() - start);
+    first += count;
+    if (first < runs.size()) turn.give_way();
+  }
+}
 
 }  // namespace
+
+void DriverTurn::lock() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  ++num_waiting_;
+  freed_.wait(lock, [this] { return !is_taken_ && !is_overdue_; });
+  --num_waiting_;
+  ++num_turns_;
+  is_taken_ = true;
+}
+
+void DriverTurn::unlock() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_taken_ = false;
+  }
+  freed_.notify_all();
+}
+
+void DriverTurn::lock_behind() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const std::uint64_t first = num_turns_;
+  freed_.wait(lock, [this, first] {
+    is_overdue_ = num_turns_ - first >= kMostOvertaking;
+    return !is_taken_ && (is_overdue_ || num_waiting_ == 0);
+  });
+  is_overdue_ = false;
+  is_taken_ = true;
+}
+
+void DriverTurn::give_way() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (num_waiting_ == 0) return;
+    is_taken_ = false;
+  }
+  freed_.notify_all();
+  lock_behind();
+}
+
+void PieceSize::took(std::size_t runs, double seconds) {
+  if (seconds <= kPieceSeconds / 2) {
+    runs_ = std::max(runs_, 2 * runs);
+  } else if (seconds > kPieceSeconds) {
+    runs_ = std::max<std::size_t>(1, runs / 2);
+  }
+}
 
 Mapper::Mapper(std::shared_ptr<PageDriver> driver, MapperMode mode)
     : driver_(std::move(driver)), mode_(mode) {
@@ -46,15 +124,24 @@ std::uint64_t Mapper::submit(Command command) {
   return id;
 }
 
-Outcome Mapper::execute(Command command) {
+Outcome Mapper::execute(Command command, bool gives_way) {
   Outcome outcome;
   Transaction tx(*driver_);
+  const auto access = [&](const auto& runs) { tx.set_access(runs, Access::kReadWrite); };
   try {
-    tx.create(command.create);
-    driver_->zero(command.zero);
-    tx.map(command.map);
-    driver_->unmap(command.unmap);
-    tx.set_access(command.access, Access::kReadWrite);
+    if (gives_way) {
+      in_pieces(command.create, create_size_, turn_, [&](const auto& runs) { tx.create(runs); });
+      driver_->zero(command.zero);
+      in_pieces(command.map, map_size_, turn_, [&](const auto& runs) { tx.map(runs); });
+      in_pieces(command.unmap, unmap_size_, turn_, [&](const auto& runs) { driver_->unmap(runs); });
+      in_pieces(command.access, access_size_, turn_, access);
+    } else {
+      tx.create(command.create);
+      driver_->zero(command.zero);
+      tx.map(command.map);
+      driver_->unmap(command.unmap);
+      access(command.access);
+    }
     outcome.done = true;
     outcome.num_calls = static_cast<std::int64_t>(command.map.size() + command.unmap.size() +
                                                   command.access.size());
@@ -80,23 +167,46 @@ Outcome Mapper::execute(Command command) {
   return outcome;
 }
 
-bool Mapper::run_one(std::uint64_t up_to, bool waited) {
-  const std::lock_guard<std::mutex> executing(execution_);
+bool Mapper::run_one(std::uint64_t up_to, Who who) {
   Command command;
   {
-    const std::lock_guard<std::mutex> lock(queue_mutex_);
-    if (queue_.empty() || queue_.front().id > up_to || stopping_) return false;
+    std::unique_lock<std::mutex> lock(queue_mutex_);
+    // One at a time, so that they end in order.
+    finished_.wait(lock, [this] { return !is_running_; });
+    const bool gives_way = who == Who::kThread && num_waiting_ > 0;
+    if (gives_way || queue_.empty() || queue_.front().id > up_to || stopping_) return false;
     command = std::move(queue_.front());
     queue_.pop_front();
+    is_running_ = true;
   }
+  const bool is_map = command.kind == Command::Kind::kMap;
+  const auto num_pages = static_cast<double>(std::max<std::size_t>(1, command.pages.size()));
   const double start = thread_cpu_seconds();
-  Outcome outcome = execute(std::move(command));
-  outcome.waited = waited;
+  const double wall_start = wall_seconds();
+  Outcome outcome;
+  {
+    if (who == Who::kThread) {
+      turn_.lock_behind();
+    } else {
+      turn_.lock();
+    }
+    const std::lock_guard<DriverTurn> driving(turn_, std::adopt_lock);
+    outcome = execute(std::move(command), who == Who::kThread);
+  }
+  outcome.waited = who == Who::kWaiter;
   const double seconds = thread_cpu_seconds() - start;
-  const std::lock_guard<std::mutex> lock(queue_mutex_);
-  done_id_ = outcome.command.id;
-  cpu_seconds_ += seconds;
-  outcomes_.push_back(std::move(outcome));
+  {
+    const std::lock_guard<std::mutex> lock(queue_mutex_);
+    is_running_ = false;
+    done_id_ = outcome.command.id;
+    cpu_seconds_ += seconds;
+    if (is_map && who == Who::kThread) {
+      const double one = (wall_seconds() - wall_start) / num_pages;
+      map_seconds_ = map_seconds_ == 0 ? one : map_seconds_ + kNewest * (one - map_seconds_);
+    }
+    outcomes_.push_back(std::move(outcome));
+  }
+  finished_.notify_all();
   return true;
 }
 
@@ -108,10 +218,10 @@ void Mapper::loop() {
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(queue_mutex_);
-      wake_.wait(lock, [this] { return stopping_ || !queue_.empty(); });
+      wake_.wait(lock, [this] { return stopping_ || (!queue_.empty() && num_waiting_ == 0); });
       if (stopping_) return;
     }
-    run_one(kAll);
+    run_one(kAll, Who::kThread);
   }
 }
 
@@ -119,16 +229,21 @@ bool Mapper::wait(std::uint64_t id, bool is_waited_for) {
   {
     const std::lock_guard<std::mutex> lock(queue_mutex_);
     if (done_id_ >= id) return false;
+    ++num_waiting_;
   }
-  // Under the execution lock, the queue's front is the next command and none is half done.
-  while (run_one(id, /*waited=*/is_waited_for)) {
+  while (run_one(id, is_waited_for ? Who::kWaiter : Who::kManual)) {
   }
+  {
+    const std::lock_guard<std::mutex> lock(queue_mutex_);
+    --num_waiting_;
+  }
+  wake_.notify_one();
   return true;
 }
 
 std::int64_t Mapper::run(std::int64_t max_commands) {
   std::int64_t count = 0;
-  while (count < max_commands && run_one(kAll)) ++count;
+  while (count < max_commands && run_one(kAll, Who::kManual)) ++count;
   return count;
 }
 
@@ -142,6 +257,11 @@ std::vector<Outcome> Mapper::take_outcomes() {
 bool Mapper::has_outcomes() {
   const std::lock_guard<std::mutex> lock(queue_mutex_);
   return !outcomes_.empty();
+}
+
+double Mapper::map_seconds() {
+  const std::lock_guard<std::mutex> lock(queue_mutex_);
+  return map_seconds_;
 }
 
 double Mapper::cpu_seconds() {

@@ -3,6 +3,9 @@
 // It executes commands in order and has no ledger. The submitter reserves the pages and addresses
 // of a command and gets its result from take_outcomes(). wait() executes the queue on the caller's
 // thread, so that a command is never slower than a direct call.
+//
+// A step must not stand behind the mapper: who waits for the driver gets it before the mapper's
+// thread does, and that thread gives the driver free after every piece of a command.
 #pragma once
 
 #include <condition_variable>
@@ -57,6 +60,34 @@ struct Outcome {
   std::int64_t num_calls = 0;
 };
 
+// The right to call the driver. The mapper's thread takes it behind others, but not for ever.
+class DriverTurn {
+ public:
+  void lock();
+  void unlock();
+  void lock_behind();
+  // Lets those who wait go first. Pre: the caller has the turn. Post: it has it again.
+  void give_way();
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable freed_;
+  int num_waiting_ = 0;          // in lock()
+  std::uint64_t num_turns_ = 0;  // taken by lock()
+  bool is_taken_ = false;
+  bool is_overdue_ = false;  // it is the turn of who waits in lock_behind()
+};
+
+// How many runs of a kind of driver call fit in one piece, from the time that they took.
+class PieceSize {
+ public:
+  std::size_t runs() const { return runs_; }
+  void took(std::size_t runs, double seconds);
+
+ private:
+  std::size_t runs_ = 1;
+};
+
 class Mapper {
  public:
   Mapper(std::shared_ptr<PageDriver> driver, MapperMode mode);
@@ -77,18 +108,27 @@ class Mapper {
   // CPU seconds of commands, on all threads.
   double cpu_seconds();
   // Protects direct driver calls against the mapper's.
-  std::unique_lock<std::mutex> lock_driver() { return std::unique_lock<std::mutex>(execution_); }
+  std::unique_lock<DriverTurn> lock_driver() { return std::unique_lock<DriverTurn>(turn_); }
+  // Wall seconds of a kMap command of one page on the mapper's thread, recently; 0 if unknown.
+  double map_seconds();
 
  private:
+  enum class Who : std::uint8_t { kThread, kManual, kWaiter };
   void loop();
-  bool run_one(std::uint64_t up_to, bool waited = false);
-  Outcome execute(Command command);
+  bool run_one(std::uint64_t up_to, Who who);
+  Outcome execute(Command command, bool gives_way);
 
   std::shared_ptr<PageDriver> driver_;
   MapperMode mode_;
-  std::mutex execution_;  // locked before queue_mutex_
-  std::mutex queue_mutex_;
+  DriverTurn turn_;
+  // Only of the mapper's thread.
+  PieceSize create_size_, map_size_, unmap_size_, access_size_;
+  std::mutex queue_mutex_;  // never held while a driver call runs
   std::condition_variable wake_;
+  std::condition_variable finished_;
+  bool is_running_ = false;  // a command is being executed
+  int num_waiting_ = 0;      // in wait(): the thread begins no command
+  double map_seconds_ = 0;
   std::deque<Command> queue_;
   std::vector<Outcome> outcomes_;
   std::uint64_t last_id_ = 0;  // used only by the submitter

@@ -50,7 +50,8 @@ class Background : LedgerClient {
   void apply_reached_marks();
   void apply_finished_copies();
   void end_oldest_copies();
-  void map_lookahead(SeqId id, std::int64_t target);
+  std::int64_t lookahead_tokens(std::int64_t num_growing);
+  void map_lookahead(SeqId id, std::int64_t target, std::int64_t least);
   // Maps `count` free pages behind the slot's entries.
   void submit_map(SlotId slot, std::int64_t count, Tenant tenant);
   void apply_map(const Outcome& outcome);
@@ -76,7 +77,9 @@ class Background : LedgerClient {
   std::deque<std::pair<Epoch, Mark>> marks_;
   std::deque<InFlightCopies> copies_in_flight_;
   std::vector<PageId> reclaimed_;  // unmapped by the mapper since the last step began
-  bool is_growing_ = false;        // a kGrow command is in flight
+  double last_step_at_ = 0;
+  double step_seconds_ = 0;  // from step to step, a mean of recent ones
+  bool is_growing_ = false;  // a kGrow command is in flight
   std::unique_ptr<Persistence> persistence_;
 };
 

@@ -36,7 +36,7 @@ class DriverWork : LedgerClient {
   DriverWork(std::shared_ptr<PageDriver> page_driver, Ledger& ledger);
 
   // Protects direct driver calls against the mapper's.
-  std::unique_lock<std::mutex> lock() { return mapper->lock_driver(); }
+  std::unique_lock<DriverTurn> lock() { return mapper->lock_driver(); }
   void require_alive() const;  // throws after a sticky driver error
   void fail_if_sticky(const Error& error);
   void require_not_in_repair(SlotId slot) const;  // throws while a repair includes the slot
