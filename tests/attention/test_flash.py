@@ -17,8 +17,9 @@ from tests.attention.flash_op import EmulatedFlash, flash_op
 from tests.attention.views import attention_inputs, fill_past
 from vmserve.attention import BACKENDS, PREFERRED, create_backend
 from vmserve.attention.base import LayerAttention, PlansAhead, RaggedBatch
-from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, SlotTensors, TorchFlash
+from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, TorchFlash
 from vmserve.attention.reference import ReferenceBackend
+from vmserve.attention.slots import SlotTensors
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
