@@ -82,6 +82,7 @@ class SlotKernel(Protocol):
     #: ``AttentionBackend``.
     read_slack_tokens: int
     head_slack_tokens: int
+    windows: bool
     softcap: bool
     sinks: bool
 
@@ -123,15 +124,17 @@ class TorchFlash:
     """
 
     name = "torch-flash"
-    #: Rows past the length are predicated away.
-    read_slack_tokens = 0
     #: The first tile of a window is loaded whole; tiles are counted from position 0.
     head_slack_tokens = LARGEST_TILE
+    windows = True
     softcap = False
     sinks = True
 
     def __init__(self, op: Callable[..., Any] | None = None) -> None:
         self._op: Callable[..., Any] = op or torch.ops.aten._flash_attention_forward.default
+        #: Rows past the length are predicated away; later FlashAttention, which may have been
+        #: activated in its place, loads whole tiles.
+        self.read_slack_tokens = 0 if _activated() is None else LARGEST_TILE
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
         names = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
@@ -162,25 +165,38 @@ class TorchFlash:
         return _with_sinks(output, lse, spec)
 
 
+def _activated() -> str | None:
+    """What stands in for torch's own FlashAttention, if anything."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
+
+
 class FlashAttn2:
     """``flash_attn_with_kvcache`` of the flash-attn package: slots by ``cache_batch_idx``."""
 
     name = "flash-attn"
     read_slack_tokens = 0
     head_slack_tokens = LARGEST_TILE
+    windows = True
     softcap = True
     sinks = True
     module = "flash_attn"
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self._function = function
+        self._unusable: str | None = None
+        if function is not None:
+            return
+        if importlib.util.find_spec(self.module) is None:
+            self._unusable = f"the package {self.module} is not installed"
+            return
+        try:
+            self._function = importlib.import_module(self.module).flash_attn_with_kvcache
+        except (ImportError, OSError, AttributeError) as error:  # built for another torch, say
+            self._unusable = f"the package {self.module} does not load: {error}".splitlines()[0]
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
-        if self._function is None:
-            if importlib.util.find_spec(self.module) is None:
-                return f"the package {self.module} is not installed"
-            self._function = importlib.import_module(self.module).flash_attn_with_kvcache
-        return _half_refusal(head_dim, dtype)
+        return self._unusable or _half_refusal(head_dim, dtype)
 
     def __call__(
         self, q: torch.Tensor, slots: SlotTensors, part: SlotPart, spec: LayerAttention
@@ -249,12 +265,19 @@ class FlashAttn3(FlashAttn2):
     """FlashAttention 3 (Shah et al.), for Hopper; the same call from ``flash_attn_interface``.
 
     Its loads are whole tiles: up to 224 rows past the length are read, and so must be mapped and
-    hold finite numbers. Sequences with unequally many queries are one call.
+    hold finite numbers. Sequences with unequally many queries are one call. Builds may lack what
+    others have: so they say.
     """
 
     name = "flash-attn-3"
     read_slack_tokens = LARGEST_TILE
     module = "flash_attn_interface"
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        super().__init__(function)
+        self._lacks = _left_out(self._function)
+        self.windows = "LOCAL" not in self._lacks
+        self.softcap = "SOFTCAP" not in self._lacks
 
     def __call__(
         self, q: torch.Tensor, slots: SlotTensors, part: SlotPart, spec: LayerAttention
@@ -265,11 +288,38 @@ class FlashAttn3(FlashAttn2):
         return self._attend(q, slots, part, spec, slice(None), part.max_new, **rows)
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
-        if self._function is None and torch.cuda.is_available():
+        refusal = super().refusal(head_dim, dtype)
+        if refusal is not None:
+            return refusal
+        if torch.cuda.is_available():
             major, _ = torch.cuda.get_device_capability()
             if major != 9:
                 return f"it is for GPUs of compute capability 9, this one has {major}"
-        return super().refusal(head_dim, dtype)
+        if "VARLEN" in self._lacks:
+            return "this build takes no lengths of sequences"
+        if dtype is DType.FLOAT16 and "FP16" in self._lacks:
+            return "this build has no float16"
+        # Smaller heads are padded to a size that there is.
+        if head_dim > max((n for n in _HEAD_DIMS_3 if f"HDIM{n}" not in self._lacks), default=0):
+            return f"this build has no heads of {head_dim}"
+        return None
+
+
+#: The sizes of heads that FlashAttention 3 has kernels for.
+_HEAD_DIMS_3 = (64, 96, 128, 192, 256)
+
+
+def _left_out(function: Callable[..., Any] | None) -> frozenset[str]:
+    """What a build of FlashAttention 3 leaves out: its set-up writes ``.._config.py`` beside
+    ``.._interface.py``. Empty if it did not."""
+    module = getattr(function, "__module__", "")
+    try:
+        config = importlib.import_module(module.replace("_interface", "_config"))
+        flags = config.CONFIG["build_flags"]
+    except (ImportError, AttributeError, KeyError, ValueError):
+        return frozenset()
+    prefix = "FLASHATTENTION_DISABLE_"
+    return frozenset(name.removeprefix(prefix) for name, is_out in flags.items() if is_out)
 
 
 def _half_refusal(head_dim: int, dtype: DType) -> str | None:
@@ -296,6 +346,7 @@ class FlashBackend:
         self.name = kernel.name
         self.read_slack_tokens = kernel.read_slack_tokens
         self.head_slack_tokens = kernel.head_slack_tokens
+        self.windows = kernel.windows
         self.softcap = kernel.softcap
         self.sinks = kernel.sinks
         self.latents = False

@@ -60,6 +60,7 @@ class CudaPagedBackend:
     read_slack_tokens = 0
     #: The first tile of a window is loaded whole; tiles are counted from position 0.
     head_slack_tokens = TILE_TOKENS - 1
+    windows = True
     softcap = True
     sinks = True
     latents = False
