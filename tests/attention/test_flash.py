@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,15 @@ from tests.attention.flash_op import EmulatedFlash, flash_op
 from tests.attention.views import attention_inputs, fill_past
 from vmserve.attention import BACKENDS, PREFERRED, create_backend
 from vmserve.attention.base import LayerAttention, PlansAhead, RaggedBatch
-from vmserve.attention.flash import FlashAttn2, FlashAttn3, FlashBackend, SlotTensors, TorchFlash
+from vmserve.attention.flash import (
+    LARGEST_TILE,
+    FlashAttn2,
+    FlashAttn3,
+    FlashBackend,
+    TorchFlash,
+)
 from vmserve.attention.reference import ReferenceBackend
+from vmserve.attention.slots import SlotTensors
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
@@ -271,6 +280,72 @@ def test_more_tokens_than_32_bits_count_are_refused() -> None:
 def test_refusals(kernel: Any, dim: int, dtype: DType, why: str) -> None:
     assert why in (FlashBackend(kernel).refusal(dim, dtype) or "")
     assert TorchFlash().refusal(128, DType.BFLOAT16) is None
+
+
+def test_whole_tiles_are_read_where_another_flash_attention_stands_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def active(name: str | None) -> FlashBackend:
+        current = {"current_flash_attention_impl": lambda: name}
+        monkeypatch.setattr("torch.nn.attention", SimpleNamespace(**current))
+        return FlashBackend(TorchFlash())
+
+    assert active(None).read_slack_tokens == 0
+    assert active("FA3").read_slack_tokens == LARGEST_TILE
+    monkeypatch.setattr("torch.nn.attention", SimpleNamespace())  # torch before it could
+    assert FlashBackend(TorchFlash()).read_slack_tokens == 0
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, *left_out: str, by: str = "flash_attn") -> None:
+    """A build of FlashAttention 3 by another name, behind the name that is looked for."""
+
+    def flash_attn_with_kvcache() -> None: ...
+
+    flash_attn_with_kvcache.__module__ = f"{by}_interface"
+    interface = ModuleType("flash_attn_interface")
+    interface.__spec__ = ModuleSpec("flash_attn_interface", None)
+    interface.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
+    config = ModuleType(f"{by}_config")
+    every = ("FP16", "LOCAL", "SOFTCAP", "VARLEN", "PAGEDKV", "HDIM64", "HDIM192", "HDIM256")
+    flags = {f"FLASHATTENTION_DISABLE_{name}": name in left_out for name in every}
+    config.CONFIG = {"build_flags": flags | {"FLASHATTENTION_ENABLE_VCOLMAJOR": True}}  # type: ignore[attr-defined]
+    for module in (interface, config):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+def test_builds_of_flash_attention_3_tell_what_they_lack(monkeypatch: pytest.MonkeyPatch) -> None:
+    windowed = [LayerAttention(0, 0.1, window=8)]
+
+    def chosen(dtype: torch.dtype, dim: int = 128, layers: Any = ()) -> str:
+        return create_backend("auto", Regime.VIRTUAL, dim, dtype, layers, device="cuda").name
+
+    installed(monkeypatch)
+    assert chosen(torch.float16, 256, windowed) == "flash-attn-3"
+    installed(monkeypatch, "FP16", "LOCAL", "PAGEDKV", "HDIM64", by="fa3_fwd")
+    assert chosen(torch.bfloat16) == chosen(torch.bfloat16, 64) == "flash-attn-3"
+    assert chosen(torch.bfloat16, 256) == "flash-attn-3"
+    assert chosen(torch.float16) == "torch-flash"
+    assert chosen(torch.bfloat16, layers=windowed) == "torch-flash"
+    with pytest.raises(UnsupportedError, match="a window of positions, which the flash-attn-3"):
+        create_backend("flash-attn-3", Regime.VIRTUAL, 128, torch.bfloat16, windowed, "cuda")
+    installed(monkeypatch, "HDIM192", "HDIM256", "SOFTCAP")
+    assert FlashAttn3().refusal(192, DType.BFLOAT16) == "this build has no heads of 192"
+    assert FlashAttn3().refusal(128, DType.FLOAT16) is None
+    assert not FlashBackend(FlashAttn3()).softcap
+    installed(monkeypatch, "VARLEN")
+    assert "no lengths" in (FlashAttn3().refusal(128, DType.BFLOAT16) or "")
+
+
+def test_a_package_that_does_not_load_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise ImportError(f"{name}: undefined symbol\nand more")
+
+    installed(monkeypatch)
+    monkeypatch.setattr("importlib.import_module", broken)
+    refusal = FlashAttn3().refusal(128, DType.BFLOAT16)
+    assert refusal == (
+        "the package flash_attn_interface does not load: flash_attn_interface: undefined symbol"
+    )
 
 
 def test_auto_chooses_by_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,11 +125,13 @@ def create_backend(
 
 
 def _suits(backend: AttentionBackend, layers: Sequence[LayerAttention]) -> bool:
+    windows = any(layer.window is not None for layer in layers)
     capped = any(layer.softcap is not None for layer in layers)
     sinks = any(layer.has_sinks for layer in layers)
     inside = any(layer.value_dim is not None for layer in layers)
     return (
-        (backend.softcap or not capped)
+        (backend.windows or not windows)
+        and (backend.softcap or not capped)
         and (backend.sinks or not sinks)
         and (backend.latents or not inside)
     )
@@ -137,6 +139,11 @@ def _suits(backend: AttentionBackend, layers: Sequence[LayerAttention]) -> bool:
 
 def check_backend(backend: AttentionBackend, layers: Iterable[LayerAttention]) -> None:
     """Raises :class:`~vmserve.errors.UnsupportedError` if ``backend`` lacks what a model needs."""
+    if not backend.windows and any(layer.window is not None for layer in layers):
+        raise UnsupportedError(
+            "layers of this model see a window of positions, which the "
+            f"{backend.name} backend as it is installed cannot do: use --attention-backend auto"
+        )
     if not backend.sinks and any(layer.has_sinks for layer in layers):
         raise UnsupportedError(
             "the attention of this model has sinks, which the "

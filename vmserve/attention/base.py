@@ -152,7 +152,9 @@ class AttentionBackend(Protocol):
     read_slack_tokens: int
     #: How many tokens before a window's first one the kernels may read: whole tiles.
     head_slack_tokens: int
-    #: Whether it supports ``LayerAttention.softcap``. Every backend supports windows and scales.
+    #: Whether it supports ``LayerAttention.window``. Every backend supports scales.
+    windows: bool
+    #: Whether it supports ``LayerAttention.softcap``.
     softcap: bool
     #: Whether it supports ``LayerAttention.sinks``.
     sinks: bool

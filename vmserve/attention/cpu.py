@@ -52,6 +52,7 @@ class CpuBackend:
     name = "cpu"
     read_slack_tokens = 0
     head_slack_tokens = 0
+    windows = True
     softcap = True
     sinks = True
     latents = True

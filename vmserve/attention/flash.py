@@ -12,17 +12,19 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from vmserve.attention.base import LayerAttention, RaggedBatch
-from vmserve.attention.rotary import Rotary, rotate
+from vmserve.attention.cuda.launcher import Launcher
+from vmserve.attention.rotary import Rotary
+from vmserve.attention.slots import SlotTensors, SlotWriter, slot_writer
 from vmserve.attention.transfer import upload
 from vmserve.dtypes import DType
-from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.errors import UnsupportedError
 from vmserve.memory.views import ContiguousView, KVView
 
 __all__ = [
@@ -31,52 +33,16 @@ __all__ = [
     "FlashBackend",
     "SlotKernel",
     "SlotPart",
-    "SlotTensors",
     "TorchFlash",
     "flash_attn_2",
     "flash_attn_3",
     "torch_flash",
 ]
 
-#: Kernels count the tokens of all slots in 32 bits.
-MAX_FLAT_TOKENS = 2**31
 MAX_HEAD_DIM = 256
 #: Tokens of the largest tile of keys in any FlashAttention.
 LARGEST_TILE = 256
 _HALF = (DType.FLOAT16, DType.BFLOAT16)
-
-
-class SlotTensors:
-    """The virtual view for kernels; made once.
-
-    ``view.keys[layer]`` and ``view.values[layer]``: ``[slots, max_len, kv_heads, head_dim]``.
-    ``flat_keys``, ``flat_values``: the same as one row of tokens, ``[tokens, kv_heads, head_dim]``;
-    slot s starts at token ``s * slot_tokens``.
-
-    Raises :class:`~vmserve.errors.ConfigurationError` for a view that is too large.
-    """
-
-    def __init__(self, view: ContiguousView) -> None:
-        self.view = view
-        like = view.keys[0]
-        slots = like.shape[0]
-        self.slot_tokens, rest = divmod(like.stride(0), like.stride(1))
-        if rest:
-            raise ConfigurationError("slots do not lie whole tokens apart: use another backend")
-        if slots * self.slot_tokens >= MAX_FLAT_TOKENS:
-            raise ConfigurationError(
-                f"{slots} slots of {self.slot_tokens} tokens are {slots * self.slot_tokens:,}, and "
-                f"kernels address less than {MAX_FLAT_TOKENS:,}: lower --max-num-seqs or "
-                "--max-model-len"
-            )
-        self.flat_keys = tuple(self._flat(tensor) for tensor in view.keys)
-        self.flat_values = tuple(self._flat(tensor) for tensor in view.values)
-
-    def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        slots, num_tokens, heads, dim = tensor.shape
-        _, *strides = tensor.stride()
-        shape = ((slots - 1) * self.slot_tokens + num_tokens, heads, dim)
-        return tensor.as_strided(shape, strides, tensor.storage_offset())
 
 
 @dataclass(frozen=True)
@@ -116,6 +82,7 @@ class SlotKernel(Protocol):
     #: ``AttentionBackend``.
     read_slack_tokens: int
     head_slack_tokens: int
+    windows: bool
     softcap: bool
     sinks: bool
 
@@ -157,15 +124,17 @@ class TorchFlash:
     """
 
     name = "torch-flash"
-    #: Rows past the length are predicated away.
-    read_slack_tokens = 0
     #: The first tile of a window is loaded whole; tiles are counted from position 0.
     head_slack_tokens = LARGEST_TILE
+    windows = True
     softcap = False
     sinks = True
 
     def __init__(self, op: Callable[..., Any] | None = None) -> None:
         self._op: Callable[..., Any] = op or torch.ops.aten._flash_attention_forward.default
+        #: Rows past the length are predicated away; later FlashAttention, which may have been
+        #: activated in its place, loads whole tiles.
+        self.read_slack_tokens = 0 if _activated() is None else LARGEST_TILE
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
         names = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
@@ -196,25 +165,38 @@ class TorchFlash:
         return _with_sinks(output, lse, spec)
 
 
+def _activated() -> str | None:
+    """What stands in for torch's own FlashAttention, if anything."""
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
+
+
 class FlashAttn2:
     """``flash_attn_with_kvcache`` of the flash-attn package: slots by ``cache_batch_idx``."""
 
     name = "flash-attn"
     read_slack_tokens = 0
     head_slack_tokens = LARGEST_TILE
+    windows = True
     softcap = True
     sinks = True
     module = "flash_attn"
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self._function = function
+        self._unusable: str | None = None
+        if function is not None:
+            return
+        if importlib.util.find_spec(self.module) is None:
+            self._unusable = f"the package {self.module} is not installed"
+            return
+        try:
+            self._function = importlib.import_module(self.module).flash_attn_with_kvcache
+        except (ImportError, OSError, AttributeError) as error:  # built for another torch, say
+            self._unusable = f"the package {self.module} does not load: {error}".splitlines()[0]
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
-        if self._function is None:
-            if importlib.util.find_spec(self.module) is None:
-                return f"the package {self.module} is not installed"
-            self._function = importlib.import_module(self.module).flash_attn_with_kvcache
-        return _half_refusal(head_dim, dtype)
+        return self._unusable or _half_refusal(head_dim, dtype)
 
     def __call__(
         self, q: torch.Tensor, slots: SlotTensors, part: SlotPart, spec: LayerAttention
@@ -283,12 +265,19 @@ class FlashAttn3(FlashAttn2):
     """FlashAttention 3 (Shah et al.), for Hopper; the same call from ``flash_attn_interface``.
 
     Its loads are whole tiles: up to 224 rows past the length are read, and so must be mapped and
-    hold finite numbers. Sequences with unequally many queries are one call.
+    hold finite numbers. Sequences with unequally many queries are one call. Builds may lack what
+    others have: so they say.
     """
 
     name = "flash-attn-3"
     read_slack_tokens = LARGEST_TILE
     module = "flash_attn_interface"
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        super().__init__(function)
+        self._lacks = _left_out(self._function)
+        self.windows = "LOCAL" not in self._lacks
+        self.softcap = "SOFTCAP" not in self._lacks
 
     def __call__(
         self, q: torch.Tensor, slots: SlotTensors, part: SlotPart, spec: LayerAttention
@@ -299,11 +288,38 @@ class FlashAttn3(FlashAttn2):
         return self._attend(q, slots, part, spec, slice(None), part.max_new, **rows)
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
-        if self._function is None and torch.cuda.is_available():
+        refusal = super().refusal(head_dim, dtype)
+        if refusal is not None:
+            return refusal
+        if torch.cuda.is_available():
             major, _ = torch.cuda.get_device_capability()
             if major != 9:
                 return f"it is for GPUs of compute capability 9, this one has {major}"
-        return super().refusal(head_dim, dtype)
+        if "VARLEN" in self._lacks:
+            return "this build takes no lengths of sequences"
+        if dtype is DType.FLOAT16 and "FP16" in self._lacks:
+            return "this build has no float16"
+        # Smaller heads are padded to a size that there is.
+        if head_dim > max((n for n in _HEAD_DIMS_3 if f"HDIM{n}" not in self._lacks), default=0):
+            return f"this build has no heads of {head_dim}"
+        return None
+
+
+#: The sizes of heads that FlashAttention 3 has kernels for.
+_HEAD_DIMS_3 = (64, 96, 128, 192, 256)
+
+
+def _left_out(function: Callable[..., Any] | None) -> frozenset[str]:
+    """What a build of FlashAttention 3 leaves out: its set-up writes ``.._config.py`` beside
+    ``.._interface.py``. Empty if it did not."""
+    module = getattr(function, "__module__", "")
+    try:
+        config = importlib.import_module(module.replace("_interface", "_config"))
+        flags = config.CONFIG["build_flags"]
+    except (ImportError, AttributeError, KeyError, ValueError):
+        return frozenset()
+    prefix = "FLASHATTENTION_DISABLE_"
+    return frozenset(name.removeprefix(prefix) for name, is_out in flags.items() if is_out)
 
 
 def _half_refusal(head_dim: int, dtype: DType) -> str | None:
@@ -315,34 +331,42 @@ def _half_refusal(head_dim: int, dtype: DType) -> str | None:
 
 
 class FlashBackend:
-    """Attention with a :class:`SlotKernel`."""
+    """Attention with a :class:`SlotKernel`.
+
+    ``launcher``: of the kernel that writes K and V (default: the device's, if it can run it).
+    """
 
     views: tuple[type[KVView], ...] = (ContiguousView,)
     plans_by_length = True
     kv_dtypes: frozenset[DType] = frozenset()
 
-    def __init__(self, kernel: SlotKernel) -> None:
+    def __init__(self, kernel: SlotKernel, launcher: Launcher | None = None) -> None:
         self.kernel = kernel
+        self._launcher = launcher
         self.name = kernel.name
         self.read_slack_tokens = kernel.read_slack_tokens
         self.head_slack_tokens = kernel.head_slack_tokens
+        self.windows = kernel.windows
         self.softcap = kernel.softcap
         self.sinks = kernel.sinks
         self.latents = False
-        self._slots: SlotTensors | None = None
+        self._slots: _Slots | None = None
 
     def refusal(self, head_dim: int, dtype: DType, kv_dtype: DType | None = None) -> str | None:
         return self.kernel.refusal(head_dim, dtype)
 
-    def _tensors(self, view: KVView) -> SlotTensors:
+    def _slots_of(self, view: KVView) -> _Slots:
         if not isinstance(view, ContiguousView):
             raise TypeError(f"the {self.name} backend reads the virtual view only")
-        if self._slots is None or self._slots.view is not view:
-            self._slots = SlotTensors(view)
-        return self._slots
+        known = self._slots
+        if known is None or known.tensors.view is not view:
+            tensors = SlotTensors(view)
+            # NOTE: another thread may bind in between: the one kept may be its view.
+            known = self._slots = _Slots(tensors, slot_writer(tensors, self._launcher))
+        return known
 
     def bind(self, view: KVView, batch: RaggedBatch) -> SlotCall:
-        return SlotCall(self.kernel, self._tensors(view), batch)
+        return SlotCall(self.kernel, self._slots_of(view), batch)
 
     def plan_capacity(
         self,
@@ -364,7 +388,7 @@ class FlashBackend:
             raise UnsupportedError(
                 f"the {self.name} backend plans one token of each sequence, not {max_new}"
             )
-        return DecodePlan(self.kernel, self._tensors(view), max_tokens, max_len)
+        return DecodePlan(self.kernel, self._slots_of(view), max_tokens, max_len)
 
 
 def flash_attn_2() -> FlashBackend:
@@ -379,29 +403,39 @@ def torch_flash() -> FlashBackend:
     return FlashBackend(TorchFlash())
 
 
+class _Slots(NamedTuple):
+    """The slots, for the attention and for what comes before it."""
+
+    tensors: SlotTensors
+    write: SlotWriter
+
+
 class SlotCall:
     """One step; see :class:`vmserve.attention.base.AttentionCall`.
 
     Sequences with one new token are attended by a separate call, for which the kernels are faster.
     """
 
-    def __init__(self, kernel: SlotKernel, slots: SlotTensors, batch: RaggedBatch) -> None:
+    def __init__(self, kernel: SlotKernel, slots: _Slots, batch: RaggedBatch) -> None:
         self._kernel = kernel
         self._slots = slots
-        device = slots.view.keys[0].device
-        places = batch.token_places * slots.slot_tokens + batch.positions
-        self._written = upload(places, device)
+        device = slots.tensors.view.keys[0].device
+        self._places = upload(slots.write.places(batch), device)
         few = batch.num_new == 1
-        #: The rows of each part (None: all) and its sequences.
-        self._parts: list[tuple[torch.Tensor | None, SlotPart]] = []
+        split = []
         for chosen in (few, ~few):
-            if not chosen.any():
-                continue
-            rows = None
-            if not chosen.all():
-                which = np.flatnonzero(np.repeat(chosen, batch.num_new))
-                rows = upload(which, device)
-            self._parts.append((rows, _part(slots, batch, chosen, device)))
+            rows = np.flatnonzero(np.repeat(chosen, batch.num_new))
+            if len(rows):
+                split.append((rows, _part(slots.tensors, batch, chosen, device)))
+        split.sort(key=lambda each: int(each[0][0]))
+        self._parts = [part for _, part in split]
+        self._num_rows = [len(rows) for rows, _ in split]
+        #: The rows of the parts, one after the other; None: as they come.
+        self._order: torch.Tensor | None = None
+        if len(split) > 1:
+            order = np.concatenate([rows for rows, _ in split])
+            if (np.diff(order) != 1).any():
+                self._order = upload(order, device)
 
     def __call__(
         self,
@@ -411,18 +445,23 @@ class SlotCall:
         v: torch.Tensor,
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        self._slots.flat_keys[spec.layer].index_copy_(0, self._written, k)
-        self._slots.flat_values[spec.layer].index_copy_(0, self._written, v)
+        tensors, order = self._slots.tensors, self._order
+        q = self._slots.write(spec.layer, self._places, q, k, v, rotary)
         if len(self._parts) == 1:
-            return self._kernel(q.contiguous(), self._slots, self._parts[0][1], spec)
-        output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        for rows, part in self._parts:
-            assert rows is not None, "one of several parts does not have all rows"
-            attended = self._kernel(q.index_select(0, rows), self._slots, part, spec)
-            output.index_copy_(0, rows, attended)
-        return output
+            return self._kernel(q, tensors, self._parts[0], spec)
+        if not self._parts:
+            return torch.empty_like(q)
+        if order is not None:
+            q = q.index_select(0, order)
+        attended = torch.cat(
+            [
+                self._kernel(rows, tensors, part, spec)
+                for rows, part in zip(q.split_with_sizes(self._num_rows), self._parts, strict=True)
+            ]
+        )
+        if order is None:
+            return attended
+        return torch.empty_like(attended).index_copy_(0, order, attended)
 
 
 def _part(
@@ -446,16 +485,14 @@ def _part(
 class DecodePlan:
     """A decoding step over buffers that stay where they are, for CUDA graphs.
 
-    Rows past the batch's are no sequences (length 0). They write what the first row writes, to the
-    same place, so that only the batch's own pages are touched.
+    Rows past the batch's are no sequences (length 0), and change nothing in the slots.
     """
 
-    def __init__(self, kernel: SlotKernel, slots: SlotTensors, num_rows: int, max_len: int) -> None:
+    def __init__(self, kernel: SlotKernel, slots: _Slots, num_rows: int, max_len: int) -> None:
         self._kernel = kernel
         self._slots = slots
-        device = slots.view.keys[0].device
-        #: Where each row's K and V go, and the row that they come from.
-        self._moves = torch.zeros(2, num_rows, dtype=torch.int64, device=device)
+        device = slots.tensors.view.keys[0].device
+        self._places = torch.zeros(2, num_rows, dtype=slots.write.dtype, device=device)
         self._columns = torch.zeros(3, num_rows + 1, dtype=torch.int32, device=device)
         starts, lengths, places = self._columns
         self._part = SlotPart(
@@ -472,21 +509,17 @@ class DecodePlan:
 
         Raises ``ValueError`` for a batch that does not fit.
         """
-        num_rows, n = self._moves.shape[1], batch.num_tokens
+        num_rows, n = self._places.shape[1], batch.num_tokens
         lengths = batch.num_past + 1
         if n > num_rows or n != batch.num_sequences or int(lengths.max()) > self._part.max_len:
             raise ValueError(
                 f"{n} tokens of {batch.num_sequences} sequences up to {int(lengths.max())} long do "
                 f"not fit a plan for {num_rows} sequences of {self._part.max_len}"
             )
-        starts = batch.places * self._slots.slot_tokens
-        moves = np.zeros((2, num_rows), dtype=np.int64)
-        moves[0] = starts[0] + batch.num_past[0]
-        moves[0, :n] = starts + batch.num_past
-        moves[1, :n] = np.arange(n)
         columns = np.zeros((3, num_rows + 1), dtype=np.int32)
-        columns[0, :n], columns[1, :n], columns[2, :n] = starts, lengths, batch.places
-        upload(moves, self._moves.device, self._moves)
+        columns[0, :n] = batch.places * self._slots.tensors.slot_tokens
+        columns[1, :n], columns[2, :n] = lengths, batch.places
+        upload(self._slots.write.places(batch, num_rows), self._places.device, self._places)
         upload(columns, self._columns.device, self._columns)
 
     def call(
@@ -499,10 +532,6 @@ class DecodePlan:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``AttentionCall``. Copies the result to ``out`` if given."""
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        written, source = self._moves
-        self._slots.flat_keys[spec.layer].index_copy_(0, written, k.index_select(0, source))
-        self._slots.flat_values[spec.layer].index_copy_(0, written, v.index_select(0, source))
-        attended = self._kernel(q.contiguous(), self._slots, self._part, spec)
+        q = self._slots.write(spec.layer, self._places, q, k, v, rotary)
+        attended = self._kernel(q, self._slots.tensors, self._part, spec)
         return attended if out is None else out.copy_(attended)

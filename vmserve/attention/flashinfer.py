@@ -142,6 +142,7 @@ class FlashInferBackend:
     name = "flashinfer"
     read_slack_tokens = 0
     head_slack_tokens = 0
+    windows = True
     softcap = True
     sinks = False
     latents = False

@@ -20,6 +20,7 @@ class ReferenceBackend:
     name = "reference"
     read_slack_tokens = 0
     head_slack_tokens = 0
+    windows = True
     softcap = True
     sinks = True
     latents = True

@@ -48,6 +48,7 @@ class SdpaBackend:
     name = "sdpa"
     read_slack_tokens = 0
     head_slack_tokens = 0
+    windows = True
     softcap = False
     sinks = True
     latents = True

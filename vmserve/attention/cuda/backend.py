@@ -12,7 +12,7 @@ import torch
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda.buffers import Counts, PlanBuffer
 from vmserve.attention.cuda.launcher import CudaLauncher, Launcher
-from vmserve.attention.cuda.params import AttendArgs, CombineArgs, WriteArgs
+from vmserve.attention.cuda.params import AttendArgs, CombineArgs
 from vmserve.attention.cuda.plan import (
     APPEND_PARTS,
     DECODE_PARTS,
@@ -34,6 +34,7 @@ from vmserve.attention.cuda.variant import (
     append_scratch,
 )
 from vmserve.attention.cuda.view import DeviceView
+from vmserve.attention.cuda.write import KeyValueWriter, Places, check_inputs
 from vmserve.attention.rotary import Rotary
 from vmserve.dtypes import DType
 from vmserve.memory.views import ContiguousView, KVView, PagedView
@@ -42,7 +43,6 @@ from vmserve.torch_dtypes import as_torch
 __all__ = ["CapacityPlan", "CudaCall", "CudaPagedBackend"]
 
 _LOG2E = math.log2(math.e)
-_UNIT_BYTES = 16
 _COMBINE_ROWS = 4  # of a block
 
 
@@ -60,6 +60,7 @@ class CudaPagedBackend:
     read_slack_tokens = 0
     #: The first tile of a window is loaded whole; tiles are counted from position 0.
     head_slack_tokens = TILE_TOKENS - 1
+    windows = True
     softcap = True
     sinks = True
     latents = False
@@ -470,7 +471,8 @@ class CudaCall:
 
     def __init__(self, plans: _Plans) -> None:
         self._plans = plans
-        self._attend, self._write, self._combine = AttendArgs(), WriteArgs(), CombineArgs()
+        self._attend, self._combine = AttendArgs(), CombineArgs()
+        self._write = KeyValueWriter(plans.launcher, plans.view)
 
     def __call__(
         self,
@@ -494,7 +496,8 @@ class CudaCall:
         plans, view = self._plans, self._plans.view
         plans.check_tokens(q.shape[0])
         plans.use(q.dtype)
-        _check_tensors(view, plans.variant.dtype, spec, q, k, v, rotary)
+        check_inputs(view, plans.variant.dtype, q, k, v, rotary)
+        _check_spec(spec, q.shape[1])
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         _check_contiguous(out, "out", q.dtype, q.shape)
@@ -503,38 +506,13 @@ class CudaCall:
         if not q.shape[0]:
             return out
         plan = plans.of(spec.window, q.shape[1])
-        view.fill(self._write.kv, spec.layer, plan.table, plan.table_width)
         view.fill(self._attend.kv, spec.layer, plan.table, plan.table_width)
-        rotated = self._launch_write(plan, q, k, v, rotary)
-        self._launch_attention(plan, spec, rotated, out, lse)
+        rows, positions = plan.buffer.address("rows"), plan.buffer.address("positions")
+        places = Places(rows, positions, plan.table, plan.table_width)
+        rotated = None if rotary is None else plans.rotated(q)
+        q = self._write(plans.variant, spec.layer, places, q, k, v, rotary, rotated)
+        self._launch_attention(plan, spec, q, out, lse)
         return out
-
-    def _launch_write(
-        self,
-        plan: _PlanInUse,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rotary: Rotary | None,
-    ) -> torch.Tensor:
-        """Returns the queries that the attention reads."""
-        args, size = self._write, q.element_size()
-        args.k, args.v = k.data_ptr(), v.data_ptr()
-        args.rows, args.positions = plan.buffer.address("rows"), plan.buffer.address("positions")
-        args.k_token_stride, args.k_head_stride = k.stride(0) * size, k.stride(1) * size
-        args.v_token_stride, args.v_head_stride = v.stride(0) * size, v.stride(1) * size
-        args.q_heads, args.kv_heads, args.rotary_dim = q.shape[1], k.shape[1], 0
-        if rotary is not None:
-            rotated = self._plans.rotated(q)
-            args.q, args.q_out = q.data_ptr(), rotated.data_ptr()
-            args.q_token_stride, args.q_head_stride = q.stride(0) * size, q.stride(1) * size
-            args.cos, args.sin = rotary.cos.data_ptr(), rotary.signed_sin.data_ptr()
-            args.cos_stride = rotary.cos.stride(0) * size
-            args.sin_stride = rotary.signed_sin.stride(0) * size
-            args.rotary_dim = rotary.cos.shape[-1]
-            q = rotated
-        self._plans.launcher.launch(self._plans.variant, "vms_write", q.shape[0], args)
-        return q
 
     def _launch_attention(
         self,
@@ -576,70 +554,13 @@ class CudaCall:
         plans.launcher.launch(plans.variant, kernel, plan.blocks[kernel], args)
 
 
-def _check_tensors(
-    view: DeviceView,
-    dtype: torch.dtype,
-    spec: LayerAttention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rotary: Rotary | None,
-) -> None:
-    tokens = q.shape[0]
-    if q.ndim != 3 or q.shape[2] != view.head_dim or q.shape[1] % view.kv_heads or not q.shape[1]:
-        raise ValueError(
-            f"q is {list(q.shape)}: it must be [tokens, a multiple of {view.kv_heads}, "
-            f"{view.head_dim}]"
-        )
+def _check_spec(spec: LayerAttention, q_heads: int) -> None:
     if not spec.scale > 0 or (spec.softcap is not None and not spec.softcap > 0):
         raise ValueError(f"scale {spec.scale} and softcap {spec.softcap} must be positive")
     if spec.window is not None and spec.window < 1:
         raise ValueError(f"a window of {spec.window} positions")
     if spec.sinks is not None:
-        _check_contiguous(spec.sinks, "sinks", torch.float32, q.shape[1:2])
-    shape = (tokens, view.kv_heads, view.head_dim)
-    for name, tensor, expected in (("q", q, q.shape), ("k", k, shape), ("v", v, shape)):
-        _check_rows(tensor, name, dtype, tuple(expected), view.device)
-    if rotary is None:
-        return
-    dim = rotary.cos.shape[-1]
-    if dim % 2 or not 0 < dim <= view.head_dim:
-        raise ValueError(f"a rotation of {dim} of {view.head_dim} components: it must be even")
-    for name, tensor in (("cos", rotary.cos), ("sin", rotary.signed_sin)):
-        if tensor.shape != (tokens, 1, dim) or tensor.stride(2) != 1:
-            raise ValueError(f"{name} is {list(tensor.shape)}, not {[tokens, 1, dim]}, contiguous")
-        if tensor.dtype != dtype:
-            raise _other_dtype(name, tensor, dtype)
-
-
-def _check_rows(
-    tensor: torch.Tensor,
-    name: str,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    device: torch.device,
-) -> None:
-    if tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} is {list(tensor.shape)}, not {list(shape)}")
-    if tensor.dtype != dtype:
-        raise _other_dtype(name, tensor, dtype)
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, the KV cache on {device}")
-    size = tensor.element_size()
-    strides = (tensor.stride(0) * size, tensor.stride(1) * size)
-    if tensor.stride(2) != 1 or any(
-        number % _UNIT_BYTES for number in (*strides, tensor.data_ptr())
-    ):
-        raise ValueError(
-            f"{name}: rows of heads must be contiguous and lie at multiples of 16 bytes; its "
-            f"strides are {tensor.stride()}"
-        )
-
-
-def _other_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> ValueError:
-    return ValueError(
-        f"{name} is {tensor.dtype}, the kernels are for {dtype}: they differ in dtype"
-    )
+        _check_contiguous(spec.sinks, "sinks", torch.float32, (q_heads,))
 
 
 def _check_contiguous(
