@@ -15,6 +15,8 @@ import pytest
 from benchmarks.gpu import engine
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Our kernels for a processor plan nothing ahead, so attention is called between graphs.
+CAPTURED = "captured in pieces"
 
 
 @pytest.mark.timeout(300)
@@ -28,11 +30,11 @@ def test_the_dry_run_writes_a_row_for_everything_that_it_measures(tmp_path: Path
     plan = engine.TINY
     decode = {(row["batch"], row["regime"], row["steps"]) for row in parts["decode"]}
     regimes = ("virtual", "paged")
-    kinds = ("captured", "eager")
+    kinds = (CAPTURED, "eager")
     assert decode == {(b, r, s) for b in plan.batches for r in regimes for s in kinds}
-    assert all(row["tokens_per_s"] > 0 for row in parts["decode"])
-    smoke = [(row["regime"], row["steps"], row["same_tokens"]) for row in parts["smoke"]]
-    assert smoke == [(r, s, 4) for r in regimes for s in ("eager", "captured")]
+    assert all(row["tokens_per_s"] > 0 and row["gb_per_s"] > 0 for row in parts["decode"])
+    smoke = [(row["regime"], row["steps"], row["first_difference"]) for row in parts["smoke"]]
+    assert smoke == [(r, s, None) for r in regimes for s in ("eager", CAPTURED)]
     assert {row["regime"] for row in parts["profile"]} == set(regimes)
     assert all(0 < row["share"] <= 1 and row["calls_a_step"] > 0 for row in parts["profile"])
     assert [row["sampling"] for row in parts["sampling"]] == list(engine.SAMPLING) * 2
@@ -40,14 +42,30 @@ def test_the_dry_run_writes_a_row_for_everything_that_it_measures(tmp_path: Path
     assert [row["regime"] for row in parts["auto"]] == list(regimes)
     overlap = [(row["async"], row["overlapped"]) for row in parts["overlap"]]
     assert overlap == [("off", 0), ("on", plan.steps)] * len(regimes) * len(plan.batches)
-    assert [row["mapping"] for row in parts["mapping"]] == ["synchronous", "overlapped"]
+    mapping = [(row["mapper"], row["batch"], row["growth"]) for row in parts["mapping"]]
+    growths = ("none", "apart", "together")
+    assert mapping == [(m, b, g) for m in ("off", "auto") for b in plan.batches for g in growths]
+    for row in parts["mapping"]:
+        assert (row["steps"], row["lengths_differ_by"] > 0) == (
+            CAPTURED,
+            row["growth"] == "apart" and row["batch"] > 1,
+        )
+        grown = {"none": 0, "apart": 1, "together": row["batch"]}[row["growth"]]
+        assert (row["grown_pages"], row["access_calls"] > 0) == (grown, grown > 0)
+        assert row["hidden_calls"] == 0 if row["mapper"] == "off" else row["unhidden_calls"] >= 0
     assert len(parts["ttft"]) == 2 * len(plan.prompts)
     assert [row["regime"] for row in parts["makespan"]] == ["paged", "virtual", "auto"]
-    assert [row["when"] for row in parts["idle"]] == ["at start", "serving", "idle"]
+    assert all(row["tflop_per_s"] > 0 for row in parts["ttft"])
+    assert [row["when"] for row in parts["idle"]] == ["at start", "serving", "idle", "0.2 s later"]
+    assert [row["beyond_mib"] for row in parts["idle"]] == [0] * 4
+    assert parts["idle"][2]["back_ms"] > 0
     assert parts["idle"][1]["pool_mib"] > parts["idle"][0]["pool_mib"] == 0
     assert len(parts["layout"]) == 2 * len(plan.groups) * len(plan.page_mib)
     assert [row["copies"] for row in parts["swap"]] == ["waited for"] * 2 + ["beside"] * 2
     assert all(row["swaps"] > 0 for row in parts["swap"] if row["regime"] == "paged")
+    for name, rows in parts.items():
+        assert {row["backend"] for row in rows} <= {"cpu", None}, name
+        assert all("steps" in row for row in rows), name
     text = (tmp_path / "engine.md").read_text()
     assert text.startswith("Dry run on a CPU: no figure means anything.")
     assert text.count("**") == 2 * len(parts)
@@ -88,6 +106,39 @@ def test_a_part_that_fails_leaves_the_others(
     assert written()["failed"] == {"idle": "KeyError: 'what nobody thought of'"}
     text = (tmp_path / "engine.md").read_text()
     assert "idle failed: KeyError: 'what nobody thought of'" in text
+
+
+def test_the_backend_that_is_asked_for_serves(tmp_path: Path) -> None:
+    arguments = ["--dry-run", "--out", str(tmp_path), "--parts", "idle", "--backend", "sdpa"]
+    assert engine.main(arguments) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["backend"] == "sdpa"
+    assert {row["backend"] for row in results["parts"]["idle"]} == {"sdpa + cpu"}, "of blocks"
+
+
+def test_steps_are_called_what_they_were(tmp_path: Path) -> None:
+    bench = engine.Bench(tmp_path, "cpu", "float32", engine.TINY, 1.0)
+    before = bench.replays.copy()
+    assert engine.how(bench, before, 4) == "eager"
+    bench.replays["captured"] += 3
+    assert engine.how(bench, before, 4) == "3 of 4 captured"
+    bench.replays["captured"] += 1
+    assert engine.how(bench, before, 4) == "captured"
+
+
+def test_where_tokens_first_differ() -> None:
+    assert engine.first_difference([[1, 2], [3, 4]], [[1, 2], [3, 4]]) is None
+    assert engine.first_difference([[1, 2, 5], [3, 4, 6]], [[1, 2, 7], [3, 9, 6]]) == 1
+
+
+def test_prompts_whose_sequences_cross_as_often_as_in_the_long_run() -> None:
+    found = {
+        kind: [256 - length for length in engine.mapping_prompts(kind, 32, 256, 128)]
+        for kind in ("none", "apart", "together")
+    }
+    assert set(found["none"]) == {224}, "so many steps are left in the page"
+    assert set(found["together"]) == {8 + 64}
+    assert [each for each in found["apart"] if each < 224] == [8 + 8 * i for i in range(18)]
 
 
 def test_the_shapes_are_models_that_load(tmp_path: Path) -> None:
