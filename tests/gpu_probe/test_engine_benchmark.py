@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -198,6 +199,78 @@ def test_a_part_has_the_seconds_that_it_names(tmp_path: Path) -> None:
     budgets = [line.split()[4:] for line in done.stdout.splitlines() if "kernels.py" in line]
     assert 0 < int(budgets[0][0]) <= (150 - 50) // 2 < int(budgets[1][0])
     assert budgets[0][1:] == ["--dry-run"]
+
+
+def checkout(tmp_path: Path, core: str = "") -> Path:
+    """run.sh among sources that are none; ``core``: what pack left, as if for Python 3.12."""
+    root = tmp_path / "checkout"
+    for folder in ("benchmarks/gpu", "csrc", "drivers_ext/include", "vmserve", "wheels"):
+        (root / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "benchmarks/gpu/run.sh", root / "benchmarks/gpu")
+    for name in ("CMakeLists.txt", "csrc/core.cpp"):
+        (root / name).write_text("")
+    if core:
+        (root / ".gpu").mkdir()
+        (root / ".gpu" / CORE).write_text(core)
+    return root
+
+
+CORE = "_core.cpython-312-x86_64-linux-gnu.so"
+#: An interpreter that packs, installs and loads, or not; what it is asked for is in ``asked``.
+PACKER = """
+echo "$@" >>asked
+case "$*" in
+  *EXT_SUFFIX*) echo .cpython-312-x86_64-linux-gnu.so ;;
+  *"pip wheel"*) touch "${@: -2:1}/vmserve.whl" ;;
+  *"zipfile -e"*)
+    mkdir -p "$5/vmserve"
+    echo good >"$5/vmserve/_core.cpython-312-x86_64-linux-gnu.so" ;;
+  "-c import vmserve._core")
+    grep -qs good vmserve/_core*.so && [[ $PYTHONPATH == "$PWD:$PWD/.site"* ]] ;;
+esac
+"""
+
+
+def run_in(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(root / "benchmarks/gpu/run.sh"), *arguments],
+        capture_output=True, text=True, check=False, timeout=20, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def test_run_sh_sets_up_with_the_core_that_was_packed(tmp_path: Path) -> None:
+    root, python = checkout(tmp_path), stand_in(tmp_path, PACKER)
+    done = run_in(root, "pack", PYTHON=python)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (root / ".gpu").iterdir()) == [CORE, "sources"]
+    (root / "wheels/msgspec.whl").write_text("")
+    done = run_in(root, "setup", PYTHON=python, WHEELS="wheels")
+    assert done.returncode == 0, done.stderr
+    assert (root / "vmserve" / CORE).read_text() == "good\n"
+    asked = (root / "asked").read_text()
+    assert f"--target {root}/.site wheels/msgspec.whl" in asked
+    assert "-e ." not in asked, "nothing is built"
+
+
+@pytest.mark.parametrize(
+    ("core", "sources", "told"),
+    [
+        ("", "", "has no"),
+        ("good", "changed", "is of other sources"),
+        ("for another libc", "", "does not load"),
+    ],
+)
+def test_run_sh_builds_the_core_where_none_fits(
+    tmp_path: Path, core: str, sources: str, told: str
+) -> None:
+    root, python = checkout(tmp_path, core), stand_in(tmp_path, PACKER)
+    if sources:
+        (root / ".gpu/sources").write_text(sources)
+    done = run_in(root, "setup", PYTHON=python)
+    assert done.returncode == 0, done.stderr
+    assert told in done.stderr
+    assert "--no-build-isolation --no-deps -e ." in (root / "asked").read_text()
+    assert list((root / "vmserve").iterdir()) == []
 
 
 def test_run_sh_smokes_first_with_tests_and_then_the_engine(tmp_path: Path) -> None:
