@@ -603,7 +603,8 @@ def network_of(engine: LLMEngine) -> DecoderConfig:
 def part_ttft(bench: Bench) -> Iterator[Row]:
     """From a request's arrival to its first token, alone, by prompt length; the best of three."""
     for regime in ("virtual", "paged"):
-        with bench.engine((1,), kv_regime=regime) as engine:
+        # A prompt is never a captured step.
+        with bench.engine(kv_regime=regime, enforce_eager=True) as engine:
             network = network_of(engine)
             layers, head = num_weights(network)
             for length in bench.plan.prompts:

@@ -46,9 +46,8 @@ sources() {
     sha256sum | cut -d ' ' -f 1
 }
 # What setup puts here serves without an installation.
-if [ -e .site ] || compgen -G 'vmserve/_core*.so' >/dev/null; then
-  export PYTHONPATH="$PWD:$PWD/.site${PYTHONPATH:+:$PYTHONPATH}"
-fi
+here() { export PYTHONPATH="$PWD:$PWD/.site${PYTHONPATH:+:$PYTHONPATH}"; }
+if [ -e .site ] || compgen -G 'vmserve/_core*.so' >/dev/null; then here; fi
 # Puts the core that pack made into its place, if it is for this interpreter and these sources.
 take_core() {
   local name
@@ -62,7 +61,6 @@ take_core() {
     return 1
   fi
   cp ".gpu/$name" vmserve/
-  export PYTHONPATH="$PWD:$PWD/.site${PYTHONPATH:+:$PYTHONPATH}"
   if ! "$python" -c 'import vmserve._core'; then
     echo ".gpu/$name does not load: it is built here" >&2
     rm "vmserve/$name"
@@ -89,7 +87,10 @@ case "$part" in
       "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade \
         --target "$PWD/.site" "${wheels[@]}"
     fi
+    here
     take_core || "$python" -m pip install --no-build-isolation --no-deps -e .
+    nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit,memory.used \
+      --format=csv 2>/dev/null || true
     "$python" -c 'import torch, vmserve._core; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())'
     exit
     ;;
