@@ -7,19 +7,25 @@
 Weights are random and made on the device: nothing is downloaded, and what is generated means
 nothing. ``results.json`` and ``engine.md`` are renewed after each row. A part that fails leaves its
 rows; where the device is lost the exit status is 3, and ``--resume`` does the other parts.
+
+Each row names the attention backend that served it, and whether its steps came from graphs: as
+counted, not as asked for.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
+import math
 import random
 import statistics
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +37,7 @@ from vmserve import SamplingParams  # first: it sets how torch's threads wait
 
 import torch  # isort: skip
 import vmserve.engine.build  # isort: skip
+import vmserve.runner.graphs  # isort: skip
 from vmserve.bench.lab.machine import machine_info
 from vmserve.bench.lab.report import replace_text
 from vmserve.bench.lab.statistics import percentile
@@ -38,10 +45,13 @@ from vmserve.bench.lab.table import markdown_table
 from vmserve.config import EngineConfig
 from vmserve.dtypes import DType
 from vmserve.engine.engine import LLMEngine
+from vmserve.engine.parts import LOOKAHEAD_TOKENS
 from vmserve.errors import ConfigurationError, OutOfMemoryError
+from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
 from vmserve.models import LoadedModel, ModelConfig, resolve_model
 from vmserve.models.decoder import Decoder
+from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.tensor_loader import assemble_on
 from vmserve.models.tensor_names import tensor_shapes
 from vmserve.runner.torch_runtime import TorchCpuRuntime
@@ -147,29 +157,48 @@ class Bench:
     """What every part needs: the model's files, the options, and the time that is left."""
 
     def __init__(
-        self, directory: Path, device: str, dtype: str, plan: Plan, seconds: float
+        self,
+        directory: Path,
+        device: str,
+        dtype: str,
+        plan: Plan,
+        seconds: float,
+        backend: str = "auto",
     ) -> None:
         self.directory = directory
         self.device = device
         self.dtype = dtype
         self.plan = plan
+        self.backend = backend
+        #: Steps that came from a graph, by what :func:`how` calls them.
+        self.replays: Counter[str] = Counter()
         self._deadline = time.monotonic() + seconds
 
     def out_of_time(self) -> bool:
         return time.monotonic() > self._deadline
 
     @contextmanager
-    def engine(self, **options: Any) -> Iterator[LLMEngine]:
+    def engine(self, widths: Sequence[int] = (), **options: Any) -> Iterator[LLMEngine]:
+        """An engine. ``widths``: of the only batches that are captured ahead."""
         config = EngineConfig(
             model=str(self.directory),
             device=self.device,
             dtype=self.dtype,
+            attention_backend=self.backend,
             **({"enable_prefix_caching": False, "max_model_len": self.plan.max_len} | options),
         )
-        with mock.patch.object(vmserve.engine.build, "load_model", random_model):
+
+        def chosen(most: int) -> list[int]:
+            return sorted({most, *(width for width in widths if width < most)})
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(vmserve.engine.build, "load_model", random_model))
+            if widths:
+                stack.enter_context(mock.patch.object(vmserve.runner.graphs, "widths", chosen))
             # A dry run captures steps, too.
             runtime = TorchCpuRuntime(graphs=True) if self.device == "cpu" else None
             engine = LLMEngine(config, runtime=runtime)
+        self._count_replays(engine)
         try:
             yield engine
         finally:
@@ -178,6 +207,19 @@ class Bench:
             gc.collect()
             if self.device == "cuda":
                 torch.cuda.empty_cache()
+
+    def _count_replays(self, engine: LLMEngine) -> None:
+        graphs = engine.runner._graphs
+        for name, kind in (("whole", "captured"), ("in_pieces", "captured in pieces")):
+            call = None if graphs is None else getattr(graphs, name)
+
+            def counted(*arguments: Any, kind: str = kind, call: Any = call) -> Any:
+                logits = call(*arguments)
+                self.replays[kind] += 1  # a capture that failed raises, and the step is eager
+                return logits
+
+            if graphs is not None:
+                setattr(graphs, name, counted)
 
     def device_is_lost(self) -> bool:
         """Whether nothing can be computed in this process any more."""
@@ -188,6 +230,10 @@ class Bench:
         except RuntimeError:
             return True
         return False
+
+    def torch_bytes(self) -> int:
+        """Device memory that torch holds; 0 on the CPU."""
+        return int(torch.cuda.memory_reserved()) if self.device == "cuda" else 0
 
     def free_bytes(self) -> int:
         """Free device memory by the driver; 0 on the CPU, whose memory is shared."""
@@ -249,13 +295,36 @@ def step(engine: LLMEngine) -> None:
         raise result.failures[0].error
 
 
+def lengths_of(engine: LLMEngine) -> list[int]:
+    """Tokens of each running sequence."""
+    return [seq.num_tokens for req in engine.requests.values() for seq in req.sequences]
+
+
 def run_until_decoding(engine: LLMEngine, num: int) -> None:
     """All prompts are read, and each of ``num`` requests has a token or more."""
     while True:
         step(engine)
-        sequences = [seq for req in engine._requests.values() for seq in req.sequences]
+        sequences = [seq for req in engine.requests.values() for seq in req.sequences]
         if len(sequences) == num and all(seq.num_output > 2 for seq in sequences):
             return
+
+
+def empty(engine: LLMEngine) -> None:
+    """End every request, and let no page stay mapped for the next ones."""
+    for key in engine.request_ids:
+        engine.abort(key)
+    for _ in range(3):  # what is in flight ends, and then there is nothing to do
+        step(engine)
+    engine.memory.settle()
+    engine.memory.trim(0, drop_idle=True)
+
+
+def backend_of(engine: LLMEngine, regime: str = "") -> str:
+    """The attention backend that serves the regime, by default the engine's; both, for auto."""
+    regime = regime or engine.resolved.kv_regime
+    chosen = tuple(Regime) if regime == "auto" else (Regime(regime),)
+    names = [engine.runner._kernels[each].backend.name for each in chosen]
+    return " + ".join(dict.fromkeys(names))
 
 
 def step_seconds(engine: LLMEngine, count: int) -> list[float]:
@@ -268,14 +337,52 @@ def step_seconds(engine: LLMEngine, count: int) -> list[float]:
 
 
 class Decoding(NamedTuple):
-    """``seconds`` of each step; how many of the steps began while the one before ran."""
+    """``seconds`` of each step; how many of the steps began while the one before ran.
+
+    ``before``, ``after``: tokens of each sequence. ``changed``: what the statistics gained.
+    """
 
     seconds: list[float]
     num_overlapped: int
+    backend: str
+    steps: str
+    before: list[int]
+    after: list[int]
+    changed: dict[str, float]
 
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
+
+    @property
+    def served(self) -> Row:
+        return {"backend": self.backend, "steps": self.steps}
+
+
+def how(bench: Bench, before: Counter[str], num_steps: int) -> str:
+    """How the steps since ``before`` were computed: as counted, not as asked for."""
+    found = bench.replays - before
+    if not found:
+        return "eager"
+    [(kind, count), *others] = found.most_common()
+    return kind if count >= num_steps and not others else f"{count} of {num_steps} {kind}"
+
+
+def timed(bench: Bench, engine: LLMEngine, count: int) -> Decoding:
+    """So many steps of what runs."""
+    lengths, stats = lengths_of(engine), engine.stats()
+    overlapped, replays = engine.counters.steps_overlapped, bench.replays.copy()
+    seconds = step_seconds(engine, count)
+    after = engine.stats()
+    return Decoding(
+        seconds,
+        engine.counters.steps_overlapped - overlapped,
+        backend_of(engine),
+        how(bench, replays, count),
+        lengths,
+        lengths_of(engine),
+        {name: after[name] - value for name, value in stats.items()},
+    )
 
 
 @contextmanager
@@ -289,7 +396,7 @@ def decoders(
     **options: Any,
 ) -> Iterator[LLMEngine]:
     """``batch`` requests that decode for so many steps yet, behind ``context`` tokens."""
-    with bench.engine(max_num_seqs=max(batch, 1), **options) as engine:
+    with bench.engine((batch,), max_num_seqs=max(batch, 1), **options) as engine:
         for index in range(batch):
             num_prompt = context or bench.plan.context
             add(engine, str(index), num_prompt, 3 * steps + 16, index, **(sampling or {}))
@@ -301,9 +408,7 @@ def decoders(
 def decoding(bench: Bench, batch: int, steps: int, **options: Any) -> Decoding:
     """Steps of :func:`decoders`."""
     with decoders(bench, batch, steps, **options) as engine:
-        before = engine.counters.steps_overlapped
-        seconds = step_seconds(engine, steps)
-        return Decoding(seconds, engine.counters.steps_overlapped - before)
+        return timed(bench, engine, steps)
 
 
 def drain(engine: LLMEngine) -> float:
@@ -317,11 +422,22 @@ def drain(engine: LLMEngine) -> float:
 # -- parts -----------------------------------------------------------------------------------
 
 
+def first_difference(some: list[list[int]], others: list[list[int]]) -> int | None:
+    """The least position at which a sequence differs; None if they are equal."""
+    pairs = (zip(a, b, strict=True) for a, b in zip(some, others, strict=True))
+    found = [i for pair in pairs for i, (x, y) in enumerate(pair) if x != y]
+    return min(found, default=None)
+
+
 def part_smoke(bench: Bench) -> Iterator[Row]:
-    """Whether it works at all: captured and eager steps give the same tokens in each regime."""
+    """Whether it works at all, and where tokens first differ from those of the first row.
+
+    Random weights in 16 bits diverge: a difference proves nothing, nor does its absence. What
+    tokens must be is asked by tests/gpu/test_engine.py, of the embedded model.
+    """
     expected: list[list[int]] = []
     for regime, eager in itertools.product(("virtual", "paged"), (True, False)):
-        began = time.perf_counter()
+        began, replays = time.perf_counter(), bench.replays.copy()
         with bench.engine(kv_regime=regime, enforce_eager=eager, max_num_seqs=4) as engine:
             started = time.perf_counter()
             for index in range(4):
@@ -339,8 +455,9 @@ def part_smoke(bench: Bench) -> Iterator[Row]:
             graphs = engine.runner._graphs
             yield {
                 "regime": regime,
-                "steps": "eager" if eager else "captured",
-                "same_tokens": sum(a == b for a, b in zip(tokens, expected, strict=True)),
+                "backend": backend_of(engine),
+                "steps": how(bench, replays, 15),  # the first token is the prompt's
+                "first_difference": first_difference(tokens, expected),
                 "start_s": started - began,
                 "generate_s": time.perf_counter() - started,
                 "graphs": 0 if graphs is None else graphs.num_captured,
@@ -355,17 +472,20 @@ def part_profile(bench: Bench) -> Iterator[Row]:
     activities = [getattr(torch.profiler.ProfilerActivity, "CUDA" if on_device else "CPU")]
     for regime in ("virtual", "paged"):
         with decoders(bench, batch, steps + 4, kv_regime=regime) as engine:
+            replays = bench.replays.copy()
             with torch.profiler.profile(activities=activities) as profile:
                 for _ in range(steps):
                     step(engine)
                 if on_device:
                     torch.cuda.synchronize()
+            served = {"backend": backend_of(engine), "steps": how(bench, replays, steps)}
             name = "self_device_time_total" if on_device else "self_cpu_time_total"
             found = sorted(profile.key_averages(), key=lambda e: -getattr(e, name))
         total = sum(getattr(event, name) for event in found)
         for event in found[:15]:
             yield {
                 "regime": regime,
+                **served,
                 "kernel": event.key[:80].replace("|", "/"),
                 "calls_a_step": event.count / steps,
                 "us_a_step": getattr(event, name) / steps,
@@ -380,13 +500,14 @@ def part_long(bench: Bench) -> Iterator[Row]:
         bench.plan.batches[:2], bench.plan.long_contexts, ("virtual", "paged")
     ):
         options: dict[str, Any] = {"kv_regime": regime, "max_model_len": longest}
-        middle = decoding(bench, batch, bench.plan.steps // 2, context=context, **options).median
+        found = decoding(bench, batch, bench.plan.steps // 2, context=context, **options)
         yield {
             "batch": batch,
             "slot_tokens": longest,
             "context": context,
             "regime": regime,
-            "step_ms": 1e3 * middle,
+            **found.served,
+            "step_ms": 1e3 * found.median,
         }
 
 
@@ -402,8 +523,8 @@ SAMPLING: dict[str, Row] = {
 def part_sampling(bench: Bench) -> Iterator[Row]:
     """What sampling adds to a decoding step, by how tokens are chosen."""
     for batch, (name, sampling) in itertools.product(bench.plan.batches[-2:], SAMPLING.items()):
-        middle = decoding(bench, batch, bench.plan.steps // 2, sampling=sampling).median
-        yield {"batch": batch, "sampling": name, "step_ms": 1e3 * middle}
+        found = decoding(bench, batch, bench.plan.steps // 2, sampling=sampling)
+        yield {"batch": batch, "sampling": name, **found.served, "step_ms": 1e3 * found.median}
 
 
 def part_auto(bench: Bench) -> Iterator[Row]:
@@ -412,10 +533,13 @@ def part_auto(bench: Bench) -> Iterator[Row]:
     with bench.engine(kv_regime="auto") as engine:
         seconds = time.perf_counter() - began
         profile = engine.profile
+        backends = {regime.value: backend_of(engine, regime.value) for regime in Regime}
     assert profile is not None, "auto has one"
     for regime, costs in (("virtual", profile.virtual), ("paged", profile.paged)):
         yield {
             "regime": regime,
+            "backend": backends[regime],
+            "steps": None,  # kernels alone
             "call_us": 1e6 * costs.call,
             "sequence_us": 1e6 * costs.sequence,
             "read_ns": 1e9 * costs.read,
@@ -425,33 +549,82 @@ def part_auto(bench: Bench) -> Iterator[Row]:
         }
 
 
+def num_weights(network: DecoderConfig) -> tuple[int, int]:
+    """Weights of the layers, and of the LM head."""
+    shapes = tensor_shapes(network)
+    layers = sum(
+        math.prod(shape) for name, shape in shapes.items() if ".layers." in name and len(shape) > 1
+    )
+    return layers, network.vocab_size * network.hidden_size
+
+
 def part_decode(bench: Bench) -> Iterator[Row]:
-    """Decode tokens/s by batch, regime and whether steps are captured."""
-    for batch, regime, eager in itertools.product(
-        bench.plan.batches, ("virtual", "paged"), (False, True)
-    ):
-        middle = decoding(
-            bench, batch, bench.plan.steps, kv_regime=regime, enforce_eager=eager
-        ).median
-        yield {
-            "batch": batch,
-            "regime": regime,
-            "steps": "eager" if eager else "captured",
-            "step_ms": 1e3 * middle,
-            "tokens_per_s": batch / middle,
-        }
+    """Decode tokens/s by batch and regime, and the rate at which K, V and weights are read.
+
+    One engine a regime; eager steps of the smallest and the largest batch alone.
+    """
+    batches, steps = bench.plan.batches, bench.plan.steps
+    for regime in ("virtual", "paged"):
+        with bench.engine(batches, max_num_seqs=max(batches), kv_regime=regime) as engine:
+            graphs, layout = engine.runner._graphs, engine.memory.layout
+            weights = sum(num_weights(network_of(engine))) * engine.runner.model.dtype.itemsize
+            for batch in batches:
+                for index in range(batch):
+                    add(engine, str(index), bench.plan.context, 4 * steps + 16, index)
+                run_until_decoding(engine, batch)
+                ends = batch in (min(batches), max(batches))
+                for eager in (False, True) if ends else (False,):
+                    engine.runner._graphs = None if eager else graphs
+                    step_seconds(engine, 3)  # whatever is made at first use
+                    found = timed(bench, engine, steps // 4 if eager else steps)
+                    tokens = (sum(found.before) + sum(found.after)) / 2
+                    kv = tokens * layout.token_bytes * layout.num_groups
+                    yield {
+                        "batch": batch,
+                        "regime": regime,
+                        **found.served,
+                        "context": tokens / batch,
+                        "step_ms": 1e3 * found.median,
+                        "tokens_per_s": batch / found.median,
+                        "kv_gb": kv / 1e9,
+                        "weights_gb": weights / 1e9,
+                        "gb_per_s": (kv + weights) / found.median / 1e9,
+                    }
+                engine.runner._graphs = graphs
+                empty(engine)
+
+
+def network_of(engine: LLMEngine) -> DecoderConfig:
+    network = engine.runner.model.config.network
+    assert isinstance(network, DecoderConfig), "random weights are a decoder's"
+    return network
 
 
 def part_ttft(bench: Bench) -> Iterator[Row]:
-    """From a request's arrival to its first token, alone, by prompt length."""
+    """From a request's arrival to its first token, alone, by prompt length; the best of three."""
     for regime in ("virtual", "paged"):
-        with bench.engine(kv_regime=regime) as engine:
+        # A prompt is never a captured step.
+        with bench.engine(kv_regime=regime, enforce_eager=True) as engine:
+            network = network_of(engine)
+            layers, head = num_weights(network)
             for length in bench.plan.prompts:
-                samples = []
-                for attempt in range(3):  # the first one loads what is loaded at first use
+                samples, replays = [], bench.replays.copy()
+                for attempt in range(4):  # the first one loads what is loaded at first use
                     add(engine, f"{length}-{attempt}", length, 1, attempt)
                     samples.append(drain(engine))
-                yield {"regime": regime, "prompt": length, "ttft_ms": 1e3 * min(samples[1:])}
+                pairs = length * (length + 1) / 2
+                attention = 4 * network.q_heads * network.head_dim * network.num_layers * pairs
+                flops = 2 * (layers * length + head) + attention
+                yield {
+                    "regime": regime,
+                    "backend": backend_of(engine),
+                    "steps": how(bench, replays, 4),
+                    "prompt": length,
+                    "chunk": engine.resolved.max_num_batched_tokens,
+                    "ttft_ms": 1e3 * min(samples[1:]),
+                    "tflop_per_s": flops / min(samples[1:]) / 1e12,
+                    "attention_share": attention / flops,
+                }
 
 
 def part_makespan(bench: Bench) -> Iterator[Row]:
@@ -466,12 +639,16 @@ def part_makespan(bench: Bench) -> Iterator[Row]:
     ]
     for regime in REGIMES:
         with bench.engine(kv_regime=regime) as engine:
+            replays = bench.replays.copy()
             for index, (num_prompt, num_output) in enumerate(lengths):
                 add(engine, str(index), num_prompt, num_output, index)
             seconds = drain(engine)
-            stats = engine.stats()
+            stats, backend = engine.stats(), backend_of(engine)
+            steps = how(bench, replays, engine.counters.steps)
         yield {
             "regime": regime,
+            "backend": backend,
+            "steps": steps,
             "makespan_s": seconds,
             "output_tokens_per_s": sum(out for _, out in lengths) / seconds,
             "preemptions": stats["num_preemptions_total"],
@@ -481,42 +658,111 @@ def part_makespan(bench: Bench) -> Iterator[Row]:
 
 
 def part_idle(bench: Bench) -> Iterator[Row]:
-    """Memory before, while and after requests run: what an idle engine gives back."""
-    with bench.engine() as engine:
+    """Memory before, while and after requests run: what an idle engine gives back, and how soon.
 
-        def row(when: str) -> Row:
-            stats = engine.memory.stats()
+    What an engine keeps ready is told apart from what it should not hold. Requests end all at once.
+    """
+    num = max(bench.plan.batches)
+    with bench.engine((num,), max_num_seqs=num) as engine:
+        memory, layout = engine.memory, engine.memory.layout
+        kept = max(engine._idle_bytes // layout.total_page_bytes, memory.ready_pages)
+
+        def row(when: str, steps: str | None, seconds: float | None = None) -> Row:
+            stats = memory.stats()
             return {
                 "when": when,
+                "backend": backend_of(engine),
+                "steps": steps,
                 "pool_mib": stats.committed_pages * stats.page_bytes / MIB,
+                "reserve_mib": kept * layout.total_page_bytes / MIB,
+                "beyond_mib": max(0, stats.committed_pages - kept) * stats.page_bytes / MIB,
+                "used_mib": stats.used_pages * stats.page_bytes / MIB,
                 "limit_mib": stats.limit_pages * stats.page_bytes / MIB,
+                "torch_mib": bench.torch_bytes() / MIB,
                 "device_free_mib": bench.free_bytes() / MIB,
+                "back_ms": None if seconds is None else 1e3 * seconds,
             }
 
-        yield row("at start")
-        num = max(bench.plan.batches)
+        yield row("at start", None)
         for index in range(num):
-            add(engine, str(index), bench.plan.context, 8, index)
+            add(engine, str(index), bench.plan.context, 3 * bench.plan.steps, index)
         run_until_decoding(engine, num)
-        yield row("serving")
-        drain(engine)
-        step(engine)  # finds nothing to do
-        yield row("idle")
+        replays = bench.replays.copy()
+        step_seconds(engine, 4)
+        yield row("serving", how(bench, replays, 4))
+        for key in engine.request_ids:
+            engine.abort(key)
+        began, back = time.perf_counter(), None
+        while back is None and time.perf_counter() < began + 1:
+            step(engine)  # finds nothing to do
+            stats = memory.stats()
+            if stats.committed_pages <= kept and stats.used_pages == 0:
+                back = time.perf_counter() - began
+        yield row("idle", None, back)
+        time.sleep(0.2)  # whatever the mapper still does
+        yield row("0.2 s later", None)
+
+
+def mapping_prompts(kind: str, batch: int, page_tokens: int, steps: int) -> list[int]:
+    """Lengths of prompts whose sequences, while ``steps`` are timed, cross into their next page
+    never (``none``), all in the same step (``together``), or one after the other, as often as in
+    the long run (``apart``)."""
+    if kind == "none":
+        return [page_tokens // 8] * batch
+    last = page_tokens - 8  # some steps are computed before those that are timed
+    if kind == "together":
+        return [max(1, last - steps // 2)] * batch
+    crossings = [index * page_tokens // batch for index in range(batch)]
+    # Pages of those that cross soon after are mapped ahead while steps are timed.
+    end = min(steps + LOOKAHEAD_TOKENS, last)
+    return [last - each if each < end else page_tokens // 8 for each in crossings]
+
+
+#: What the calls of a part_mapping row are.
+CALLS = ("map_calls", "access_calls", "hidden_calls", "unhidden_calls", "pages_committed")
 
 
 def part_mapping(bench: Bench) -> Iterator[Row]:
-    """Latency of steps that map pages themselves, against a mapper that maps ahead."""
-    batch = bench.plan.batches[-2]
+    """Latency of captured steps by how sequences grow, mapped by the step or by a mapper.
+
+    Sequences in their first pages; pages that they grow into are mapped anew. ``growth``: by
+    :func:`mapping_prompts`.
+    """
+    batches = bench.plan.batches[-2:]
     for mapper in ("off", "auto"):
-        steps = 4 * bench.plan.steps
-        times = sorted(decoding(bench, batch, steps, kv_regime="virtual", kv_mapper=mapper).seconds)
-        yield {
-            "mapping": "synchronous" if mapper == "off" else "overlapped",
-            "batch": batch,
-            "median_ms": 1e3 * statistics.median(times),
-            "p99_ms": 1e3 * percentile(times, 99),
-            "max_ms": 1e3 * times[-1],
-        }
+        options: dict[str, Any] = {"kv_regime": "virtual", "kv_mapper": mapper}
+        # All prompts are read in one step: sequences that shall cross together begin together.
+        options["max_num_batched_tokens"] = 256 * max(batches)
+        with bench.engine(batches, max_num_seqs=max(batches), **options) as engine:
+            page_tokens = engine.memory.layout.page_tokens
+            steps = min(4 * bench.plan.steps, page_tokens // 2)
+            for batch, kind in itertools.product(batches, ("none", "apart", "together")):
+                for index, length in enumerate(mapping_prompts(kind, batch, page_tokens, steps)):
+                    add(engine, str(index), length, steps + 32, index)
+                run_until_decoding(engine, batch)
+                step_seconds(engine, 2)
+                found = timed(bench, engine, steps)
+                times = sorted(found.seconds)
+                pages = [
+                    engine.memory.layout.pages_for(after) - engine.memory.layout.pages_for(before)
+                    for before, after in zip(found.before, found.after, strict=True)
+                ]
+                yield {
+                    "batch": batch,
+                    "growth": kind,
+                    "mapper": mapper,
+                    **found.served,
+                    "median_ms": 1e3 * statistics.median(times),
+                    "p99_ms": 1e3 * percentile(times, 99),
+                    "max_ms": 1e3 * times[-1],
+                    "timed": steps,
+                    "lengths_differ_by": max(found.before) - min(found.before),
+                    "grown_pages": sum(pages),
+                    **{name: found.changed[f"{name}_total"] for name in CALLS},
+                    "waited_ms": 1e3 * found.changed["mapper_wait_seconds_total"],
+                    "map_ms": 1e3 * found.changed["map_seconds_total"],
+                }
+                empty(engine)
 
 
 def part_layout(bench: Bench) -> Iterator[Row]:
@@ -532,11 +778,12 @@ def part_layout(bench: Bench) -> Iterator[Row]:
         }
         row: Row = {"layers_per_group": groups, "page_mib": mib, "regime": regime}
         try:
-            middle = decoding(bench, batch, bench.plan.steps // 2, **options).median
+            found = decoding(bench, batch, bench.plan.steps // 2, **options)
         except (ConfigurationError, OutOfMemoryError) as error:
-            yield row | {"step_ms": None, "refused": str(error)}
+            served = {"backend": None, "steps": None}
+            yield row | served | {"step_ms": None, "refused": str(error)}
         else:
-            yield row | {"step_ms": 1e3 * middle, "refused": ""}
+            yield row | found.served | {"step_ms": 1e3 * found.median, "refused": ""}
 
 
 def part_overlap(bench: Bench) -> Iterator[Row]:
@@ -550,8 +797,9 @@ def part_overlap(bench: Bench) -> Iterator[Row]:
             "batch": batch,
             "regime": regime,
             "async": overlap,
+            **measured.served,
             "overlapped": measured.num_overlapped,
-            "steps": bench.plan.steps,
+            "timed": bench.plan.steps,
             "step_ms": 1e3 * measured.median,
             "tokens_per_s": batch / measured.median,
         }
@@ -579,13 +827,17 @@ def part_swap(bench: Bench) -> Iterator[Row]:
             mock.patch.object(MemoryManager, "swap_out", chosen),
             bench.engine(max_num_seqs=batch, **options) as engine,
         ):
+            replays = bench.replays.copy()
             for index in range(batch):
                 add(engine, str(index), bench.plan.context, 4 * bench.plan.steps, index)
             seconds = drain(engine)
-            stats = engine.stats()
+            stats, backend = engine.stats(), backend_of(engine)
+            steps = how(bench, replays, engine.counters.steps)
         yield {
             "copies": copies,
             "regime": regime,
+            "backend": backend,
+            "steps": steps,
             "swaps": stats["num_swapped_out_total"],
             "blocks_out": stats["swapped_out_blocks_total"],
             "makespan_s": seconds,
@@ -702,6 +954,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
+    parser.add_argument("--backend", default="auto", help="for attention, where it serves")
     parser.add_argument("--seconds", type=float, default=420.0, help="no part begins after these")
     parser.add_argument("--resume", action="store_true", help="leave out what had begun in --out")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
@@ -718,12 +971,13 @@ def main(arguments: list[str] | None = None) -> int:
         "shape": shape,
         "dtype": dtype,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "backend": options.backend,
         "machine": machine_info(),
     }
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, dtype)
         plan = TINY if options.dry_run else FULL
-        bench = Bench(Path(folder), device, dtype, plan, options.seconds)
+        bench = Bench(Path(folder), device, dtype, plan, options.seconds, options.backend)
         return run(names, bench, Report(options.out, described, resume=options.resume))
 
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # One part of what a GPU machine answers, each within 8 minutes; README.md says what they write.
+#   benchmarks/gpu/run.sh pack                 elsewhere, before: the compiled core for setup, into .gpu
 #   benchmarks/gpu/run.sh PART [ARGUMENTS]     PART: setup smoke probe test sanitize vmm kernels compile engine
 #   benchmarks/gpu/run.sh each "PART[@SECONDS] ARGUMENTS"...     one after the other, packed into one archive
 # PYTHON chooses the interpreter (default: .venv/bin/python if there is one, else python3), RESULTS the
@@ -38,15 +39,60 @@ pytest() {
   limited "$python" -m pytest -m gpu tests/gpu -p no:cacheprovider -W default \
     -o timeout_method=thread "$@"
 }
-if [ -n "$part" ] && [ "$part" != each ]; then mkdir -p "$results/$part"; fi
+# The compiled core of this interpreter, and what it is made of.
+core() { echo "_core$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')"; }
+sources() {
+  find CMakeLists.txt csrc drivers_ext/include -type f -print0 | LC_ALL=C sort -z | xargs -0 sha256sum |
+    sha256sum | cut -d ' ' -f 1
+}
+# What setup puts here serves without an installation.
+here() { export PYTHONPATH="$PWD:$PWD/.site${PYTHONPATH:+:$PYTHONPATH}"; }
+if [ -e .site ] || compgen -G 'vmserve/_core*.so' >/dev/null; then here; fi
+# Puts the core that pack made into its place, if it is for this interpreter and these sources.
+take_core() {
+  local name
+  name="$(core)"
+  if [ ! -e ".gpu/$name" ]; then
+    echo ".gpu has no $name: it is built here" >&2
+    return 1
+  fi
+  if [ -e .gpu/sources ] && [ "$(cat .gpu/sources)" != "$(sources)" ]; then
+    echo ".gpu/$name is of other sources: it is built here" >&2
+    return 1
+  fi
+  cp ".gpu/$name" vmserve/
+  if ! "$python" -c 'import vmserve._core'; then
+    echo ".gpu/$name does not load: it is built here" >&2
+    rm "vmserve/$name"
+    return 1
+  fi
+}
+case "$part" in '' | each | pack | setup) ;; *) mkdir -p "$results/$part" ;; esac
 case "$part" in
+  pack)
+    # Its interpreter must be of the machine's version, and have scikit-build-core, pybind11, cmake and ninja.
+    work="$(mktemp -d)"
+    "$python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir "$work" .
+    "$python" -m zipfile -e "$work"/*.whl "$work/wheel"
+    mkdir -p .gpu
+    cp "$work/wheel/vmserve/$(core)" .gpu/
+    sources >.gpu/sources
+    rm -r "$work"
+    ls -l .gpu
+    exit
+    ;;
   setup)
     wheels=("${WHEELS:-.whl}"/*.whl)
     if [ -e "${wheels[0]}" ]; then
-      "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade "${wheels[@]}"
+      "$python" -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade \
+        --target "$PWD/.site" "${wheels[@]}"
     fi
-    "$python" -m pip install --no-build-isolation --no-deps -e .
-    "$python" -c 'import torch, vmserve; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())'
+    here
+    take_core || "$python" -m pip install --no-build-isolation --no-deps -e .
+    nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit,memory.used \
+      --format=csv 2>/dev/null || true
+    "$python" -c 'import torch, vmserve._core; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())'
+    exit
     ;;
   smoke)
     # Whether anything works at all: the driver, kernels against float64, tokens by captured and eager steps.
@@ -139,7 +185,7 @@ case "$part" in
     exit "$failed"
     ;;
   *)
-    sed -n '2,7p' benchmarks/gpu/run.sh >&2
+    sed -n '2,8p' benchmarks/gpu/run.sh >&2
     exit 2
     ;;
 esac

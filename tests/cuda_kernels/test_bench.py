@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from benchmarks.gpu.gpu_probe import bench_kernels
-from benchmarks.gpu.gpu_probe.bench_kernels import LLAMA3_8B, YI_6B, Emulated, Point, points_of
+from benchmarks.gpu.gpu_probe.attention_kernels import (
+    HostLoop,
+    SdpaWhole,
+    SlotBatch,
+    attend,
+    relative_error,
+)
+from benchmarks.gpu.gpu_probe.bench_kernels import (
+    LLAMA3_8B,
+    TINY,
+    YI_6B,
+    Emulated,
+    Point,
+    points_of,
+)
 from benchmarks.gpu.gpu_probe.common import GIB
 from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators
 from vmserve.errors import DriverError
@@ -64,7 +81,7 @@ def test_a_point_that_fails_leaves_the_others(
     monkeypatch.setattr(machine, "is_lost", lambda: is_lost)
     run_point = bench_kernels.run_point
 
-    def fail_first(part: str, point: Point, *rest: Any) -> Iterator[bench_kernels.Result]:
+    def fail_first(part: str, point: Point, *rest: Any) -> Iterator[bench_kernels.Result | str]:
         results = run_point(part, point, *rest)
         yield next(results)
         if point.batch == 2:
@@ -81,6 +98,54 @@ def test_a_point_that_fails_leaves_the_others(
         True
     ] * is_lost
     assert len(json.loads(out.read_text())["results"]) == len(report.results)
+
+
+def test_stock_kernels_are_measured_beside_ours_and_one_that_fails_leaves_the_others(
+    emulators: Emulators, tmp_path: Path
+) -> None:
+    class Broken(HostLoop):
+        def prepare(self, batch: SlotBatch) -> Callable[[], Tensor]:
+            raise RuntimeError("no kernel image")
+
+    machine = Emulated(tmp_path)
+    machine.launcher = EmulatedLauncher(emulators)
+    machine.stock = [
+        ("broken", lambda: Broken("broken"), False),
+        ("loop slots", lambda: HostLoop("exact"), False),
+        ("loop dense", lambda: HostLoop("exact"), True),
+        ("sdpa", lambda: SdpaWhole(SDPBackend.MATH), False),
+    ]
+    report = bench_kernels.Report(None, True, "here")
+    rate = bench_kernels.copy_rate(machine)
+    for point in (Point(TINY, 1, 64, 64), Point(TINY, 1, 1, 64)):
+        bench_kernels.measure("prefill", point, machine, rate, report)
+    names = [result.kernel for result in report.results if "cuda" not in result.kernel]
+    assert names == ["loop slots", "loop dense", "sdpa", "loop slots", "loop dense"]
+    assert all(r.error is not None and 0 < r.error < 1e-2 for r in report.results)
+    assert [line.rpartition("broken: ")[2] for line in report.left_out] == [
+        "RuntimeError: no kernel image"
+    ] * 2
+
+
+def test_heads_are_repeated_for_a_backend_that_cannot_group_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def ungrouped(*tensors: Tensor, enable_gqa: bool, **options: Any) -> Tensor:
+        if enable_gqa:
+            raise RuntimeError("No available kernel. Aborting execution.")
+        return attention(*tensors, **options)
+
+    torch.manual_seed(0)
+    kv = torch.randn(2, 2, 40, 2, 16)
+    batch = SlotBatch(torch.randn(1, 40, 4, 16), kv[0], kv[1], (1,), (40,))
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", ungrouped)
+    kernel = SdpaWhole(SDPBackend.MATH)
+    assert not kernel.refuses(batch)
+    error = relative_error(kernel.prepare(batch)()[0], attend(batch, 0, list(range(40)), 40))
+    assert error < 1e-5
+    assert kernel.note == "repeated heads"
 
 
 def test_points_that_do_not_fit_are_named() -> None:

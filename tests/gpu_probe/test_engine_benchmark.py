@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import pytest
 from benchmarks.gpu import engine
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Our kernels for a processor plan nothing ahead, so attention is called between graphs.
+CAPTURED = "captured in pieces"
 
 
 @pytest.mark.timeout(300)
@@ -28,11 +31,11 @@ def test_the_dry_run_writes_a_row_for_everything_that_it_measures(tmp_path: Path
     plan = engine.TINY
     decode = {(row["batch"], row["regime"], row["steps"]) for row in parts["decode"]}
     regimes = ("virtual", "paged")
-    kinds = ("captured", "eager")
+    kinds = (CAPTURED, "eager")
     assert decode == {(b, r, s) for b in plan.batches for r in regimes for s in kinds}
-    assert all(row["tokens_per_s"] > 0 for row in parts["decode"])
-    smoke = [(row["regime"], row["steps"], row["same_tokens"]) for row in parts["smoke"]]
-    assert smoke == [(r, s, 4) for r in regimes for s in ("eager", "captured")]
+    assert all(row["tokens_per_s"] > 0 and row["gb_per_s"] > 0 for row in parts["decode"])
+    smoke = [(row["regime"], row["steps"], row["first_difference"]) for row in parts["smoke"]]
+    assert smoke == [(r, s, None) for r in regimes for s in ("eager", CAPTURED)]
     assert {row["regime"] for row in parts["profile"]} == set(regimes)
     assert all(0 < row["share"] <= 1 and row["calls_a_step"] > 0 for row in parts["profile"])
     assert [row["sampling"] for row in parts["sampling"]] == list(engine.SAMPLING) * 2
@@ -40,14 +43,30 @@ def test_the_dry_run_writes_a_row_for_everything_that_it_measures(tmp_path: Path
     assert [row["regime"] for row in parts["auto"]] == list(regimes)
     overlap = [(row["async"], row["overlapped"]) for row in parts["overlap"]]
     assert overlap == [("off", 0), ("on", plan.steps)] * len(regimes) * len(plan.batches)
-    assert [row["mapping"] for row in parts["mapping"]] == ["synchronous", "overlapped"]
+    mapping = [(row["mapper"], row["batch"], row["growth"]) for row in parts["mapping"]]
+    growths = ("none", "apart", "together")
+    assert mapping == [(m, b, g) for m in ("off", "auto") for b in plan.batches for g in growths]
+    for row in parts["mapping"]:
+        assert (row["steps"], row["lengths_differ_by"] > 0) == (
+            CAPTURED,
+            row["growth"] == "apart" and row["batch"] > 1,
+        )
+        grown = {"none": 0, "apart": 1, "together": row["batch"]}[row["growth"]]
+        assert (row["grown_pages"], row["access_calls"] > 0) == (grown, grown > 0)
+        assert row["hidden_calls"] == 0 if row["mapper"] == "off" else row["unhidden_calls"] >= 0
     assert len(parts["ttft"]) == 2 * len(plan.prompts)
     assert [row["regime"] for row in parts["makespan"]] == ["paged", "virtual", "auto"]
-    assert [row["when"] for row in parts["idle"]] == ["at start", "serving", "idle"]
+    assert all(row["tflop_per_s"] > 0 for row in parts["ttft"])
+    assert [row["when"] for row in parts["idle"]] == ["at start", "serving", "idle", "0.2 s later"]
+    assert [row["beyond_mib"] for row in parts["idle"]] == [0] * 4
+    assert parts["idle"][2]["back_ms"] > 0
     assert parts["idle"][1]["pool_mib"] > parts["idle"][0]["pool_mib"] == 0
     assert len(parts["layout"]) == 2 * len(plan.groups) * len(plan.page_mib)
     assert [row["copies"] for row in parts["swap"]] == ["waited for"] * 2 + ["beside"] * 2
     assert all(row["swaps"] > 0 for row in parts["swap"] if row["regime"] == "paged")
+    for name, rows in parts.items():
+        assert {row["backend"] for row in rows} <= {"cpu", None}, name
+        assert all("steps" in row for row in rows), name
     text = (tmp_path / "engine.md").read_text()
     assert text.startswith("Dry run on a CPU: no figure means anything.")
     assert text.count("**") == 2 * len(parts)
@@ -88,6 +107,39 @@ def test_a_part_that_fails_leaves_the_others(
     assert written()["failed"] == {"idle": "KeyError: 'what nobody thought of'"}
     text = (tmp_path / "engine.md").read_text()
     assert "idle failed: KeyError: 'what nobody thought of'" in text
+
+
+def test_the_backend_that_is_asked_for_serves(tmp_path: Path) -> None:
+    arguments = ["--dry-run", "--out", str(tmp_path), "--parts", "idle", "--backend", "sdpa"]
+    assert engine.main(arguments) == 0
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["backend"] == "sdpa"
+    assert {row["backend"] for row in results["parts"]["idle"]} == {"sdpa + cpu"}, "of blocks"
+
+
+def test_steps_are_called_what_they_were(tmp_path: Path) -> None:
+    bench = engine.Bench(tmp_path, "cpu", "float32", engine.TINY, 1.0)
+    before = bench.replays.copy()
+    assert engine.how(bench, before, 4) == "eager"
+    bench.replays["captured"] += 3
+    assert engine.how(bench, before, 4) == "3 of 4 captured"
+    bench.replays["captured"] += 1
+    assert engine.how(bench, before, 4) == "captured"
+
+
+def test_where_tokens_first_differ() -> None:
+    assert engine.first_difference([[1, 2], [3, 4]], [[1, 2], [3, 4]]) is None
+    assert engine.first_difference([[1, 2, 5], [3, 4, 6]], [[1, 2, 7], [3, 9, 6]]) == 1
+
+
+def test_prompts_whose_sequences_cross_as_often_as_in_the_long_run() -> None:
+    found = {
+        kind: [256 - length for length in engine.mapping_prompts(kind, 32, 256, 128)]
+        for kind in ("none", "apart", "together")
+    }
+    assert set(found["none"]) == {224}, "so many steps are left in the page"
+    assert set(found["together"]) == {8 + 64}
+    assert [each for each in found["apart"] if each < 224] == [8 + 8 * i for i in range(18)]
 
 
 def test_the_shapes_are_models_that_load(tmp_path: Path) -> None:
@@ -147,6 +199,78 @@ def test_a_part_has_the_seconds_that_it_names(tmp_path: Path) -> None:
     budgets = [line.split()[4:] for line in done.stdout.splitlines() if "kernels.py" in line]
     assert 0 < int(budgets[0][0]) <= (150 - 50) // 2 < int(budgets[1][0])
     assert budgets[0][1:] == ["--dry-run"]
+
+
+def checkout(tmp_path: Path, core: str = "") -> Path:
+    """run.sh among sources that are none; ``core``: what pack left, as if for Python 3.12."""
+    root = tmp_path / "checkout"
+    for folder in ("benchmarks/gpu", "csrc", "drivers_ext/include", "vmserve", "wheels"):
+        (root / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "benchmarks/gpu/run.sh", root / "benchmarks/gpu")
+    for name in ("CMakeLists.txt", "csrc/core.cpp"):
+        (root / name).write_text("")
+    if core:
+        (root / ".gpu").mkdir()
+        (root / ".gpu" / CORE).write_text(core)
+    return root
+
+
+CORE = "_core.cpython-312-x86_64-linux-gnu.so"
+#: An interpreter that packs, installs and loads, or not; what it is asked for is in ``asked``.
+PACKER = """
+echo "$@" >>asked
+case "$*" in
+  *EXT_SUFFIX*) echo .cpython-312-x86_64-linux-gnu.so ;;
+  *"pip wheel"*) touch "${@: -2:1}/vmserve.whl" ;;
+  *"zipfile -e"*)
+    mkdir -p "$5/vmserve"
+    echo good >"$5/vmserve/_core.cpython-312-x86_64-linux-gnu.so" ;;
+  "-c import vmserve._core")
+    grep -qs good vmserve/_core*.so && [[ $PYTHONPATH == "$PWD:$PWD/.site"* ]] ;;
+esac
+"""
+
+
+def run_in(root: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", str(root / "benchmarks/gpu/run.sh"), *arguments],
+        capture_output=True, text=True, check=False, timeout=20, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def test_run_sh_sets_up_with_the_core_that_was_packed(tmp_path: Path) -> None:
+    root, python = checkout(tmp_path), stand_in(tmp_path, PACKER)
+    done = run_in(root, "pack", PYTHON=python)
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (root / ".gpu").iterdir()) == [CORE, "sources"]
+    (root / "wheels/msgspec.whl").write_text("")
+    done = run_in(root, "setup", PYTHON=python, WHEELS="wheels")
+    assert done.returncode == 0, done.stderr
+    assert (root / "vmserve" / CORE).read_text() == "good\n"
+    asked = (root / "asked").read_text()
+    assert f"--target {root}/.site wheels/msgspec.whl" in asked
+    assert "-e ." not in asked, "nothing is built"
+
+
+@pytest.mark.parametrize(
+    ("core", "sources", "told"),
+    [
+        ("", "", "has no"),
+        ("good", "changed", "is of other sources"),
+        ("for another libc", "", "does not load"),
+    ],
+)
+def test_run_sh_builds_the_core_where_none_fits(
+    tmp_path: Path, core: str, sources: str, told: str
+) -> None:
+    root, python = checkout(tmp_path, core), stand_in(tmp_path, PACKER)
+    if sources:
+        (root / ".gpu/sources").write_text(sources)
+    done = run_in(root, "setup", PYTHON=python)
+    assert done.returncode == 0, done.stderr
+    assert told in done.stderr
+    assert "--no-build-isolation --no-deps -e ." in (root / "asked").read_text()
+    assert list((root / "vmserve").iterdir()) == []
 
 
 def test_run_sh_smokes_first_with_tests_and_then_the_engine(tmp_path: Path) -> None:

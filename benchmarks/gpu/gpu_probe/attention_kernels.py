@@ -197,6 +197,52 @@ class SdpaFlash:
         return call
 
 
+class SdpaWhole:
+    """``scaled_dot_product_attention`` by one backend, cuDNN's, over a prompt in one chunk.
+
+    Where the backend cannot group the queries' heads, those of K and V are repeated before:
+    ``note`` then says so.
+    """
+
+    name = "sdpa_cudnn"
+
+    def __init__(self, backend: SDPBackend = SDPBackend.CUDNN_ATTENTION) -> None:
+        self._backend = backend
+        self.note = ""
+
+    def refuses(self, batch: SlotBatch) -> str:
+        if batch.batch != 1 or batch.lengths != (batch.q_len,) or batch.q_len == 1:
+            return "one prompt in one chunk only"
+        return ""
+
+    def prepare(self, batch: SlotBatch) -> Callable[[], Tensor]:
+        slot, length = batch.slot_ids[0], batch.lengths[0]
+        query = batch.queries.transpose(1, 2)
+        key = batch.keys[slot, :length].transpose(0, 1).unsqueeze(0)
+        value = batch.values[slot, :length].transpose(0, 1).unsqueeze(0)
+
+        def attention(key: Tensor, value: Tensor) -> Callable[[], Tensor]:
+            grouped = query.shape[1] != key.shape[1]
+
+            def call() -> Tensor:
+                with sdpa_kernel(self._backend):
+                    output = torch.nn.functional.scaled_dot_product_attention(
+                        query, key, value, is_causal=True, enable_gqa=grouped
+                    )
+                return output.transpose(1, 2)
+
+            return call
+
+        call = attention(key, value)
+        try:
+            call()
+        except RuntimeError:
+            times = query.shape[1] // key.shape[1]
+            call = attention(*(each.repeat_interleave(times, 1) for each in (key, value)))
+            self.note = "repeated heads"
+        return call
+
+
 class KvcacheFunction:
     """``flash_attn_with_kvcache`` of an installed flash-attn (2) or flash_attn_interface (3)."""
 

@@ -1,4 +1,8 @@
-"""Times our CUDA kernels over both views, beside torch's FlashAttention over the same bytes.
+"""Times our CUDA kernels over both views, beside stock kernels over the same bytes.
+
+Stock are torch's FlashAttention over the slots and over dense copies, FlashAttention 3 over the
+slots where ``flash_attn_interface`` can be imported, and cuDNN's attention over prompts that are
+one chunk.
 
 A timed function computes as many layers as have four times the cache's bytes of K and V together,
 each with memory of its own; times are divided by the layers. On a GPU it is one CUDA graph, timed
@@ -9,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import itertools
 import json
 import math
@@ -29,7 +34,15 @@ from vmserve.bench.lab.report import replace_text
 from vmserve.bench.lab.statistics import percentile
 from vmserve.memory.views import ContiguousView, KVView, PagedView
 
-from .attention_kernels import AtenFlash, SlotBatch, attend, relative_error
+from .attention_kernels import (
+    AtenFlash,
+    AttentionKernel,
+    KvcacheFunction,
+    SdpaWhole,
+    SlotBatch,
+    attend,
+    relative_error,
+)
 from .common import GIB, Budget, one_line
 
 __all__ = ["PARTS", "Point", "Shape", "main", "points_of"]
@@ -39,6 +52,7 @@ _COPY_BYTES = 1 << 30
 _ROUNDS = 20
 #: A result that is further off than this, relative, is wrong (bf16).
 _MAX_ERROR = 1e-2
+_FA3 = "flash_attn_interface"
 
 
 @dataclass(frozen=True)
@@ -120,6 +134,8 @@ class Machine:
     cache_bytes: int
     max_bytes: int
     name: str
+    #: Beside ours: what its rows are called, how to make it, and whether it reads dense copies.
+    stock: Sequence[tuple[str, Callable[[], AttentionKernel], bool]] = ()
 
     def seconds(self, work: Callable[[], None]) -> list[float]:
         raise NotImplementedError
@@ -137,6 +153,11 @@ class Gpu(Machine):
         self.name = properties.name
         self.cache_bytes = properties.L2_cache_size
         self.max_bytes = int(torch.cuda.mem_get_info(self.device)[0] * 0.6)
+        stock: list[tuple[str, Callable[[], AttentionKernel], bool]]
+        stock = [("aten slots", AtenFlash, False), ("aten dense", AtenFlash, True)]
+        if importlib.util.find_spec(_FA3) is not None:
+            stock.append(("fa3 slots", lambda: KvcacheFunction("flash_attn_3", _FA3), False))
+        self.stock = [*stock, ("cudnn slots", SdpaWhole, False)]
 
     def seconds(self, work: Callable[[], None]) -> list[float]:
         """Times of single replays of one graph."""
@@ -264,10 +285,11 @@ class Bench:
         lengths = (point.context,) * point.batch
         return SlotBatch(self.q.view(shape), keys, values, tuple(range(point.batch)), lengths)
 
-    def stock(self, dense: bool) -> tuple[Callable[[], None], list[Tensor]]:
-        """aten::_flash_attention_forward over the slots, or over tensors without strides. It
-        attends alone: it writes nothing."""
-        kernel = AtenFlash()
+    def stock(
+        self, kernel: AttentionKernel, dense: bool
+    ) -> tuple[Callable[[], None], list[Tensor]]:
+        """The kernel over the slots, or over tensors without strides. It attends alone: it writes
+        nothing."""
         calls = [kernel.prepare(self.slot_batch(i, dense)) for i in range(self.num_layers)]
         last: list[Tensor] = [self.q]
 
@@ -319,7 +341,8 @@ def copy_rate(machine: Machine) -> float:
     return 2 * size / sorted(seconds)[len(seconds) // 2]
 
 
-def run_point(part: str, point: Point, machine: Machine, rate: float) -> Iterator[Result]:
+def run_point(part: str, point: Point, machine: Machine, rate: float) -> Iterator[Result | str]:
+    """Ours, then the stock kernels; a text says why one of those was left out."""
     bench = Bench.make(point, machine)
 
     def result(kernel: str, seconds: list[float], error: float | None) -> Result:
@@ -346,13 +369,21 @@ def run_point(part: str, point: Point, machine: Machine, rate: float) -> Iterato
         work, out = bench.ours(view, machine)
         seconds = machine.seconds(work)
         yield result(name, seconds, bench.error(view, out))
-    if machine.device.type != "cuda":
-        return
-    for name, dense in (("aten slots", False), ("aten dense", True)):
+    for name, make, dense in machine.stock:
         if dense and 2 * bench.memory.nbytes > machine.max_bytes:
             continue
-        stock_work, last = bench.stock(dense)
-        yield result(name, machine.seconds(stock_work), bench.error(bench.slots(), last[0]))
+        try:
+            kernel = make()
+            if kernel.refuses(bench.slot_batch(0, dense)):
+                continue
+            stock_work, last = bench.stock(kernel, dense)
+            seconds = machine.seconds(stock_work)
+            note = getattr(kernel, "note", "")
+            error = bench.error(bench.slots(), last[0])
+        except (RuntimeError, TypeError, ImportError, AttributeError) as problem:
+            yield f"{name}: {one_line(problem)}"
+        else:
+            yield result(f"{name}, {note}" if note else name, seconds, error)
 
 
 def line_of(result: Result) -> str:
@@ -360,13 +391,13 @@ def line_of(result: Result) -> str:
     error = "" if result.error is None else f"{result.error:.1e}"
     return (
         f"{point.shape.name:11} {point.batch:4} {point.q_len:6} {point.context:7} "
-        f"{result.kernel:18} {result.num_layers:3} {result.microseconds:10.1f} "
+        f"{result.kernel:27} {result.num_layers:3} {result.microseconds:10.1f} "
         f"{result.gb_per_second:8.0f} {100 * result.of_copy:6.1f} {result.tflops:7.1f} {error:>8}"
     )
 
 
 HEADER = (
-    f"{'shape':11} {'seqs':>4} {'new':>6} {'context':>7} {'kernel':18} {'lay':>3} "
+    f"{'shape':11} {'seqs':>4} {'new':>6} {'context':>7} {'kernel':27} {'lay':>3} "
     f"{'us/layer':>10} {'GB/s':>8} {'% copy':>6} {'TFLOP/s':>7} {'error':>8}"
 )
 
@@ -394,6 +425,12 @@ def measure(part: str, point: Point, machine: Machine, rate: float, report: Repo
     """One point; an error of it is told, and that the device is lost by it."""
     try:
         for result in run_point(part, point, machine, rate):
+            if isinstance(result, str):
+                report.left_out.append(f"{part} {point}: {result}")
+                report.is_lost = machine.is_lost()
+                if report.is_lost:
+                    break
+                continue
             report.results.append(result)
             print(line_of(result), flush=True)
     except (RuntimeError, OSError, ValueError) as error:  # torch's, the driver's, our refusals

@@ -1,0 +1,73 @@
+"""What runs on a machine that is lent starts without what a plain image with CUDA lacks.
+
+msgspec is not among it: values of the engine are made of it, so its wheel travels.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import run_python
+
+ROOT = Path(__file__).resolve().parents[2]
+
+LACKED = (
+    "cryptography",
+    "fastapi",
+    "flash_attn",
+    "llguidance",
+    "pydantic",
+    "starlette",
+    "uvicorn",
+)
+#: In front of code that is run as on such a machine, where nothing finds these packages.
+LACKING = f"""
+import importlib.util, os, sys
+
+class Lacking:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {LACKED}:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [Lacking(finder) for finder in sys.meta_path]
+assert not any(importlib.util.find_spec(name) for name in {LACKED})
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "benchmarks.gpu.engine",
+        "benchmarks.gpu.gpu_probe.cli",
+        "benchmarks.gpu.gpu_probe.bench_kernels",
+        "benchmarks.gpu.compile_matrix",
+        "vmserve.bench.alloc",
+    ],
+)
+def test_what_is_measured_with_is_imported(module: str) -> None:
+    done = run_python(LACKING + f"importlib.import_module({module!r})")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(240)
+def test_the_tests_of_a_gpu_are_collected() -> None:
+    arguments = ["-m", "gpu", "tests/gpu", "--gpu-tests-on", "cpu", "--collect-only", "-q"]
+    arguments += ["-p", "no:cacheprovider", "-p", "pytest_timeout", "-W", "default"]
+    code = f"""
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+os.chdir({str(ROOT)!r})
+import pytest
+sys.exit(pytest.main({arguments}))
+"""
+    done = run_python(LACKING + code)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tests/gpu/test_engine.py::test_an_idle_engine_gives_its_memory_back" in done.stdout
