@@ -117,8 +117,8 @@ class Plan:
     prompts: tuple[int, ...]
     requests: int
     longest: int
-    page_mib: tuple[float, ...]
-    groups: tuple[int, ...]
+    #: Layers of a group and MiB of a page.
+    layouts: tuple[tuple[int, float], ...]
     max_len: int
     #: Slots of so many tokens, with contexts far shorter and nearly as long.
     long_slots: int
@@ -132,8 +132,7 @@ FULL = Plan(
     prompts=(512, 2048, 8192),
     requests=128,
     longest=1024,
-    page_mib=(2, 4, 8),
-    groups=(1, 2, 4, 8),
+    layouts=((2, 2), (32, 32), (8, 8), (32, 8), (4, 4), (1, 2)),
     max_len=16384,
     long_slots=32768,
     long_contexts=(1024, 30720),
@@ -145,8 +144,7 @@ TINY = Plan(
     prompts=(16, 64),
     requests=5,
     longest=24,
-    page_mib=(1 / 32,),
-    groups=(1, 2),
+    layouts=((1, 1 / 32), (2, 1 / 32)),
     max_len=256,
     long_slots=512,
     long_contexts=(24, 400),
@@ -163,13 +161,14 @@ class Bench:
         dtype: str,
         plan: Plan,
         seconds: float,
-        backend: str = "auto",
+        common: Row | None = None,
     ) -> None:
         self.directory = directory
         self.device = device
         self.dtype = dtype
         self.plan = plan
-        self.backend = backend
+        #: Options of every engine.
+        self.common = common or {}
         #: Steps that came from a graph, by what :func:`how` calls them.
         self.replays: Counter[str] = Counter()
         self._deadline = time.monotonic() + seconds
@@ -184,8 +183,11 @@ class Bench:
             model=str(self.directory),
             device=self.device,
             dtype=self.dtype,
-            attention_backend=self.backend,
-            **({"enable_prefix_caching": False, "max_model_len": self.plan.max_len} | options),
+            **(
+                {"enable_prefix_caching": False, "max_model_len": self.plan.max_len}
+                | self.common
+                | options
+            ),
         )
 
         def chosen(most: int) -> list[int]:
@@ -768,15 +770,13 @@ def part_mapping(bench: Bench) -> Iterator[Row]:
 def part_layout(bench: Bench) -> Iterator[Row]:
     """What interleaving layers and the size of pages cost a decoding step."""
     batch = bench.plan.batches[-2]
-    for groups, mib, regime in itertools.product(
-        bench.plan.groups, bench.plan.page_mib, ("virtual", "paged")
-    ):
+    for (layers, mib), regime in itertools.product(bench.plan.layouts, ("virtual", "paged")):
         options: dict[str, Any] = {
             "kv_regime": regime,
-            "kv_layers_per_group": groups,
+            "kv_layers_per_group": layers,
             "kv_page_size": int(mib * MIB),
         }
-        row: Row = {"layers_per_group": groups, "page_mib": mib, "regime": regime}
+        row: Row = {"layers_per_group": layers, "page_mib": mib, "regime": regime}
         try:
             found = decoding(bench, batch, bench.plan.steps // 2, **options)
         except (ConfigurationError, OutOfMemoryError) as error:
@@ -954,7 +954,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="llama-3-8b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--parts", default=",".join(PARTS), help="of " + ", ".join(PARTS))
-    parser.add_argument("--backend", default="auto", help="for attention, where it serves")
+    parser.add_argument(
+        "--with", dest="common", nargs="*", default=[], metavar="OPTION=VALUE",
+        help="options of every engine, as EngineConfig names them: attention_backend=cuda",
+    )  # fmt: skip
     parser.add_argument("--seconds", type=float, default=420.0, help="no part begins after these")
     parser.add_argument("--resume", action="store_true", help="leave out what had begun in --out")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
@@ -963,6 +966,10 @@ def main(arguments: list[str] | None = None) -> int:
     unknown = [name for name in names if name not in PARTS]
     if unknown:
         parser.error(f"unknown parts: {', '.join(unknown)}; known: {', '.join(PARTS)}")
+    common = {
+        name: int(value) if value.isdigit() else value
+        for name, _, value in (text.partition("=") for text in options.common)
+    }
     shape, dtype, device = options.shape, options.dtype, "cuda"
     if options.dry_run:
         shape, dtype, device = "tiny", "float32", "cpu"
@@ -971,13 +978,13 @@ def main(arguments: list[str] | None = None) -> int:
         "shape": shape,
         "dtype": dtype,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "backend": options.backend,
+        "common": common,
         "machine": machine_info(),
     }
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), shape, dtype)
         plan = TINY if options.dry_run else FULL
-        bench = Bench(Path(folder), device, dtype, plan, options.seconds, options.backend)
+        bench = Bench(Path(folder), device, dtype, plan, options.seconds, common)
         return run(names, bench, Report(options.out, described, resume=options.resume))
 
 

@@ -61,7 +61,7 @@ def test_the_dry_run_writes_a_row_for_everything_that_it_measures(tmp_path: Path
     assert [row["beyond_mib"] for row in parts["idle"]] == [0] * 4
     assert parts["idle"][2]["back_ms"] > 0
     assert parts["idle"][1]["pool_mib"] > parts["idle"][0]["pool_mib"] == 0
-    assert len(parts["layout"]) == 2 * len(plan.groups) * len(plan.page_mib)
+    assert len(parts["layout"]) == 2 * len(plan.layouts)
     assert [row["copies"] for row in parts["swap"]] == ["waited for"] * 2 + ["beside"] * 2
     assert all(row["swaps"] > 0 for row in parts["swap"] if row["regime"] == "paged")
     for name, rows in parts.items():
@@ -110,7 +110,7 @@ def test_a_part_that_fails_leaves_the_others(
 
 
 def test_the_backend_that_is_asked_for_serves(tmp_path: Path) -> None:
-    arguments = ["--dry-run", "--out", str(tmp_path), "--parts", "idle", "--backend", "sdpa"]
+    arguments = ["--dry-run", "--out", str(tmp_path), "--parts", "idle", "--with", "attention_backend=sdpa"]
     assert engine.main(arguments) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["backend"] == "sdpa"
