@@ -469,10 +469,11 @@ def part_smoke(bench: Bench) -> Iterator[Row]:
 
 def part_profile(bench: Bench) -> Iterator[Row]:
     """Kernels of a decoding step, the longest first, by torch's profiler."""
-    batch, steps = bench.plan.batches[-2], 8
+    steps = 8
     on_device = bench.device == "cuda"
     activities = [getattr(torch.profiler.ProfilerActivity, "CUDA" if on_device else "CPU")]
-    for regime in ("virtual", "paged"):
+    batches = (bench.plan.batches[0], bench.plan.batches[-2])
+    for batch, regime in itertools.product(batches, ("virtual", "paged")):
         with decoders(bench, batch, steps + 4, kv_regime=regime) as engine:
             replays = bench.replays.copy()
             with torch.profiler.profile(activities=activities) as profile:
@@ -486,6 +487,7 @@ def part_profile(bench: Bench) -> Iterator[Row]:
         total = sum(getattr(event, name) for event in found)
         for event in found[:15]:
             yield {
+                "batch": batch,
                 "regime": regime,
                 **served,
                 "kernel": event.key[:80].replace("|", "/"),

@@ -63,21 +63,21 @@ class RandomLife(Life):
         pages += rng.choice([0, 0, 1, pages, 3 * pages])
         self.max_num_seqs = rng.choice([1, 2, 3, 4, 8])
         has_faults = rng.random() < 0.5
-        llm = LLM(
-            dtype="float32",
-            kv_regime=rng.choice(["auto", "virtual", "paged"]),
-            kv_page_size=BLOCK_BYTES * blocks_per_page,
-            kv_cache_memory=pages * NUM_LAYERS * BLOCK_BYTES * blocks_per_page,
-            max_model_len=MAX_LEN,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=max(self.max_num_seqs, rng.choice([1, 7, 16, 64, 256])),
-            enable_prefix_caching=rng.random() < 0.6,
-            kv_mapper=rng.choice(["off", "auto"]),
-            preemption="auto",
-            swap_space=rng.choice([0, "512KiB", "64MiB"]),
-            scheduling_policy=rng.choice(["fcfs", "priority"]),
-            **options,
-        )
+        chosen: dict[str, Any] = {
+            "dtype": "float32",
+            "kv_regime": rng.choice(["auto", "virtual", "paged"]),
+            "kv_page_size": BLOCK_BYTES * blocks_per_page,
+            "kv_cache_memory": pages * NUM_LAYERS * BLOCK_BYTES * blocks_per_page,
+            "max_model_len": MAX_LEN,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": max(self.max_num_seqs, rng.choice([1, 7, 16, 64, 256])),
+            "enable_prefix_caching": rng.random() < 0.6,
+            "kv_mapper": rng.choice(["off", "auto"]),
+            "preemption": "auto",
+            "swap_space": rng.choice([0, "512KiB", "64MiB"]),
+            "scheduling_policy": rng.choice(["fcfs", "priority"]),
+        }
+        llm = LLM(**(chosen | options))
         faults = {"fault_apply": 0.04, "fault_batch": 0.01} if has_faults else {}
         super().__init__(llm, rng, Chances(**faults))
 

@@ -110,10 +110,18 @@ def test_a_part_that_fails_leaves_the_others(
 
 
 def test_the_backend_that_is_asked_for_serves(tmp_path: Path) -> None:
-    arguments = ["--dry-run", "--out", str(tmp_path), "--parts", "idle", "--with", "attention_backend=sdpa"]
+    arguments = [
+        "--dry-run",
+        "--out",
+        str(tmp_path),
+        "--parts",
+        "idle",
+        "--with",
+        "attention_backend=sdpa",
+    ]
     assert engine.main(arguments) == 0
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["backend"] == "sdpa"
+    assert results["common"] == {"attention_backend": "sdpa"}
     assert {row["backend"] for row in results["parts"]["idle"]} == {"sdpa + cpu"}, "of blocks"
 
 

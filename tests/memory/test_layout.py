@@ -136,10 +136,10 @@ def test_values_that_are_a_slice_of_keys_take_no_memory() -> None:
     assert layout.value_location(26) == layout.key_location(26)
     together = plan_layout(*deepseek, HOST_GRANULARITY, layers_per_group=3, keys_only=True)
     assert together.key_location(5) == together.value_location(5) == (1, 2 * 1152)
-    # 2 MiB hold 1,820 tokens of K of one layer, and half as many of K and V.
-    deeper = (60, *deepseek[1:], CUDA_GRANULARITY)
-    assert layers_for_granularity(*deeper) == 4
-    assert layers_for_granularity(*deeper, keys_only=True) == 10
+    # 1 MiB holds 910 tokens of K of one layer, and half as many of K and V.
+    deeper = (60, *deepseek[1:], CUDA_GRANULARITY // 2)
+    assert layers_for_granularity(*deeper) == 2
+    assert layers_for_granularity(*deeper, keys_only=True) == 4
     with pytest.raises(ConfigurationError, match="split_kv"):
         plan_layout(*deepseek, HOST_GRANULARITY, split_kv=True, keys_only=True)
 
@@ -273,14 +273,14 @@ def test_block_sizes_of_the_vattention_paper() -> None:
 @pytest.mark.parametrize(
     ("shape", "granularity", "layers"),
     [
-        ((32, 8, 128, "bfloat16"), CUDA_GRANULARITY, 2),  # Llama-3-8B: 256 tokens of 2 x 4 KiB
-        ((16, 8, 64, "bfloat16"), CUDA_GRANULARITY, 4),  # Llama-3.2-1B
-        ((32, 32, 128, "float16"), CUDA_GRANULARITY, 1),  # Llama-2-7B
-        ((4, 2, 64, "float32"), CUDA_GRANULARITY, 4),  # too few layers for so large a page
+        ((32, 8, 128, "bfloat16"), CUDA_GRANULARITY, 32),  # Llama-3-8B
+        ((32, 8, 128, "bfloat16"), CUDA_GRANULARITY // 2, 1),  # 256 tokens of 4 KiB
+        ((16, 8, 64, "bfloat16"), CUDA_GRANULARITY // 2, 2),  # Llama-3.2-1B
+        ((4, 2, 64, "float32"), 64 * CUDA_GRANULARITY, 4),  # too few layers for so large a page
         ((32, 8, 128, "bfloat16"), HOST_GRANULARITY, 1),
     ],
 )
-def test_layers_are_grouped_for_pages_of_256_tokens(
+def test_layers_are_grouped_for_pages_of_256_tokens_and_all_of_them_on_a_gpu(
     shape: tuple[int, int, int, str], granularity: int, layers: int
 ) -> None:
     assert layers_for_granularity(*shape, granularity) == layers

@@ -60,9 +60,9 @@ def test_what_fits_in_a_cap() -> None:
     )
     values = json.loads(json.dumps(report.to_dict()))
     assert (values["model"], values["granularity"]) == ("llama-3-8b", 2 << 20)
-    first, default = values["candidates"][:2]
-    # The engine puts two layers in a group: pages of 2 MiB have 256 tokens then.
-    assert (default["is_default"], default["page_tokens"]) == (True, 256)
+    first, default = values["candidates"][0], values["candidates"][5]
+    # The engine puts all layers in a group, in pages of 128 tokens or more.
+    assert (default["is_default"], default["page_tokens"]) == (True, 128)
     # 32 groups of 2 MiB pages with 512 tokens: 256 pages, 16 of them for 8,192 tokens.
     assert (first["page_tokens"], first["num_groups"]) == (512, 32)
     assert (first["num_pages"], first["num_tokens"], first["max_len_requests"]) == (256, 131072, 16)

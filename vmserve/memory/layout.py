@@ -54,6 +54,8 @@ CUDA_GRANULARITY = 2 << 20
 #: Page sizes in tokens that the planner aims for: below, map calls cost more than they save; above,
 #: short sequences waste most of a page.
 _MIN_PAGE_TOKENS = 64
+#: Half as many calls of the driver for as many tokens, and 128 pages in 60 ms.
+_MIN_DEVICE_PAGE_TOKENS = 128
 _MAX_PAGE_TOKENS = 256
 _MAX_PADDING = 1 / 8
 #: Kernels load vectors of this many bytes. A token stride that is not a multiple is only accepted
@@ -257,7 +259,8 @@ def plan_layout(
     ``state_bytes``: those of a sequence's states, all together; rounded up to a page.
     ``granularity``: bytes that the driver's pages are multiples of (4 KiB on the host, 2 MiB with
     stock CUDA). ``page_bytes`` (of one group) and ``page_tokens`` fix what they name. What is left
-    open is chosen: at least 64 tokens a page, and up to 256 tokens the size with the least padding.
+    open is chosen: at least 64 tokens a page (128 on a GPU), and up to 256 tokens the size with the
+    least padding.
     With ``max_len`` and ``max_map_count``, pages that were not fixed are doubled until a slot of
     ``max_len`` tokens takes less than half of ``max_map_count`` mappings however its pages lie. All
     slots together can need more, because pages that sequences share are mapped in each slot. The
@@ -373,10 +376,13 @@ def layers_for_granularity(
 ) -> int:
     """The fewest layers per group with at most 256 tokens in the smallest page, or all layers.
 
-    On the host that is one; pages of 2 MiB would hold 512 tokens of one layer with 8 heads of 128
-    in half precision.
+    On the host that is one. On a GPU it is all layers: a call of the driver costs the same for a
+    page of 2 or of 16 MiB, and interleaving all layers costs attention nothing that was measured
+    (decision 0086).
     """
     _check_shape(num_layers, kv_heads, head_dim, 1, 1)
+    if granularity >= CUDA_GRANULARITY:
+        return num_layers
     parts = _parts(split_kv=False, keys_only=keys_only)
     layer_bytes = parts * vector_bytes(kv_heads, head_dim, DType.of(dtype))
     divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
@@ -401,7 +407,8 @@ def _stride(page_tokens: int, token_bytes: int, granularity: int) -> int:
 
 
 def _choose_tokens(token_bytes: int, block_tokens: int, granularity: int) -> int:
-    """The tokens of a page with the least padding, the fewest of these; 64 to 256 if possible.
+    """The tokens of a page with the least padding, the fewest of these; 64 to 256 if possible, on a
+    GPU 128 to 256.
 
     More if one granule holds more, or if fewer would pad more than an eighth.
     """
@@ -409,7 +416,8 @@ def _choose_tokens(token_bytes: int, block_tokens: int, granularity: int) -> int
     def stride(tokens: int) -> int:
         return _stride(tokens, token_bytes, granularity)
 
-    first = -(-_MIN_PAGE_TOKENS // block_tokens) * block_tokens
+    least = _MIN_PAGE_TOKENS if granularity < CUDA_GRANULARITY else _MIN_DEVICE_PAGE_TOKENS
+    first = -(-least // block_tokens) * block_tokens
     last = max(_MAX_PAGE_TOKENS, -(-granularity // token_bytes), first)
     while True:
         best = min(range(first, last + 1, block_tokens), key=stride)
