@@ -146,16 +146,16 @@ def test_plans_for_decodes_share_their_room_and_have_none_for_chunks(
     whole = backend.plan_capacity(case.view, **sizes)._plans.of(None, 8)
     plan = backend.plan_capacity(case.view, **sizes, max_new=1)
     decode = plan._plans.of(None, 8)
-    # Parts of one token each instead of 4 and 32; an item of a decode has four parts.
+    # Parts of one token each instead of 4 and 32; an item of a decode has 16 parts.
     limit = 4 * 264 // 2
-    assert whole.parts.numel() == limit * (4 * 4 + 32) * 8 * 64
+    assert whole.parts.numel() == limit * (16 * 4 + 32) * 8 * 64
     assert decode.buffer.counts.append == decode.blocks["vms_append"] == 0
     assert (
         CudaPagedBackend(launcher)
         .plan_capacity(case.view, **sizes, max_new=1)
         ._plans.of(None, 8)
         .parts.numel()
-        == limit * 4 * 8 * 64
+        == limit * 16 * 8 * 64
     )
     short = {**sizes, "max_len": 8192}
     few = CudaPagedBackend(launcher).plan_capacity(case.view, **short)._plans.of(None, 8)
