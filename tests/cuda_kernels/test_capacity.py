@@ -228,3 +228,21 @@ def test_what_does_not_fit_is_refused_with_the_numbers(emulators: Emulators) -> 
         plan.call(LayerAttention(0, 0.125, 5), inputs.q[:2], inputs.k[:2], inputs.v[:2])
     with pytest.raises(ValueError, match="7 query heads are no multiple of 2"):
         backend.plan_capacity(case.view, 2, 3, 32, q_heads=7)
+
+
+@pytest.mark.parametrize("past", [4095, 4700])
+def test_more_parts_than_are_combined_at_once_give_the_bits_of_one_item(
+    emulators: Emulators, past: int
+) -> None:
+    case = make_case(PAGED, [past], [1])
+    spec, inputs, lse = LayerAttention(0, 0.125), case.inputs, torch.empty(2, 1, 8)
+    outs = []
+    for index, blocks in enumerate((1, 64)):
+        launcher = Recorder(emulators, Resident(blocks, blocks))
+        call = CudaPagedBackend(launcher).bind(case.view, case.batch)
+        outs.append(call(spec, inputs.q, inputs.k, inputs.v, lse=lse[index]))
+        launcher.replay()
+        assert (launcher.recorded[-1][1] == "vms_combine") == (blocks > 1)
+    assert_right((outs[1], lse[1]), expected(case, spec))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(lse[0], lse[1])
