@@ -5,6 +5,7 @@
 #include "tile.cuh"
 
 constexpr int kCombineWarps = 4;
+constexpr int kCombineAhead = 8;  // parts in flight
 
 template <class T, int kHeadDim>
 VMS_DEVICE void combine_row(const CombineArgs& args, const int* split, int q_head, int lane) {
@@ -15,16 +16,30 @@ VMS_DEVICE void combine_row(const CombineArgs& args, const int* split, int q_hea
   Pair sums[kPairs];
 #pragma unroll
   for (int p = 0; p < kPairs; ++p) sums[p] = Pair{0.0F, 0.0F};
-  for (int i = 0; i < count; ++i) {
-    const i64 at = static_cast<i64>(start + i) * args.q_heads + q_head;
-    float of_old, of_new;
-    row.add(ptx::load(args.part_sums + at), of_old, of_new);
+  for (int i = 0; i < count; i += kCombineAhead) {
+    // Loads that wait for nothing but each other; those past the end load the last part again.
+    Pair of_part[kCombineAhead], values[kCombineAhead][kPairs];
 #pragma unroll
-    for (int p = 0; p < kPairs; ++p) {
-      const float* const from = args.parts + at * kHeadDim + 2 * (lane + 32 * p);
-      const Pair pair = ptx::load(reinterpret_cast<const Pair*>(from));
-      sums[p].x = Parts::folded(sums[p].x, of_old, pair.x, of_new);
-      sums[p].y = Parts::folded(sums[p].y, of_old, pair.y, of_new);
+    for (int j = 0; j < kCombineAhead; ++j) {
+      const int part = start + (i + j < count ? i + j : count - 1);
+      const i64 at = static_cast<i64>(part) * args.q_heads + q_head;
+      of_part[j] = ptx::load(args.part_sums + at);
+#pragma unroll
+      for (int p = 0; p < kPairs; ++p) {
+        const float* const from = args.parts + at * kHeadDim + 2 * (lane + 32 * p);
+        values[j][p] = ptx::load(reinterpret_cast<const Pair*>(from));
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kCombineAhead; ++j) {
+      if (i + j >= count) break;
+      float of_old, of_new;
+      row.add(of_part[j], of_old, of_new);
+#pragma unroll
+      for (int p = 0; p < kPairs; ++p) {
+        sums[p].x = Parts::folded(sums[p].x, of_old, values[j][p].x, of_new);
+        sums[p].y = Parts::folded(sums[p].y, of_old, values[j][p].y, of_new);
+      }
     }
   }
   const float inverse = row.inverse(args.sinks, q_head);

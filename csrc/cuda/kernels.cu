@@ -20,7 +20,7 @@ VMS_KERNEL(32 * kAppendWarps, VMS_APPEND_BLOCKS) vms_append(const AttendArgs arg
   attend_append<VMS_TYPE, VMS_KV, VMS_HEAD_DIM, VMS_PAGED>(args);
 }
 
-VMS_KERNEL(32 * kCombineWarps, 8) vms_combine(const CombineArgs args) {
+VMS_KERNEL(32 * kCombineWarps, 4) vms_combine(const CombineArgs args) {
   combine_parts<VMS_TYPE, VMS_HEAD_DIM>(args);
 }
 

@@ -146,16 +146,16 @@ def test_plans_for_decodes_share_their_room_and_have_none_for_chunks(
     whole = backend.plan_capacity(case.view, **sizes)._plans.of(None, 8)
     plan = backend.plan_capacity(case.view, **sizes, max_new=1)
     decode = plan._plans.of(None, 8)
-    # Parts of one token each instead of 4 and 32; an item of a decode has four parts.
+    # Parts of one token each instead of 4 and 32; an item of a decode has 16 parts.
     limit = 4 * 264 // 2
-    assert whole.parts.numel() == limit * (4 * 4 + 32) * 8 * 64
+    assert whole.parts.numel() == limit * (16 * 4 + 32) * 8 * 64
     assert decode.buffer.counts.append == decode.blocks["vms_append"] == 0
     assert (
         CudaPagedBackend(launcher)
         .plan_capacity(case.view, **sizes, max_new=1)
         ._plans.of(None, 8)
         .parts.numel()
-        == limit * 4 * 8 * 64
+        == limit * 16 * 8 * 64
     )
     short = {**sizes, "max_len": 8192}
     few = CudaPagedBackend(launcher).plan_capacity(case.view, **short)._plans.of(None, 8)
@@ -228,3 +228,21 @@ def test_what_does_not_fit_is_refused_with_the_numbers(emulators: Emulators) -> 
         plan.call(LayerAttention(0, 0.125, 5), inputs.q[:2], inputs.k[:2], inputs.v[:2])
     with pytest.raises(ValueError, match="7 query heads are no multiple of 2"):
         backend.plan_capacity(case.view, 2, 3, 32, q_heads=7)
+
+
+@pytest.mark.parametrize("past", [4095, 4700])
+def test_more_parts_than_are_combined_at_once_give_the_bits_of_one_item(
+    emulators: Emulators, past: int
+) -> None:
+    case = make_case(PAGED, [past], [1])
+    spec, inputs, lse = LayerAttention(0, 0.125), case.inputs, torch.empty(2, 1, 8)
+    outs = []
+    for index, blocks in enumerate((1, 64)):
+        launcher = Recorder(emulators, Resident(blocks, blocks))
+        call = CudaPagedBackend(launcher).bind(case.view, case.batch)
+        outs.append(call(spec, inputs.q, inputs.k, inputs.v, lse=lse[index]))
+        launcher.replay()
+        assert (launcher.recorded[-1][1] == "vms_combine") == (blocks > 1)
+    assert_right((outs[1], lse[1]), expected(case, spec))
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(lse[0], lse[1])

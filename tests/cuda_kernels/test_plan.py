@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import heapq
 import itertools
 from collections import Counter
 
@@ -21,17 +22,21 @@ from vmserve.attention.cuda.params import (
     WriteArgs,
 )
 from vmserve.attention.cuda.plan import (
+    APPEND_COSTS,
     APPEND_ROWS,
+    DECODE_COSTS,
     DECODE_ROWS,
     ITEM_FIELDS,
+    Costs,
     CudaPlan,
     Heads,
     Resident,
     SharedPrefix,
     Step,
-    choose_chunk,
+    choose_chunks,
     chunk_limit,
     find_shared_prefixes,
+    item_limit,
     make_plan,
 )
 from vmserve.attention.cuda.variant import (
@@ -170,8 +175,8 @@ def test_the_room_for_parts_in_a_plan_of_a_fixed_size_is_enough(
     assert plan.num_parts <= room.parts(group, head_dim, limits)
     assert room.may_append(group) or not len(plan.append)
     most = sum(new) * (2 if shared else 1)
-    assert len(plan.decode) <= max(most, limits[0])
-    assert len(plan.append) <= max(most, limits[1])
+    assert len(plan.decode) <= item_limit(most, limits[0])
+    assert len(plan.append) <= item_limit(most, limits[1])
 
 
 def check_parts(plan: CudaPlan, parts: dict[int, list[tuple[int, int]]]) -> None:
@@ -216,12 +221,71 @@ def test_many_sequences_are_not_split_and_long_ones_among_them_are() -> None:
     assert (np.diff(lengths) <= 0).all(), "the longest first"
 
 
-def test_chunks_stay_within_the_limit() -> None:
-    lengths, parts = np.full(60, 100_000), np.full(60, 196)
-    chunk = choose_chunk(lengths, parts, 8, 264, 1000)
-    assert 1 < -(-196 // chunk) * 60 <= chunk_limit(264, 8)
-    assert choose_chunk(lengths, parts, 8, 264, 4) == 196, "more parts than there is room for"
-    assert choose_chunk(np.array([100]), np.array([1]), 8, 264, 4) == 1
+@pytest.mark.parametrize("costs", [DECODE_COSTS, APPEND_COSTS])
+def test_chunks_stay_within_the_limit(costs: Costs) -> None:
+    lengths, parts = np.full(40, 100_000), np.full(40, 196)
+    room = costs._replace(parts_per_item=1000)
+    chunks = choose_chunks(lengths, parts, 8, 264, room)
+    assert chunks.min() < 196
+    assert (-(-parts // chunks)).sum() <= chunk_limit(264, 8)
+    none = choose_chunks(lengths, parts, 8, 264, costs._replace(parts_per_item=1))
+    assert (none == 196).all(), "more parts than there is room for"
+    assert choose_chunks(np.array([100]), np.array([1]), 8, 264, costs).tolist() == [1]
+
+
+def time_of(plan: CudaPlan, kv_heads: int, blocks: int) -> float:
+    """Keys that the device, of so many equal blocks, would have the time for, of those it has.
+
+    Blocks take the next item when they are done; fewer of them share what the memory gives, up to
+    twice as much for each.
+    """
+    waiting = np.repeat(plan.decode[:, 4] - plan.decode[:, 3], kv_heads).tolist()[::-1]
+    total = sum(waiting)
+    running: list[float] = []  # by when they end, in keys of a block that runs all the time
+    now = time = 0.0
+    while waiting or running:
+        while waiting and len(running) < blocks:
+            heapq.heappush(running, now + waiting.pop())
+        time += (running[0] - now) * max(len(running) / blocks, 0.5)
+        now = heapq.heappop(running)
+    return time * blocks / total
+
+
+@pytest.mark.parametrize("kv_heads", [4, 8])
+@pytest.mark.parametrize(
+    ("seqs", "tokens"),
+    [
+        (1, 32768), (1, 131072), (2, 65536), (3, 65536), (5, 32768), (7, 65536), (8, 8192),
+        (8, 32768), (8, 131072), (12, 32768), (20, 16384), (24, 32768), (32, 8192), (33, 8192),
+        (36, 8192), (40, 8192), (40, 32768), (48, 4096), (66, 4096), (80, 8192), (100, 8192),
+        (128, 32768), (140, 4096), (256, 8192),
+    ],
+)  # fmt: skip
+def test_items_of_equal_sequences_keep_all_blocks_busy(
+    seqs: int, tokens: int, kv_heads: int
+) -> None:
+    step = step_of([tokens - 1] * seqs, [1] * seqs)
+    plan = make_plan(step, Heads(kv_heads, 32 // kv_heads), H100)
+    assert time_of(plan, kv_heads, H100.decode) < (1.06 if tokens > 8192 else 1.1)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_items_of_sequences_of_any_length_keep_nearly_all_blocks_busy(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    seqs = int(random.integers(4, 160))
+    past = (2 ** random.uniform(9, 15, seqs)).astype(int).tolist()
+    plan = make_plan(step_of(past, [1] * seqs), Heads(8, 4), H100)
+    assert time_of(plan, 8, H100.decode) < 1.12
+
+
+def test_only_what_whole_waves_leave_is_split() -> None:
+    """Of 40 sequences, 33 at a time: the sums of seven are combined, not those of all."""
+    plan = make_plan(step_of([8191] * 40, [1] * 40), Heads(8, 4), H100)
+    assert len(plan.split) == 7
+    assert plan.num_parts == 7 * 16
+    lengths = plan.decode[:, 4] - plan.decode[:, 3]
+    assert (lengths[:33] == 8192).all()
+    assert lengths[33:].max() <= 4096
 
 
 def test_a_window_clips_what_is_read() -> None:

@@ -23,6 +23,7 @@ from vmserve.attention.cuda.plan import (
     Step,
     chunk_limit,
     find_shared_prefixes,
+    item_limit,
     make_plan,
 )
 from vmserve.attention.cuda.tables import Tables
@@ -336,8 +337,8 @@ class _Limits:
         table_rows, table_width = tables.capacity(self.seqs, self.new, self.len)
         return Counts(
             tokens=self.tokens,
-            decode=max(tiles, limits[0]),
-            append=max(tiles, limits[1]) if self.may_append(group) else 0,
+            decode=item_limit(tiles, limits[0]),
+            append=item_limit(tiles, limits[1]) if self.may_append(group) else 0,
             split=self.tokens,
             lists=self.tokens if self.shared_prefixes else 0,
             table_rows=table_rows,

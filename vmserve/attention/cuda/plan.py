@@ -40,13 +40,12 @@ __all__ = [
 
 #: Query rows of an item of each kernel (csrc/cuda), of the append's at least.
 DECODE_ROWS, APPEND_ROWS = 16, 64
-#: Cost of an item besides its keys, and of combining, in keys of one item: estimates that rank the
-#: choices, not measured on a device yet.
-ITEM_COST, SPLIT_COST = 32, 64
-#: Splits make at most this many items for each block that runs at once.
+#: Splits make at most this many items for each block that runs at once; but see item_limit.
 MAX_WAVES = 4
-#: Parts to combine, for each item that a split may make (chunk_limit).
-DECODE_PARTS, APPEND_PARTS = 4, 1
+#: Parts to combine, for each item that a split may make (chunk_limit). A decode may combine the
+#: parts of 62 chunks of 512 keys for each block at once: eight sequences of 131,072 tokens on an
+#: H100, in 35 MB of sums (heads of 128, four to a KV head).
+DECODE_PARTS, APPEND_PARTS = 16, 1
 
 ITEM_FIELDS = (
     "row",
@@ -144,32 +143,108 @@ def chunk_limit(resident: int, kv_heads: int) -> int:
     return max(1, MAX_WAVES * resident // kv_heads)
 
 
-def choose_chunk(
-    lengths: IntArray, parts: IntArray, kv_heads: int, resident: int, parts_per_item: int
-) -> int:
-    """The parts in an item with which items of such lengths and parts are done soonest.
+def item_limit(tiles: int, limit: int) -> int:
+    """Return the most items per KV head of so many tiles, where ``limit`` is chunk_limit's."""
+    return max(limit, tiles + limit // MAX_WAVES)
 
-    Tries the longest item in 1, 2, 3, 4, 6, 8, 12 ... chunks. Estimates for each: the larger of one
-    chunk and the whole waves of mean items, plus the combination if anything is split.
+
+class Costs(NamedTuple):
+    """What the choices are ranked by, in keys of a block: its time for each while all blocks run.
+
+    ``fewer``: the same while hardly any run, half of them, and all. ``item``: of an item, besides
+    its keys. ``split``: of another kernel that combines. ``in_order``: for each part of the token
+    with most, which are added one after the other. ``moved``: to write and read a part's sums.
+    ``remainder``: whether only what whole waves leave may be split.
     """
+
+    parts_per_item: int
+    fewer: tuple[float, float, float]
+    item: float
+    split: float
+    in_order: float
+    moved: float
+    remainder: bool
+
+
+#: After an H100 (3.03 TB/s), with heads of 128: 44 ns a key. Each of 264 blocks has 11.5 GB/s, of
+#: 128 some 20, of 32 or 64 it has 22 (pages) to 28. To combine takes 4 us, and took 0.17 to 0.28 us
+#: for a part when it waited for each.
+DECODE_COSTS = Costs(DECODE_PARTS, (0.4, 0.6, 1.0), 32, 90, 2, 16, True)
+#: Estimates, not measured on a device yet.
+APPEND_COSTS = Costs(APPEND_PARTS, (1.0, 1.0, 1.0), 32, 64, 0, 0, False)
+
+
+def choose_chunks(
+    lengths: IntArray, parts: IntArray, kv_heads: int, resident: int, costs: Costs
+) -> IntArray:
+    """The parts in an item of each tile with which tiles of such lengths are done soonest.
+
+    Tries the longest in 1 to 8, 10, 12, 14, 16, 20 ... chunks; items of other tiles have as many
+    parts, if all are split, or all of their tile's, if only those are split that whole waves leave.
+    """
+    whole = np.maximum(parts, 1)
     longest = int(parts.max())
     if longest == 1:
-        return 1
+        return whole
     powers = 1 << np.arange(longest.bit_length())
-    counts = np.unique(np.concatenate((powers, 3 * powers)))
-    sizes = np.unique(-(-longest // counts[counts <= longest]))[::-1]
-    num_items = (-(-parts[None, :] // sizes[:, None])).sum(1)
-    to_combine = np.where(parts[None, :] > sizes[:, None], parts, 0).sum(1)
+    counts = np.unique(np.concatenate([factor * powers for factor in (4, 5, 6, 7)]) // 4)
+    sizes = np.unique(-(-longest // counts[(counts > 0) & (counts <= longest)]))[::-1]
     limit = chunk_limit(resident, kv_heads)
-    allowed = (num_items <= limit) & (to_combine <= parts_per_item * limit)
-    allowed |= num_items == len(lengths)
-    sizes, num_items = sizes[allowed], num_items[allowed]
-    waves = -(-(num_items * kv_heads) // resident)
-    mean = lengths.sum() / num_items + ITEM_COST
-    chunk = np.minimum(sizes * PART_TOKENS, lengths.max())
-    time = np.maximum(chunk + ITEM_COST, waves * mean)
-    time = time + np.where(num_items > len(lengths), SPLIT_COST, 0)
-    return int(sizes[np.argmin(time)])
+    wave = limit // MAX_WAVES
+    tried = [(len(parts), limit)]
+    if costs.remainder and wave and len(parts) > wave and len(parts) % wave:
+        tried.append((len(parts) % wave, item_limit(len(parts), limit)))
+    order = np.argsort(-lengths, kind="stable") if len(tried) > 1 else np.arange(len(parts))
+    best, chosen, size = np.inf, len(parts), longest
+    for num_split, most in tried:
+        tiles = order[:num_split]
+        left = int(lengths[order[num_split]]) if num_split < len(order) else 0
+        times = _times(lengths, parts, tiles, sizes, kv_heads, resident, costs, most, left)
+        index = int(np.argmin(times))
+        if times[index] < best:
+            best, chosen, size = float(times[index]), num_split, int(sizes[index])
+    split = order[:chosen]
+    whole[split] = np.minimum(whole[split], size)
+    return whole
+
+
+def _times(
+    lengths: IntArray,
+    parts: IntArray,
+    tiles: IntArray,
+    sizes: IntArray,
+    kv_heads: int,
+    resident: int,
+    costs: Costs,
+    most_items: int,
+    longest_whole: int,
+) -> NDArray[np.float64]:
+    """Estimate, in keys, the time of all tiles with ``tiles`` in chunks, for each size of these.
+
+    Items are done in waves: the blocks of the last one are faster if they are fewer, because they
+    share the memory's rate. Infinite for what there is no room for.
+    """
+    of_tile, of_size = parts[tiles], sizes[:, None]
+    num_full, rest = np.divmod(of_tile, of_size)
+    num_chunks = (num_full + (rest > 0)).sum(1)
+    to_combine = of_tile * (of_tile > of_size)
+    num_combined = to_combine.sum(1)
+    num_whole, keys = len(parts) - len(tiles), int(lengths[tiles].sum())
+    longest = np.minimum(sizes * PART_TOKENS, lengths[tiles].max())
+    # All of them, as long as their mean; and those that are as long as the longest.
+    items = np.stack((num_chunks, num_full.sum(1)))
+    waves, last = np.divmod(items * kv_heads, resident)
+    fewer = np.interp(last / resident, (0, 0.5, 1), costs.fewer) * (last > 0)
+    time = ((waves + fewer) * (np.stack((keys / num_chunks, longest)) + costs.item)).max(0)
+    if num_whole:
+        time += (int(lengths.sum()) - keys + num_whole * costs.item) * kv_heads / resident
+        longest = np.maximum(longest, longest_whole)
+    time = np.maximum(time, longest * costs.fewer[1] + costs.item)
+    time += costs.split * (num_combined > 0) + costs.in_order * to_combine.max(1)
+    time += costs.moved * num_combined * kv_heads / resident
+    limit = chunk_limit(resident, kv_heads)
+    fits = (num_whole + num_chunks <= most_items) & (num_combined <= costs.parts_per_item * limit)
+    return np.where(fits | (num_combined == 0), time, np.inf)
 
 
 def make_plan(
@@ -310,12 +385,12 @@ class _Chunks(NamedTuple):
     parts: IntArray
 
     @staticmethod
-    def of(tiles: _Tiles, kv_heads: int, resident: int, parts_per_item: int) -> _Chunks:
+    def of(tiles: _Tiles, kv_heads: int, resident: int, costs: Costs) -> _Chunks:
         lengths = tiles.end - tiles.begin
         parts = -(-tiles.end // PART_TOKENS) - tiles.begin // PART_TOKENS
         if not len(parts):
             return _Chunks(parts, parts, parts)
-        chunk = choose_chunk(lengths, parts, kv_heads, resident, parts_per_item)
+        chunk = choose_chunks(lengths, parts, kv_heads, resident, costs)
         sizes = -(-parts // -(-parts // chunk))
         return _Chunks(-(-parts // sizes), sizes, parts)
 
@@ -331,9 +406,9 @@ def _with_parts(
 ) -> CudaPlan:
     num_tokens = int(step.num_new.sum())
     chunks = [
-        _Chunks.of(tiles, heads.kv_heads, blocks, parts_per_item)
-        for tiles, blocks, parts_per_item in zip(
-            (decode, append), resident, (DECODE_PARTS, APPEND_PARTS), strict=True
+        _Chunks.of(tiles, heads.kv_heads, blocks, costs)
+        for tiles, blocks, costs in zip(
+            (decode, append), resident, (DECODE_COSTS, APPEND_COSTS), strict=True
         )
     ]
     # A prefix's parts come before a sequence's own; all tiles of a prefix have equally many.
