@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # One part of what a GPU machine answers, each within 8 minutes; README.md says what they write.
 #   benchmarks/gpu/run.sh pack                 elsewhere, before: the compiled core for setup, into .gpu
-#   benchmarks/gpu/run.sh PART [ARGUMENTS]     PART: setup smoke probe test sanitize vmm kernels compile engine
+#   benchmarks/gpu/run.sh PART [ARGUMENTS]     PART: setup smoke probe test sanitize vmm kernels compile engine serve
 #   benchmarks/gpu/run.sh each "PART[@SECONDS] ARGUMENTS"...     one after the other, packed into one archive
 # PYTHON chooses the interpreter (default: .venv/bin/python if there is one, else python3), RESULTS the
 # folder (default: $OUT, else benchmarks/gpu/results/<date>-<device>), WHEELS where setup finds packages
@@ -135,6 +135,7 @@ case "$part" in
     script benchmarks/gpu/kernels.py --out "$results/kernels/results.json" \
       --budget-seconds "$((($(left) - 50) / 2))" "$@"
     ;;
+  serve) script benchmarks/gpu/serve.py --out "$results/serve" --seconds "$(($(left) - 20))" "$@" ;;
   compile) script benchmarks/gpu/compile_matrix.py --out "$results/compile/results.json" "$@" ;;
   engine)
     # The same: what had begun is left out, and the rest is done in another process.
