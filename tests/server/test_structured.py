@@ -25,7 +25,8 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 #: Takes many times what a compilation may take, on any machine.
-BOMB = {"regex": "(a{3000}){3000}"}
+#: Takes minutes and gigabytes, on any machine.
+BOMB = {"json": {"type": "integer", "multipleOf": 9_999_991}}
 
 
 class Answer(BaseModel):

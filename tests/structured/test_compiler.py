@@ -122,6 +122,21 @@ def test_a_complete_answer_can_only_end(compiler: GrammarCompiler) -> None:
     assert guide.error is None
 
 
+def test_a_guide_that_failed_has_no_token_left(compiler: GrammarCompiler) -> None:
+    """Not the end of an answer either, which would be told as one that matches."""
+    guide = compiler.compile(StructuredOutputsParams(regex="[0-9]{3}")).start(())
+    [allowed] = compiler.masks([guide])
+    guide.accept(int((~allowed).nonzero()[0][10]))
+    assert guide.error is not None
+    assert not compiler.masks([guide]).any()
+
+
+def test_what_fails_behind_its_first_token_is_refused(tokenizer: str) -> None:
+    made = GrammarCompiler(tokenizer, VOCAB, [EOS], seconds=60.0)
+    with contextlib.closing(made), pytest.raises(InvalidRequestError, match="make it simpler"):
+        made.compile(StructuredOutputsParams(regex="(a{3000}){3000}"))
+
+
 def test_equal_constraints_are_compiled_once(compiler: GrammarCompiler) -> None:
     one = compiler.submit(StructuredOutputsParams(choice=["a", "b"]))
     two = compiler.submit(StructuredOutputsParams(choice=["a", "b", "a"]))

@@ -52,14 +52,18 @@ def _choice_rule(choices: list[str]) -> str:
 
 
 def vetted(constraint: Constraint, tokenizer: LLTokenizer) -> str:
-    """Return the grammar after compiling it and computing its first mask.
+    """Return the grammar after compiling it, computing its first mask and taking a token of it.
 
     Raises :class:`BadGrammarError`.
     """
     grammar = to_grammar(constraint)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
     if not matcher.is_error():
-        matcher.compute_bitmask()
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        if not matcher.is_error() and allowed:
+            matcher.consume_token((allowed & -allowed).bit_length() - 1)
+            if matcher.is_error():
+                raise BadGrammarError(f"{_told(matcher.get_error())}: make it simpler")
     if matcher.is_error():
         raise BadGrammarError(_told(matcher.get_error()))
     return grammar

@@ -79,6 +79,9 @@ def fill_masks(guides: Sequence[Guide], vocab_size: int, eos_id: int, executor: 
     bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
     allowed: Mask = bits.view(np.bool_)
     for row, guide in enumerate(guides):
+        if guide.error is not None:  # llguidance would let it end, though it does not match
+            allowed[row] = False
+            continue
         ends = [token_id for token_id in guide.end_ids if token_id < vocab_size]
         allowed[row, ends] = allowed[row, eos_id]
     return allowed
