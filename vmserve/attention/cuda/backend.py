@@ -35,7 +35,12 @@ from vmserve.attention.cuda.variant import (
     append_scratch,
 )
 from vmserve.attention.cuda.view import DeviceView
-from vmserve.attention.cuda.write import KeyValueWriter, Places, check_inputs
+from vmserve.attention.cuda.write import (
+    KeyValueWriter,
+    Places,
+    check_inputs,
+    check_queries,
+)
 from vmserve.attention.rotary import Rotary
 from vmserve.dtypes import DType
 from vmserve.memory.views import ContiguousView, KVView, PagedView
@@ -95,6 +100,10 @@ class CudaPagedBackend:
         if self._given is None:
             self._given = CudaLauncher()
         return self._given
+
+    def check_view(self, view: KVView) -> None:
+        """Raises :class:`~vmserve.errors.UnsupportedError` for one that the kernels cannot read."""
+        self._device_view(view)
 
     def bind(
         self, view: KVView, batch: RaggedBatch, prefixes: Sequence[SharedPrefix] = ()
@@ -482,8 +491,8 @@ class CudaCall:
         k: torch.Tensor,
         v: torch.Tensor,
         rotary: Rotary | None = None,
-        *,
         out: torch.Tensor | None = None,
+        *,
         lse: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend, as the protocol says.
@@ -513,6 +522,23 @@ class CudaCall:
         rotated = None if rotary is None else plans.rotated(q)
         q = self._write(plans.variant, spec.layer, places, q, k, v, rotary, rotated)
         self._launch_attention(plan, spec, q, out, lse)
+        return out
+
+    def attend(self, spec: LayerAttention, q: torch.Tensor) -> torch.Tensor:
+        """Attend alone: q is rotated, and K and V of the new tokens are in the cache already.
+
+        Raises as a call does.
+        """
+        plans, view = self._plans, self._plans.view
+        plans.check_tokens(q.shape[0])
+        plans.use(q.dtype)
+        check_queries(view, plans.variant.dtype, q)
+        _check_spec(spec, q.shape[1])
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if q.shape[0]:
+            plan = plans.of(spec.window, q.shape[1])
+            view.fill(self._attend.kv, spec.layer, plan.table, plan.table_width)
+            self._launch_attention(plan, spec, q, out, None)
         return out
 
     def _launch_attention(

@@ -13,7 +13,7 @@ from vmserve.attention.cuda.variant import Variant
 from vmserve.attention.cuda.view import DeviceView
 from vmserve.attention.rotary import Rotary
 
-__all__ = ["KeyValueWriter", "Places", "check_inputs"]
+__all__ = ["KeyValueWriter", "Places", "check_inputs", "check_queries"]
 
 _UNIT_BYTES = 16
 
@@ -85,15 +85,11 @@ def check_inputs(
     rotary: Rotary | None,
 ) -> None:
     """Raises ``ValueError`` for what the kernels for ``dtype`` would misread."""
+    check_queries(view, dtype, q)
     tokens = q.shape[0]
-    if q.ndim != 3 or q.shape[2] != view.head_dim or q.shape[1] % view.kv_heads or not q.shape[1]:
-        raise ValueError(
-            f"q is {list(q.shape)}: it must be [tokens, a multiple of {view.kv_heads}, "
-            f"{view.head_dim}]"
-        )
     shape = (tokens, view.kv_heads, view.head_dim)
-    for name, tensor, expected in (("q", q, q.shape), ("k", k, shape), ("v", v, shape)):
-        _check_rows(tensor, name, dtype, expected, view.device)
+    for name, tensor in (("k", k), ("v", v)):
+        _check_rows(tensor, name, dtype, shape, view.device)
     if rotary is None:
         return
     dim = rotary.cos.shape[-1]
@@ -104,6 +100,16 @@ def check_inputs(
             raise ValueError(f"{name} is {list(tensor.shape)}, not {[tokens, 1, dim]}, contiguous")
         if tensor.dtype != dtype:
             raise _other_dtype(name, tensor, dtype)
+
+
+def check_queries(view: DeviceView, dtype: torch.dtype, q: torch.Tensor) -> None:
+    """:func:`check_inputs` of q alone."""
+    if q.ndim != 3 or q.shape[2] != view.head_dim or q.shape[1] % view.kv_heads or not q.shape[1]:
+        raise ValueError(
+            f"q is {list(q.shape)}: it must be [tokens, a multiple of {view.kv_heads}, "
+            f"{view.head_dim}]"
+        )
+    _check_rows(q, "q", dtype, q.shape, view.device)
 
 
 def _check_rows(
