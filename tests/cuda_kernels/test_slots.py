@@ -82,7 +82,10 @@ def test_a_step(
     batch = RaggedBatch.build(*BATCHES[name])
     launcher = EmulatedLauncher(emulators)
     found = []
-    for backend in (FlashBackend(EmulatedFlash(), launcher), FlashBackend(EmulatedFlash())):
+    for backend in (
+        FlashBackend(EmulatedFlash(), launcher=launcher),
+        FlashBackend(EmulatedFlash()),
+    ):
         view = slots_of(variant)
         call = backend.bind(view, batch)
         out = [
@@ -110,7 +113,7 @@ def test_a_plan_and_its_padding(
     }  # fmt: skip
     views = [slots_of(variant), slots_of(variant)]
     plans = [
-        FlashBackend(EmulatedFlash(), given).plan_capacity(view, **sizes)
+        FlashBackend(EmulatedFlash(), launcher=given).plan_capacity(view, **sizes)
         for given, view in zip((launcher, None), views, strict=True)
     ]
     kept = plans[0]._places.data_ptr()
@@ -166,7 +169,7 @@ def no_attention(q: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, Non
         ("decodes", None, ["clone"]),
         ("decodes, then prompts", 64, ["cat"]),
         ("prompts, then decodes", 64, ["cat"]),
-        ("mixed", 64, ["index_select", "cat", "index_copy_"]),
+        ("mixed", 64, ["index_select", "index_copy_", "copy_"]),
     ],
 )
 def test_what_is_launched_beside_attention(
@@ -174,7 +177,7 @@ def test_what_is_launched_beside_attention(
 ) -> None:
     launcher = EmulatedLauncher(emulators)
     batch = RaggedBatch.build(*BATCHES[name])
-    backend, view = FlashBackend(TorchFlash(no_attention), launcher), slots_of(KINDS[0])
+    backend, view = FlashBackend(TorchFlash(no_attention), launcher=launcher), slots_of(KINDS[0])
     calls: list[Any] = [backend.bind(view, batch)]
     if batch.is_single:
         plan = backend.plan_capacity(
@@ -209,7 +212,7 @@ def test_where_the_kernel_does_not_run_torch_writes(emulators: Emulators) -> Non
 def test_what_the_kernel_would_misread_is_refused(emulators: Emulators) -> None:
     launcher = EmulatedLauncher(emulators)
     batch = RaggedBatch.build([0, 1], [3, 4], [1, 1])
-    call = FlashBackend(EmulatedFlash(), launcher).bind(slots_of(KINDS[0]), batch)
+    call = FlashBackend(EmulatedFlash(), launcher=launcher).bind(slots_of(KINDS[0]), batch)
     spec = LayerAttention(0, 0.2)
     q, k, v, _ = inputs_of(KINDS[0], 3, None)
     with pytest.raises(ValueError, match="q has 3 rows, the step 2"):

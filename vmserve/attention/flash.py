@@ -1,16 +1,21 @@
 """Stock FlashAttention (Dao et al.) over the slots of the virtual view, unmodified.
 
 Every sequence is one contiguous range of its slot. So a kernel written for dense keys and values
-reads it in place: no block table, no gather. :class:`SlotKernel` is the one class with the one call
-that differs between kernels; the rest (rotating, writing K and V, laying out the batch, buffers for
-CUDA graphs) is common. ``docs/kernels.md`` adds a kernel as an example.
+reads it in place: no block table, no gather. :class:`StockKernel` is the one class with the one
+call that differs between kernels; the rest (rotating, writing K and V, laying out the batch,
+buffers for CUDA graphs) is common. ``docs/kernels.md`` adds a kernel as an example.
+
+A backend may have several kernels (:mod:`vmserve.attention.phases`): each takes those tokens of a
+step that it is best for, and K and V are written once for all of them.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vmserve.attention.base import LayerAttention, RaggedBatch
+from vmserve.attention.base import AttentionPlan, LayerAttention, RaggedBatch
 from vmserve.attention.cuda.launcher import Launcher
 from vmserve.attention.rotary import Rotary
 from vmserve.attention.slots import SlotTensors, SlotWriter, slot_writer
@@ -28,21 +33,27 @@ from vmserve.errors import UnsupportedError
 from vmserve.memory.views import ContiguousView, KVView
 
 __all__ = [
+    "HALF",
     "FlashAttn2",
     "FlashAttn3",
     "FlashBackend",
+    "PartCall",
     "SlotKernel",
     "SlotPart",
+    "Slots",
+    "StockKernel",
     "TorchFlash",
+    "activated",
     "flash_attn_2",
     "flash_attn_3",
     "torch_flash",
 ]
 
+logger = logging.getLogger(__name__)
 MAX_HEAD_DIM = 256
 #: Tokens of the largest tile of keys in any FlashAttention.
 LARGEST_TILE = 256
-_HALF = (DType.FLOAT16, DType.BFLOAT16)
+HALF = (DType.FLOAT16, DType.BFLOAT16)
 
 
 @dataclass(frozen=True)
@@ -74,8 +85,22 @@ class SlotPart:
         return self.max_new == 1
 
 
+class Slots(NamedTuple):
+    """The slots, for the attention and for what comes before it."""
+
+    tensors: SlotTensors
+    write: SlotWriter
+    #: Those of the backend's kernels that can read them.
+    kernels: tuple[SlotKernel, ...]
+
+
+#: Attends q ``[rows, q_heads, head_dim]``, rotated and contiguous, of the sequences that it was
+#: made for, in a layer; returns the same shape. K and V of the new tokens are in the slots already.
+PartCall = Callable[[torch.Tensor, LayerAttention], torch.Tensor]
+
+
 class SlotKernel(Protocol):
-    """A stock kernel: the one call that differs between kernels."""
+    """What differs between kernels. Stock ones have one call: :class:`StockKernel`."""
 
     name: str
     #: How far past a sequence's length, and before its window, it may read; see
@@ -85,11 +110,69 @@ class SlotKernel(Protocol):
     windows: bool
     softcap: bool
     sinks: bool
+    #: See ``PlansAhead``.
+    plans_by_length: bool
+    #: Whether it is called for one sequence after the other.
+    one_by_one: bool
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """Of our own kernels, by which K and V are written too; None: a stock one."""
+        ...
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
         """Why it cannot serve such heads here; None if it can."""
         ...
 
+    def unreadable(self, slots: SlotTensors) -> str | None:
+        """Why it cannot read these slots; None if it can."""
+        ...
+
+    def takes(self, batch: RaggedBatch) -> NDArray[np.int64]:
+        """How many of each sequence's new tokens it attends, the first ones.
+
+        The rest goes to the next kernel, as new tokens behind a longer past.
+        """
+        ...
+
+    def bind(self, slots: SlotTensors, batch: RaggedBatch) -> PartCall:
+        """Prepare a step for the sequences, or parts of some, that it took.
+
+        They are one if it is called one by one; else either all have one token, or none has.
+        """
+        ...
+
+    def plan(
+        self,
+        slots: Slots,
+        *,
+        max_tokens: int,
+        max_len: int,
+        q_heads: int,
+        windows: Sequence[int | None],
+        dtype: DType | None,
+    ) -> AttentionPlan:
+        """For decodes, if it takes them; see ``PlansAhead.plan_capacity``."""
+        ...
+
+
+class StockKernel(ABC):
+    """A :class:`SlotKernel` that is one call, and serves whatever a step has."""
+
+    name: str
+    read_slack_tokens: int
+    head_slack_tokens: int
+    windows: bool
+    softcap: bool
+    sinks: bool
+    plans_by_length = True
+    one_by_one = False
+    launcher: Launcher | None = None
+
+    @abstractmethod
+    def refusal(self, head_dim: int, dtype: DType) -> str | None: ...
+
+    @abstractmethod
     def __call__(
         self, q: torch.Tensor, slots: SlotTensors, part: SlotPart, spec: LayerAttention
     ) -> torch.Tensor:
@@ -97,7 +180,28 @@ class SlotKernel(Protocol):
 
         K and V of the new tokens are in the slots already.
         """
-        ...
+
+    def unreadable(self, slots: SlotTensors) -> str | None:
+        return None
+
+    def takes(self, batch: RaggedBatch) -> NDArray[np.int64]:
+        return batch.num_new
+
+    def bind(self, slots: SlotTensors, batch: RaggedBatch) -> PartCall:
+        part = _part(slots, batch)
+        return lambda q, spec: self(q, slots, part, spec)
+
+    def plan(
+        self,
+        slots: Slots,
+        *,
+        max_tokens: int,
+        max_len: int,
+        q_heads: int,
+        windows: Sequence[int | None],
+        dtype: DType | None,
+    ) -> AttentionPlan:
+        return DecodePlan(self, slots, max_tokens, max_len)
 
 
 def _window(spec: LayerAttention) -> tuple[int, int]:
@@ -113,7 +217,7 @@ def _with_sinks(output: torch.Tensor, lse: torch.Tensor, spec: LayerAttention) -
     return output.mul_(torch.sigmoid(lse.transpose(-1, -2) - spec.sinks).unsqueeze(-1))
 
 
-class TorchFlash:
+class TorchFlash(StockKernel):
     """FlashAttention 2 as built into torch.
 
     ``seqused_k`` ends each sequence, so only the starts of ``cum_seq_k`` are read, and slots may
@@ -134,7 +238,7 @@ class TorchFlash:
         self._op: Callable[..., Any] = op or torch.ops.aten._flash_attention_forward.default
         #: Rows past the length are predicated away; later FlashAttention, which may have been
         #: activated in its place, loads whole tiles.
-        self.read_slack_tokens = 0 if _activated() is None else LARGEST_TILE
+        self.read_slack_tokens = 0 if activated() is None else LARGEST_TILE
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
         names = [a.name for a in torch.ops.aten._flash_attention_forward.default._schema.arguments]
@@ -165,13 +269,13 @@ class TorchFlash:
         return _with_sinks(output, lse, spec)
 
 
-def _activated() -> str | None:
+def activated() -> str | None:
     """What stands in for torch's own FlashAttention, if anything."""
     current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     return None if current is None else current()
 
 
-class FlashAttn2:
+class FlashAttn2(StockKernel):
     """``flash_attn_with_kvcache`` of the flash-attn package: slots by ``cache_batch_idx``."""
 
     name = "flash-attn"
@@ -323,7 +427,7 @@ def _left_out(function: Callable[..., Any] | None) -> frozenset[str]:
 
 
 def _half_refusal(head_dim: int, dtype: DType) -> str | None:
-    if dtype not in _HALF:
+    if dtype not in HALF:
         return f"FlashAttention has no {dtype}"
     if head_dim % 8 or head_dim > MAX_HEAD_DIM:
         return f"FlashAttention wants a head_dim that is a multiple of 8 up to {MAX_HEAD_DIM}"
@@ -331,42 +435,57 @@ def _half_refusal(head_dim: int, dtype: DType) -> str | None:
 
 
 class FlashBackend:
-    """Attention with a :class:`SlotKernel`.
+    """Attention with one :class:`SlotKernel`, or with several.
 
-    ``launcher``: of the kernel that writes K and V (default: the device's, if it can run it).
+    They are asked in turn which tokens of a step they take, the last one takes what is left.
+    ``launcher``: of the kernel that writes K and V (default: that of our own among ``kernels``,
+    else the device's, if it can run it).
     """
 
     views: tuple[type[KVView], ...] = (ContiguousView,)
-    plans_by_length = True
     kv_dtypes: frozenset[DType] = frozenset()
+    latents = False
 
-    def __init__(self, kernel: SlotKernel, launcher: Launcher | None = None) -> None:
-        self.kernel = kernel
+    def __init__(self, *kernels: SlotKernel, launcher: Launcher | None = None) -> None:
+        self.kernels = kernels
         self._launcher = launcher
-        self.name = kernel.name
-        self.read_slack_tokens = kernel.read_slack_tokens
-        self.head_slack_tokens = kernel.head_slack_tokens
-        self.windows = kernel.windows
-        self.softcap = kernel.softcap
-        self.sinks = kernel.sinks
-        self.latents = False
-        self._slots: _Slots | None = None
+        #: What serves, e.g. "cuda + torch-flash".
+        self.name = " + ".join(kernel.name for kernel in kernels)
+        self.read_slack_tokens = max(kernel.read_slack_tokens for kernel in kernels)
+        self.head_slack_tokens = max(kernel.head_slack_tokens for kernel in kernels)
+        self.windows = all(kernel.windows for kernel in kernels)
+        self.softcap = all(kernel.softcap for kernel in kernels)
+        self.sinks = all(kernel.sinks for kernel in kernels)
+        self.plans_by_length = _for_decodes(kernels).plans_by_length
+        self._slots: Slots | None = None
 
     def refusal(self, head_dim: int, dtype: DType, kv_dtype: DType | None = None) -> str | None:
-        return self.kernel.refusal(head_dim, dtype)
+        refusals = (kernel.refusal(head_dim, dtype) for kernel in self.kernels)
+        return next((refusal for refusal in refusals if refusal is not None), None)
 
-    def _slots_of(self, view: KVView) -> _Slots:
+    def _slots_of(self, view: KVView) -> Slots:
         if not isinstance(view, ContiguousView):
             raise TypeError(f"the {self.name} backend reads the virtual view only")
         known = self._slots
         if known is None or known.tensors.view is not view:
-            tensors = SlotTensors(view)
             # NOTE: another thread may bind in between: the one kept may be its view.
-            known = self._slots = _Slots(tensors, slot_writer(tensors, self._launcher))
+            known = self._slots = self._new_slots(SlotTensors(view))
         return known
 
+    def _new_slots(self, tensors: SlotTensors) -> Slots:
+        kernels = []
+        for kernel in self.kernels:
+            refusal = kernel.unreadable(tensors)
+            if refusal is None:
+                kernels.append(kernel)
+            else:
+                logger.warning("attention goes on without %s: %s", kernel.name, refusal)
+        launchers = (self._launcher, *(kernel.launcher for kernel in kernels))
+        launcher = next((each for each in launchers if each is not None), None)
+        return Slots(tensors, slot_writer(tensors, launcher), tuple(kernels))
+
     def bind(self, view: KVView, batch: RaggedBatch) -> SlotCall:
-        return SlotCall(self.kernel, self._slots_of(view), batch)
+        return SlotCall(self._slots_of(view), batch)
 
     def plan_capacity(
         self,
@@ -379,7 +498,7 @@ class FlashBackend:
         q_heads: int,
         windows: Sequence[int | None],
         dtype: DType | None = None,
-    ) -> DecodePlan:
+    ) -> AttentionPlan:
         """A plan for steps that decode at most ``max_tokens`` sequences.
 
         Raises :class:`~vmserve.errors.UnsupportedError` for more than one token of a sequence.
@@ -388,7 +507,15 @@ class FlashBackend:
             raise UnsupportedError(
                 f"the {self.name} backend plans one token of each sequence, not {max_new}"
             )
-        return DecodePlan(self.kernel, self._slots_of(view), max_tokens, max_len)
+        slots = self._slots_of(view)
+        return _for_decodes(slots.kernels).plan(
+            slots,
+            max_tokens=max_tokens,
+            max_len=max_len,
+            q_heads=q_heads,
+            windows=windows,
+            dtype=dtype,
+        )
 
 
 def flash_attn_2() -> FlashBackend:
@@ -403,39 +530,80 @@ def torch_flash() -> FlashBackend:
     return FlashBackend(TorchFlash())
 
 
-class _Slots(NamedTuple):
-    """The slots, for the attention and for what comes before it."""
+def _for_decodes(kernels: Sequence[SlotKernel]) -> SlotKernel:
+    decode = RaggedBatch.build([0], [1], [1])
+    return next(kernel for kernel in kernels if kernel.takes(decode)[0])
 
-    tensors: SlotTensors
-    write: SlotWriter
+
+class _Piece(NamedTuple):
+    """Rows of a step that one call of a kernel attends."""
+
+    kernel: SlotKernel
+    #: Of q, ascending.
+    rows: NDArray[np.int64]
+    batch: RaggedBatch
+
+    @property
+    def is_range(self) -> bool:
+        return int(self.rows[-1]) - int(self.rows[0]) == len(self.rows) - 1
+
+
+def _pieces(kernels: Sequence[SlotKernel], batch: RaggedBatch) -> Iterator[_Piece]:
+    rest, starts = batch, batch.starts
+    for kernel in kernels:
+        taken = kernel.takes(rest)
+        # Sequences with one token go apart from the others: for them kernels are faster.
+        groups = (
+            [np.array([index]) for index in np.flatnonzero(taken)]
+            if kernel.one_by_one
+            else [np.flatnonzero(taken == 1), np.flatnonzero(taken > 1)]
+        )
+        for chosen in groups:
+            if len(chosen):
+                new = taken[chosen]
+                part = RaggedBatch.build(rest.places[chosen], rest.num_past[chosen], new)
+                rows = np.arange(part.num_tokens) + np.repeat(starts[chosen] - part.starts, new)
+                yield _Piece(kernel, rows, part)
+        left = rest.num_new - taken
+        some = left > 0
+        if not some.any():
+            return
+        rest = RaggedBatch.build(rest.places[some], (rest.num_past + taken)[some], left[some])
+        starts = (starts + taken)[some]
+    raise AssertionError("the last kernel takes what is left")
+
+
+class _Bound(NamedTuple):
+    """``first``, ``num_rows``: the piece's rows of q. ``scattered``: which they are, on the device,
+    if there are others between them."""
+
+    attend: PartCall
+    first: int
+    num_rows: int
+    scattered: torch.Tensor | None
 
 
 class SlotCall:
-    """One step; see :class:`vmserve.attention.base.AttentionCall`.
+    """One step; see :class:`vmserve.attention.base.AttentionCall`."""
 
-    Sequences with one new token are attended by a separate call, for which the kernels are faster.
-    """
-
-    def __init__(self, kernel: SlotKernel, slots: _Slots, batch: RaggedBatch) -> None:
-        self._kernel = kernel
+    def __init__(self, slots: Slots, batch: RaggedBatch) -> None:
         self._slots = slots
         device = slots.tensors.view.keys[0].device
         self._places = upload(slots.write.places(batch), device)
-        few = batch.num_new == 1
-        split = []
-        for chosen in (few, ~few):
-            rows = np.flatnonzero(np.repeat(chosen, batch.num_new))
-            if len(rows):
-                split.append((rows, _part(slots.tensors, batch, chosen, device)))
-        split.sort(key=lambda each: int(each[0][0]))
-        self._parts = [part for _, part in split]
-        self._num_rows = [len(rows) for rows, _ in split]
-        #: The rows of the parts, one after the other; None: as they come.
-        self._order: torch.Tensor | None = None
-        if len(split) > 1:
-            order = np.concatenate([rows for rows, _ in split])
-            if (np.diff(order) != 1).any():
-                self._order = upload(order, device)
+        pieces = sorted(_pieces(slots.kernels, batch), key=lambda piece: int(piece.rows[0]))
+        #: The names of the kernels, and how many rows each of their calls attends.
+        self.served = tuple((piece.kernel.name, len(piece.rows)) for piece in pieces)
+        self._pieces = [
+            _Bound(
+                piece.kernel.bind(slots.tensors, piece.batch),
+                int(piece.rows[0]),
+                len(piece.rows),
+                None if piece.is_range else upload(piece.rows, device),
+            )
+            for piece in pieces
+        ]
+        #: Whether the rows of the pieces, one after the other, are those of q.
+        self._in_order = all(piece.scattered is None for piece in self._pieces)
 
     def __call__(
         self,
@@ -445,31 +613,31 @@ class SlotCall:
         v: torch.Tensor,
         rotary: Rotary | None = None,
     ) -> torch.Tensor:
-        tensors, order = self._slots.tensors, self._order
+        pieces = self._pieces
         q = self._slots.write(spec.layer, self._places, q, k, v, rotary)
-        if len(self._parts) == 1:
-            return self._kernel(q, tensors, self._parts[0], spec)
-        if not self._parts:
+        if len(pieces) == 1:
+            return pieces[0].attend(q, spec)
+        if not pieces:
             return torch.empty_like(q)
-        if order is not None:
-            q = q.index_select(0, order)
-        attended = torch.cat(
-            [
-                self._kernel(rows, tensors, part, spec)
-                for rows, part in zip(q.split_with_sizes(self._num_rows), self._parts, strict=True)
-            ]
-        )
-        if order is None:
-            return attended
-        return torch.empty_like(attended).index_copy_(0, order, attended)
+        if self._in_order:
+            parts = q.split_with_sizes([piece.num_rows for piece in pieces])
+            return torch.cat(
+                [piece.attend(rows, spec) for piece, rows in zip(pieces, parts, strict=True)]
+            )
+        out = torch.empty_like(q)
+        for attend, first, num_rows, scattered in pieces:
+            if scattered is None:
+                rows = slice(first, first + num_rows)
+                out[rows].copy_(attend(q[rows], spec))
+            else:
+                out.index_copy_(0, scattered, attend(q.index_select(0, scattered), spec))
+        return out
 
 
-def _part(
-    slots: SlotTensors, batch: RaggedBatch, chosen: NDArray[np.bool_], device: torch.device
-) -> SlotPart:
-    num_new = batch.num_new[chosen]
-    lengths = batch.num_past[chosen] + num_new
-    places = batch.places[chosen]
+def _part(slots: SlotTensors, batch: RaggedBatch) -> SlotPart:
+    device = slots.view.keys[0].device
+    num_new, places = batch.num_new, batch.places
+    lengths = batch.num_past + num_new
     n = len(num_new)
     columns = np.zeros((4, n + 1), dtype=np.int32)  # one copy to the device for all of them
     columns[0, 1:] = np.cumsum(num_new)
@@ -488,7 +656,7 @@ class DecodePlan:
     Rows past the batch's are no sequences (length 0), and change nothing in the slots.
     """
 
-    def __init__(self, kernel: SlotKernel, slots: _Slots, num_rows: int, max_len: int) -> None:
+    def __init__(self, kernel: StockKernel, slots: Slots, num_rows: int, max_len: int) -> None:
         self._kernel = kernel
         self._slots = slots
         device = slots.tensors.view.keys[0].device
