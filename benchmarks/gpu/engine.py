@@ -326,7 +326,7 @@ def backend_of(engine: LLMEngine, regime: str = "") -> str:
     regime = regime or engine.resolved.kv_regime
     chosen = tuple(Regime) if regime == "auto" else (Regime(regime),)
     names = [engine.runner._kernels[each].backend.name for each in chosen]
-    return " + ".join(dict.fromkeys(names))
+    return " / ".join(dict.fromkeys(names))
 
 
 def step_seconds(engine: LLMEngine, count: int) -> list[float]:

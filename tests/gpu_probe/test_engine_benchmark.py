@@ -122,7 +122,7 @@ def test_the_backend_that_is_asked_for_serves(tmp_path: Path) -> None:
     assert engine.main(arguments) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["common"] == {"attention_backend": "sdpa"}
-    assert {row["backend"] for row in results["parts"]["idle"]} == {"sdpa + cpu"}, "of blocks"
+    assert {row["backend"] for row in results["parts"]["idle"]} == {"sdpa / cpu"}, "of blocks"
 
 
 def test_steps_are_called_what_they_were(tmp_path: Path) -> None:

@@ -67,7 +67,8 @@ def create_backend(
 
     "auto" is the best one for the type of ``device`` that supports the head size and dtype. On a
     CPU: our own kernels, which are faster there than the stock ones (benchmarks/kernels), then the
-    stock ones, then the slow but general reference. On a GPU: FlashAttention over the slots.
+    stock ones, then the slow but general reference. On a GPU: FlashAttention over the slots, beside
+    which others serve what they are better for (:mod:`vmserve.attention.phases`).
     ``layers``: the model's needs. ``kv_dtype``: of the KV cache (default: ``dtype``).
 
     Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name, or a backend that cannot
@@ -109,6 +110,8 @@ def create_backend(
             continue
         refusal = backend.refusal(head_dim, kind, kv_dtype)
         if refusal is None:
+            if name == "auto" and device == "cuda":
+                return _by_phases(backend, head_dim, kind, layers)
             return backend
         if chosen == name:
             raise ConfigurationError(
@@ -122,6 +125,14 @@ def create_backend(
         f"this model{''.join(f' ({each})' for each in refusals)}: use "
         f"{' or '.join(sorted(readable - {kv_dtype}))}"
     )
+
+
+def _by_phases(
+    backend: AttentionBackend, head_dim: int, dtype: DType, layers: Sequence[LayerAttention]
+) -> AttentionBackend:
+    module = importlib.import_module("vmserve.attention.phases")
+    found: AttentionBackend = module.by_phases(backend, head_dim, dtype, layers)
+    return found
 
 
 def _suits(backend: AttentionBackend, layers: Sequence[LayerAttention]) -> bool:
