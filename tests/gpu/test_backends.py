@@ -6,8 +6,10 @@ import math
 
 import pytest
 
-from vmserve.attention import BACKENDS, PREFERRED
+from vmserve.attention import BACKENDS, PREFERRED, create_backend
 from vmserve.attention.base import AttentionBackend, LayerAttention, PlansAhead, RaggedBatch
+from vmserve.attention.flash import FlashBackend, SlotCall
+from vmserve.attention.phases import LEAST_TOKENS, WHOLE_TOKENS, CudnnPrompts
 from vmserve.dtypes import DType
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import plan_layout
@@ -24,28 +26,49 @@ KV_HEADS, DIM, MAX_LEN = 2, 64, 1024
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 PAST = [0, 3, 100, 700, 31, 512]
 CHUNKS = {"decodes": [1] * 6, "chunks": [20, 7, 130, 64, 1, 33]}
+#: Decodes around prompts, of which cuDNN takes the beginnings of two.
+PHASES_PAST = [100, 0, 700, 0, 0, 31]
+PHASES_NEW = [1, LEAST_TOKENS + 77, 40, LEAST_TOKENS + WHOLE_TOKENS, 300, 1]
 
 
 def available(runtime: TorchRuntime, regime: Regime, dtype: torch.dtype) -> list[AttentionBackend]:
+    """Each that can be named, and what auto makes of them where that is another."""
     view = ContiguousView if regime is Regime.VIRTUAL else PagedView
     made = [BACKENDS[name]() for name in PREFERRED[runtime.device.type] if name in BACKENDS]
-    return [b for b in made if view in b.views and b.refusal(DIM, DType.of(dtype)) is None]
+    found = [b for b in made if view in b.views and b.refusal(DIM, DType.of(dtype)) is None]
+    auto = automatic(runtime, regime, dtype)
+    return found if auto.name in {b.name for b in found} else [*found, auto]
+
+
+def automatic(
+    runtime: TorchRuntime, regime: Regime, dtype: torch.dtype, window: int | None = None
+) -> AttentionBackend:
+    layers = [LayerAttention(0, DIM**-0.5, window=window)]
+    return create_backend("auto", regime, DIM, dtype, layers, runtime.device.type)
 
 
 class Rig:
     """Sequences with random pasts in both regimes, and the same numbers dense, in float64."""
 
-    def __init__(self, runtime: TorchRuntime, num_new: list[int], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        runtime: TorchRuntime,
+        num_new: list[int],
+        dtype: torch.dtype,
+        past: list[int] = PAST,
+        max_len: int = MAX_LEN,
+    ) -> None:
+        self.past = past
         pages = runtime.memory()
         layout = plan_layout(
             2, KV_HEADS, DIM, dtype, pages.granularity, layers_per_group=2, block_tokens=16
         )
-        slots = 2 * len(PAST)
+        slots = 2 * len(past)
         self.memory = MemoryManager(
             layout,
             num_slots=slots,
-            max_len=MAX_LEN,
-            limit_bytes=slots * layout.pages_for(MAX_LEN + 256) * layout.total_page_bytes,
+            max_len=max_len,
+            limit_bytes=slots * layout.pages_for(max_len + 256) * layout.total_page_bytes,
             # The pasts are written after their pages are there, and again for each backend.
             options=MemoryOptions(driver=pages, read_slack_tokens=256, seal_read_only=False),
         )
@@ -58,7 +81,7 @@ class Rig:
 
     def _batch(self, regime: Regime, num_new: list[int]) -> RaggedBatch:
         seqs = []
-        for past, new in zip(PAST, num_new, strict=True):
+        for past, new in zip(self.past, num_new, strict=True):
             seq = self.memory.open(regime=regime)
             assert seq is not None
             plan = self.memory.plan([Growth(seq, past + new)])
@@ -66,7 +89,7 @@ class Rig:
             self.memory.launched(self.memory.apply(plan))
             seqs.append(seq)
         places = seqs if regime is Regime.PAGED else self.memory.slots(seqs).tolist()
-        return RaggedBatch.build(places, PAST, num_new)
+        return RaggedBatch.build(places, self.past, num_new)
 
     def random(self, *shape: int, seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -76,7 +99,7 @@ class Rig:
         """Random pasts in the memory; what they are."""
         view, batch = self.views[regime], self.batches[regime]
         pasts = []
-        for index, (place, past) in enumerate(zip(batch.places.tolist(), PAST, strict=True)):
+        for index, (place, past) in enumerate(zip(batch.places.tolist(), self.past, strict=True)):
             pair = tuple(
                 self.random(past, KV_HEADS, DIM, seed=10 * index + which) for which in (0, 1)
             )
@@ -109,7 +132,7 @@ def expected(
     group = q.shape[1] // KV_HEADS
     parts = []
     for (keys, values), past, new, start in zip(
-        pasts, PAST, batch.num_new.tolist(), batch.starts.tolist(), strict=True
+        pasts, rig.past, batch.num_new.tolist(), batch.starts.tolist(), strict=True
     ):
         rows = slice(start, start + new)
         all_keys = torch.cat((keys.double(), k[rows])).repeat_interleave(group, 1)
@@ -170,3 +193,40 @@ def check(out: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype, name: str)
 def test_the_gpu_has_stock_flash_attention(active: TorchRuntime) -> None:
     names = {b.name for b in available(active, Regime.VIRTUAL, torch.bfloat16)}
     assert "torch-flash" in names or active.device.type == "cpu"
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_each_part_of_a_step_by_its_kernel(active: TorchRuntime, dtype: torch.dtype) -> None:
+    """auto over slots: who serves what, and that all of it is right, twice."""
+    backend = automatic(active, Regime.VIRTUAL, dtype)
+    on_gpu = active.device.type == "cuda"
+    if on_gpu:
+        assert isinstance(backend, FlashBackend)
+        assert backend.name.startswith("cuda + ")
+        windowed = automatic(active, Regime.VIRTUAL, dtype, window=50)
+        assert windowed.name.startswith("cuda + ")
+        assert "cudnn" not in windowed.name
+    rig = Rig(active, PHASES_NEW, dtype, PHASES_PAST, max_len=LEAST_TOKENS + 2 * WHOLE_TOKENS)
+    batch, view = rig.batches[Regime.VIRTUAL], rig.views[Regime.VIRTUAL]
+    for layer, q_heads in ((0, 8), (1, 2)):
+        spec = LayerAttention(layer, DIM**-0.5)
+        pasts = rig.fill(Regime.VIRTUAL, layer)
+        sizes = (q_heads, KV_HEADS, KV_HEADS)
+        q, k, v = (
+            rig.random(batch.num_tokens, heads, DIM, seed=100 + i) for i, heads in enumerate(sizes)
+        )
+        call = backend.bind(view, batch)
+        truth = expected(rig, pasts, batch, (q, k, v), spec)
+        check(call(spec, q.clone(), k.clone(), v.clone()), truth, dtype, backend.name)
+        if not on_gpu:
+            continue
+        assert isinstance(call, SlotCall)
+        served = dict(call.served)
+        assert served["cuda"] == 2
+        if torch.cuda.get_device_capability()[0] == 9 and "flash-attn-3" not in backend.name:
+            assert served["cudnn"] == LEAST_TOKENS + WHOLE_TOKENS
+    for kernel in backend.kernels if isinstance(backend, FlashBackend) else ():
+        if isinstance(kernel, CudnnPrompts):
+            assert kernel.takes(RaggedBatch.build([0], [0], [LEAST_TOKENS]))[0], "it has failed"
+    active.synchronize()
+    rig.memory.close()
