@@ -77,7 +77,8 @@ struct WriteArgs {
   const int* positions;  // [tokens]
   i64 q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
   i64 cos_stride, sin_stride;  // all in bytes
-  int q_heads, kv_heads, rotary_dim, reserved;
+  int q_heads, kv_heads, rotary_dim;
+  int pieces;  // blocks that share a token
 };
 static_assert(sizeof(WriteArgs) == 64 + 64 + 64 + 16, "as in params.py");
 

@@ -82,6 +82,21 @@ VMS_PTX void store(T* to, T value) {
   *to = value;
 }
 
+// The same, issued where it is written, not where what it brings is first needed: ahead of a branch
+// that something else is waited for.
+VMS_PTX int load_now(const int* from) {
+  int value;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
+VMS_PTX Unit load_now(const Unit* from) {
+  Unit unit;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w)
+               : "l"(from));
+  return unit;
+}
+
 VMS_PTX u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }

@@ -188,6 +188,10 @@ void store(T* to, T value) {
   emu::check_global(to, sizeof(T), true);
   *to = value;
 }
+template <class T>
+T load_now(const T* from) {
+  return load(from);
+}
 inline void copy_async(void* to, const void* from, bool valid) {
   emu::copy_async(to, from, 16, valid);
 }

@@ -55,7 +55,7 @@ class WriteArgs(ctypes.Structure):
             "q k v cos sin q_out rows positions",
             "q_token_stride q_head_stride k_token_stride k_head_stride v_token_stride "
             "v_head_stride cos_stride sin_stride",
-            ints="q_heads kv_heads rotary_dim reserved",
+            ints="q_heads kv_heads rotary_dim pieces",
         ),
     ]
 
