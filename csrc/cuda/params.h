@@ -93,6 +93,19 @@ struct NormArgs {
 };
 static_assert(sizeof(NormArgs) == 48, "as in params.py");
 
+constexpr int kSilu = 0, kGeluTanh = 1;
+
+// Rows of `size` elements, any distance apart: out = activation(gate) * up.
+struct GateArgs {
+  const char* gate;  // [rows, size], 16-byte aligned, like all here
+  const char* up;
+  char* out;                               // may be gate
+  i64 gate_stride, up_stride, out_stride;  // bytes, multiples of 16
+  int size, activation;                    // size: a multiple of 8
+  int pieces, reserved;  // blocks that share a row, kGateThreads units of 8 elements each
+};
+static_assert(sizeof(GateArgs) == 64, "as in params.py");
+
 // Copies or zero fills: runs[i] = {destination, source, bytes, unused}; runs do not overlap.
 struct MoveArgs {
   const i64* runs;

@@ -243,6 +243,16 @@ VMS_PTX float product(float x, float y) {
 VMS_PTX float sum(float x, float y) {
   return __fadd_rn(x, y);
 }
+// As torch's kernels have them, and compiled as they are: what may be contracted is, division is
+// IEEE's, so that results are the same to the bit.
+VMS_PTX float silu(float x) {
+  return x / (1.0F + expf(-x));
+}
+VMS_PTX float gelu_tanh(float x) {
+  const float cube = x * x * x;
+  const float inner = 0.79788456080286535588F * (x + 0.044715F * cube);  // sqrt(2 / pi)
+  return 0.5F * x * (1.0F + tanhf(inner));
+}
 VMS_PTX float infinity() {
   return __int_as_float(0x7f800000);
 }
