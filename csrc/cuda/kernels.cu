@@ -9,6 +9,7 @@
 #include "append.cuh"
 #include "combine.cuh"
 #include "decode.cuh"
+#include "gate.cuh"
 #include "norm.cuh"
 #include "write.cuh"
 
@@ -30,6 +31,10 @@ VMS_KERNEL(kWriteThreads, 8) vms_write(const WriteArgs args) {
 
 VMS_KERNEL(kNormThreads, 4) vms_norm(const NormArgs args) {
   norm_row<VMS_TYPE>(args);
+}
+
+VMS_KERNEL(kGateThreads, 12) vms_gate(const GateArgs args) {
+  gate_row<VMS_TYPE>(args);
 }
 
 VMS_KERNEL(kMoveThreads, 4) vms_copy(const MoveArgs args) {

@@ -9,18 +9,6 @@
 constexpr int kNormThreads = 256;
 constexpr int kNormUnits = 8;  // of 8 elements, for each thread: at most 16,384 in a row
 
-// Both elements of word i of a unit.
-template <class T>
-VMS_DEVICE Pair widened(const u32* words, int i) {
-  return Pair{ptx::widen(T{static_cast<u16>(words[i] & 0xffffU)}),
-              ptx::widen(T{static_cast<u16>(words[i] >> 16)})};
-}
-
-union Words {
-  Unit unit;
-  u32 words[4];
-};
-
 VMS_DEVICE float warp_sum(float x) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) x = ptx::sum(x, ptx::shuffle_xor(x, mask));

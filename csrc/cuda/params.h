@@ -77,7 +77,8 @@ struct WriteArgs {
   const int* positions;  // [tokens]
   i64 q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride;
   i64 cos_stride, sin_stride;  // all in bytes
-  int q_heads, kv_heads, rotary_dim, reserved;
+  int q_heads, kv_heads, rotary_dim;
+  int pieces;  // blocks that share a token
 };
 static_assert(sizeof(WriteArgs) == 64 + 64 + 64 + 16, "as in params.py");
 
@@ -91,6 +92,19 @@ struct NormArgs {
   int size, reserved, reserved_too;  // size: a multiple of 8
 };
 static_assert(sizeof(NormArgs) == 48, "as in params.py");
+
+constexpr int kSilu = 0, kGeluTanh = 1;
+
+// Rows of `size` elements, any distance apart: out = activation(gate) * up.
+struct GateArgs {
+  const char* gate;  // [rows, size], 16-byte aligned, like all here
+  const char* up;
+  char* out;                               // may be gate
+  i64 gate_stride, up_stride, out_stride;  // bytes, multiples of 16
+  int size, activation;                    // size: a multiple of 8
+  int pieces, reserved;  // blocks that share a row, kGateThreads units of 8 elements each
+};
+static_assert(sizeof(GateArgs) == 64, "as in params.py");
 
 // Copies or zero fills: runs[i] = {destination, source, bytes, unused}; runs do not overlap.
 struct MoveArgs {

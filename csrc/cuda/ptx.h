@@ -82,6 +82,21 @@ VMS_PTX void store(T* to, T value) {
   *to = value;
 }
 
+// The same, issued where it is written, not where what it brings is first needed: ahead of a branch
+// that something else is waited for.
+VMS_PTX int load_now(const int* from) {
+  int value;
+  asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
+VMS_PTX Unit load_now(const Unit* from) {
+  Unit unit;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(unit.x), "=r"(unit.y), "=r"(unit.z), "=r"(unit.w)
+               : "l"(from));
+  return unit;
+}
+
 VMS_PTX u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
@@ -227,6 +242,16 @@ VMS_PTX float product(float x, float y) {
 }
 VMS_PTX float sum(float x, float y) {
   return __fadd_rn(x, y);
+}
+// As torch's kernels have them, and compiled as they are: what may be contracted is, division is
+// IEEE's, so that results are the same to the bit.
+VMS_PTX float silu(float x) {
+  return x / (1.0F + expf(-x));
+}
+VMS_PTX float gelu_tanh(float x) {
+  const float cube = x * x * x;
+  const float inner = 0.79788456080286535588F * (x + 0.044715F * cube);  // sqrt(2 / pi)
+  return 0.5F * x * (1.0F + tanhf(inner));
 }
 VMS_PTX float infinity() {
   return __int_as_float(0x7f800000);

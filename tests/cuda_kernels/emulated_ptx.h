@@ -188,6 +188,10 @@ void store(T* to, T value) {
   emu::check_global(to, sizeof(T), true);
   *to = value;
 }
+template <class T>
+T load_now(const T* from) {
+  return load(from);
+}
 inline void copy_async(void* to, const void* from, bool valid) {
   emu::copy_async(to, from, 16, valid);
 }
@@ -262,6 +266,13 @@ inline float product(float x, float y) {
 }
 inline float sum(float x, float y) {
   return x + y;
+}
+inline float silu(float x) {
+  return x / (1.0F + std::exp(-x));
+}
+inline float gelu_tanh(float x) {
+  const float cube = x * x * x;
+  return 0.5F * x * (1.0F + std::tanh(0.79788456080286535588F * (x + 0.044715F * cube)));
 }
 inline float infinity() {
   return INFINITY;

@@ -316,6 +316,7 @@ const Entry kEntries[] = {
     {"vms_write", call<WriteArgs, vms_write>, kWriteThreads, sizeof(WriteArgs), 0},
     {"vms_norm", call<NormArgs, vms_norm>, kNormThreads, sizeof(NormArgs),
      kNormThreads / 32 * sizeof(float)},
+    {"vms_gate", call<GateArgs, vms_gate>, kGateThreads, sizeof(GateArgs), 0},
     {"vms_copy", call<MoveArgs, vms_copy>, kMoveThreads, sizeof(MoveArgs), 0},
     {"vms_zero", call<MoveArgs, vms_zero>, kMoveThreads, sizeof(MoveArgs), 0},
 };

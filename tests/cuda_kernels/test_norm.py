@@ -14,7 +14,7 @@ from tests.cuda_kernels.cases import VARIANTS
 from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators, tensor_range
 from tests.models.conftest import checkpoint
 from tests.models.test_joined import attend
-from vmserve.attention.cuda.norm import NormKernel, norm_kernel
+from vmserve.attention.cuda.layers import LayerKernels, NormKernel, layer_kernels
 from vmserve.attention.cuda.variant import Variant
 from vmserve.models.blocks import RmsNorm, add_and_norm
 from vmserve.models.config import ModelConfig
@@ -78,22 +78,25 @@ def test_other_rows_are_torchs(emulators: Emulators) -> None:
 
 
 def test_none_for_other_types() -> None:
-    assert norm_kernel(torch.device("cuda"), torch.float32, 64) is None
+    assert layer_kernels(torch.device("cuda"), torch.float32, 64) is None
 
 
 _ATEN = torch.ops.aten
-_OF_NORMS = {_ATEN.add_.Tensor, _ATEN.to.dtype, _ATEN.rms_norm.default, _ATEN.mul_.Tensor}
+_REPLACED = {
+    _ATEN.add_.Tensor, _ATEN.to.dtype, _ATEN.rms_norm.default, _ATEN.mul_.Tensor,
+    _ATEN.silu_.default,
+}  # fmt: skip
 
 
 class Operations(TorchDispatchMode):
-    """Counts those of norms and residuals: on a GPU, a launch each."""
+    """Counts those of norms, residuals and gates: on a GPU, a launch each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in _OF_NORMS
+        self.count += func in _REPLACED
         return func(*args, **(kwargs or {}))
 
 
@@ -109,15 +112,20 @@ def test_a_decoder(
     for fused in (False, True):
         tensors = load_tensors(stored, torch.bfloat16, torch.device("cpu"))
         launcher = EmulatedLauncher(emulators)
-        kernel = NormKernel(launcher, BY_TYPE[torch.bfloat16]) if fused else None
-        weights = assemble(network, tensors, norm_kernel=kernel)
+        kernels = LayerKernels(launcher, BY_TYPE[torch.bfloat16]) if fused else None
+        weights = assemble(network, tensors, kernels=kernels)
         with torch.inference_mode(), Operations() as operations:
             logits = Decoder(network, weights, 64).forward(
                 torch.arange(6), torch.arange(6), attend, torch.tensor([2, 5])
             )
-        found.append((logits, operations.count + len(launcher.launches), len(launcher.launches)))
-    (plain, num_plain, _), (fused_logits, num_fused, num_launches) = found
+        launches = [launch.kernel for launch in launcher.launches]
+        found.append((logits, operations.count, launches))
+    (plain, num_plain, _), (fused_logits, num_fused, launches) = found
     torch.testing.assert_close(fused_logits, plain, rtol=0.05, atol=0.05)
-    assert num_launches == (2 * network.num_layers + 1 if saved else 0)
-    # Addition, widening, norm, rounding and weight become one; the first norm adds nothing.
-    assert num_plain - num_fused == (8 * network.num_layers + 3 if saved else 0)
+    layers = network.num_layers
+    of_layer = ["vms_norm", "vms_gate", "vms_norm"]
+    assert launches == (["vms_norm", *of_layer * layers] if saved else [])
+    # Addition, widening, norm, rounding and weight become one; the first norm adds nothing. So do
+    # the gate's activation and product.
+    gone = (10 * layers + 4) + 2 * layers
+    assert num_plain - num_fused == (gone if saved else 0)

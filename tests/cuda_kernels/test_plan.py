@@ -16,6 +16,7 @@ from vmserve.attention.cuda.backend import _Limits
 from vmserve.attention.cuda.params import (
     AttendArgs,
     CombineArgs,
+    GateArgs,
     KvLayer,
     MoveArgs,
     NormArgs,
@@ -334,9 +335,9 @@ def test_shared_prefixes_of_block_tables() -> None:
 def test_structures_are_as_large_as_the_kernels_say() -> None:
     sizes = [
         ctypes.sizeof(kind)
-        for kind in (KvLayer, AttendArgs, CombineArgs, WriteArgs, NormArgs, MoveArgs)
+        for kind in (KvLayer, AttendArgs, CombineArgs, WriteArgs, NormArgs, GateArgs, MoveArgs)
     ]
-    assert sizes == [64, 200, 64, 208, 48, 24]
+    assert sizes == [64, 200, 64, 208, 48, 64, 24]
 
 
 @pytest.mark.parametrize(

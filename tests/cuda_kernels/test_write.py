@@ -75,6 +75,29 @@ def test_the_same_bits_as_the_cpu_backend(
     assert torch.equal(got[1], want[1])
 
 
+@pytest.mark.parametrize("variant", [VARIANTS[2], CODED[2]], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_however_many_blocks_share_a_token(
+    emulators: Emulators, variant: Variant, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in long prompts, where a thread has several units one after the other."""
+    found = []
+    for enough in (1024, 16, 1):
+        monkeypatch.setattr("vmserve.attention.cuda.write._ENOUGH_BLOCKS", enough)
+        case = make_case(variant, [7, 130], [6, 2], kv_heads=kv_heads, group=6, rotated=True)
+        launcher = EmulatedLauncher(emulators, order="random")
+        call = CudaPagedBackend(launcher).bind(case.view, case.batch)
+        call(SPEC, *vars(case.inputs).values(), case.rotary)
+        written = [case.view.keys[0], case.view.values[0]]
+        numbers = [tensor.view(torch.uint8).clone() for tensor in written]
+        blocks = launcher.launches[0].blocks
+        found.append((blocks, [*numbers, bits(call._plans.rotated(case.inputs.q))]))
+    most = {1: 1, 3: 3}[kv_heads]
+    assert [blocks for blocks, _ in found] == [8 * most, 8 * min(most, 2), 8]
+    for _, tensors in found[1:]:
+        assert all(map(torch.equal, tensors, found[0][1]))
+
+
 @pytest.mark.parametrize("variant", CODED, ids=lambda variant: variant.name)
 @pytest.mark.parametrize("rotary_dim", [None, 6])
 def test_codes_and_scales_by_definition(
@@ -165,7 +188,7 @@ def test_rows_that_are_no_tokens_are_not_written(emulators: Emulators) -> None:
     args.k = args.v = junk.data_ptr()
     args.k_token_stride = args.v_token_stride = 256
     args.k_head_stride = args.v_head_stride = 128
-    args.q_heads, args.kv_heads = 8, 2
+    args.q_heads, args.kv_heads, args.pieces = 8, 2, 1
     args.rows = found.buffer.address("rows") + 2 * 4  # the two that are padding
     args.positions = found.buffer.address("positions") + 2 * 4
     launcher.launch(VARIANTS[0], "vms_write", 2, args)

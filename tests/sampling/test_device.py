@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch  # isort: skip
 from tests.helpers import peak_bytes
 from vmserve.runner.torch_runtime import TorchCpuRuntime
 from vmserve.sampling import DeviceSampler, Sampler, SamplingParams, SamplingRow
+from vmserve.sampling.device import _likeliest
 from vmserve.sampling.tokens import sampling_bytes
 
 VOCAB = 300
@@ -147,16 +149,34 @@ def test_what_is_not_common_goes_the_usual_way(params: dict[str, Any]) -> None:
 
 def test_broken_logits_are_repaired() -> None:
     torch.manual_seed(3)
-    logits = torch.randn(3, VOCAB)
+    logits = torch.randn(6, VOCAB)
     logits[1, 7] = float("nan")
-    rows = [row(i, 0, temperature=0.0) for i in range(3)]
-    sampler = DeviceSampler(VOCAB, TorchCpuRuntime())
-    found, expected = sampler.sample(logits, rows), Sampler(VOCAB).sample(logits, rows)
+    logits[2, [11, 9]] = float("inf")
+    logits[3] = -float("inf")
+    logits[4] = float("nan")
+    rows = [row(i, 0, temperature=0.0) for i in range(6)]
+    sampler, host = DeviceSampler(VOCAB, TorchCpuRuntime()), Sampler(VOCAB)
+    found, expected = sampler.sample(logits.clone(), rows), host.sample(logits, rows)
     assert [each.token_id for each in found] == [each.token_id for each in expected]
     # Summed in another order.
     logprobs = [each.logprob for each in expected]
     assert [each.logprob for each in found] == pytest.approx(logprobs, rel=1e-6)
-    assert sampler.num_repaired_rows == 1
+    assert sampler.num_repaired_rows == host.num_repaired_rows == 4
+
+
+def test_the_likeliest() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = 4 * torch.randn(64, 5000, generator=generator)
+    x[::2] = x[::2].to(torch.bfloat16).float()  # equals
+    x[1, ::3] = -torch.inf
+    x[2] = 0.0
+    chosen, own = _likeliest(x)
+    assert torch.equal(chosen, x.argmax(dim=-1))
+    exact = x.double().log_softmax(dim=-1).gather(1, chosen[:, None])[:, 0]
+    torch.testing.assert_close(own, exact.float(), rtol=1e-6, atol=1e-6)
+    chosen, own = _likeliest(torch.full((2, 50), -torch.inf))
+    assert chosen.tolist() == [0, 0]
+    torch.testing.assert_close(own, torch.full((2,), -math.log(50.0)))
 
 
 def test_no_rows() -> None:

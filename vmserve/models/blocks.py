@@ -23,10 +23,13 @@ __all__ = [
     "Apart",
     "ClampedMlp",
     "Experts",
+    "Gate",
+    "GateKernel",
     "GatedMlp",
     "GroupRouter",
     "Joined",
     "LatentProjections",
+    "LayerKernels",
     "LayerNorm",
     "LearnedPositions",
     "Linear",
@@ -84,17 +87,39 @@ class Joined:
 Products = Apart | Joined
 
 
-# -- normalisation ------------------------------------------------------------------------
+# -- kernels that replace several of torch's operations -------------------------------------
 
 
 class RmsNormKernel(Protocol):
-    """:class:`vmserve.attention.cuda.norm.NormKernel`."""
+    """:class:`vmserve.attention.cuda.layers.NormKernel`."""
 
     def takes(self, x: torch.Tensor) -> bool: ...
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> torch.Tensor: ...
+
+
+class GateKernel(Protocol):
+    """:class:`vmserve.attention.cuda.layers.GateKernel`."""
+
+    def takes(self, gate: torch.Tensor, up: torch.Tensor) -> bool: ...
+
+    def __call__(
+        self, gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
+
+
+class LayerKernels(Protocol):
+    """:class:`vmserve.attention.cuda.layers.LayerKernels`."""
+
+    @property
+    def norm(self) -> RmsNormKernel: ...
+
+    def gate(self, activation: str) -> GateKernel | None: ...
+
+
+# -- normalisation ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,16 +255,35 @@ class LatentProjections:
 
 
 @dataclass(frozen=True, slots=True)
+class Gate:
+    """The activation of one half, times the other. ``kernel`` does both in one launch."""
+
+    activation: Activation
+    kernel: GateKernel | None = None
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """May overwrite ``gate``, whose memory the result may have."""
+        if self.kernel is not None and self.kernel.takes(gate, up):
+            return self.kernel(gate, up)
+        return self.activation(gate).mul_(up)
+
+    def contiguous(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """The same, contiguous."""
+        if self.kernel is not None and self.kernel.takes(gate, up):
+            return self.kernel(gate, up, gate.new_empty(gate.shape))
+        return self.activation(gate.contiguous()).mul_(up)
+
+
+@dataclass(frozen=True, slots=True)
 class GatedMlp:
     """SwiGLU (Shazeer 2020) and its relatives with another activation."""
 
     gate_up: Products
     down: Linear
-    activation: Activation
+    gate: Gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x)
-        return self.down(self.activation(gate).mul_(up))
+        return self.down(self.gate(*self.gate_up(x)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,7 +390,7 @@ class StackedExperts:
     router: Router | GroupRouter
     gate_up: torch.Tensor
     down: torch.Tensor
-    activation: Activation
+    gate: Gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(x)
@@ -355,7 +399,7 @@ class StackedExperts:
         ends = torch.searchsorted(experts, numbers, right=True).to(torch.int32)
         rows = x[order // ids.shape[1]]
         gate, up = F.grouped_mm(rows, self.gate_up.mT, offs=ends).chunk(2, dim=-1)
-        gated = self.activation(gate.contiguous()).mul_(up)
+        gated = self.gate.contiguous(gate, up)
         out = torch.empty_like(rows)
         out[order] = F.grouped_mm(gated, self.down.mT, offs=ends)
         return out.view(*ids.shape, -1).mul_(weights[:, :, None]).sum(1)

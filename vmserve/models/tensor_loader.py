@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from vmserve.models.blocks import RmsNormKernel
+from vmserve.models.blocks import LayerKernels
 from vmserve.models.collective import Collective
 from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
@@ -177,10 +177,10 @@ def assemble_on(
     """
     if device.type == "cpu":
         return assemble(config, tensors)
-    kernel: RmsNormKernel | None = None
-    if device.type == "cuda" and config.norm.rms:
-        from vmserve.attention.cuda.norm import norm_kernel  # noqa: PLC0415
+    kernels: LayerKernels | None = None
+    if device.type == "cuda" and (config.norm.rms or config.gated):
+        from vmserve.attention.cuda.layers import layer_kernels  # noqa: PLC0415
 
         dtype = tensors[weight_name(config.names, config.names.embedding)].dtype
-        kernel = norm_kernel(device, dtype, config.head_dim)
-    return assemble(config, tensors, joined=True, norm_kernel=kernel)
+        kernels = layer_kernels(device, dtype, config.head_dim)
+    return assemble(config, tensors, joined=True, kernels=kernels)

@@ -12,10 +12,12 @@ from vmserve.models.blocks import (
     Apart,
     ClampedMlp,
     Experts,
+    Gate,
     GatedMlp,
     GroupRouter,
     Joined,
     LatentProjections,
+    LayerKernels,
     LayerNorm,
     LearnedPositions,
     Linear,
@@ -25,7 +27,6 @@ from vmserve.models.blocks import (
     Products,
     Projections,
     RmsNorm,
-    RmsNormKernel,
     Router,
     SharedExpert,
     StackedExperts,
@@ -90,13 +91,13 @@ def assemble(
     tensors: _Tensors,
     *,
     joined: bool = False,
-    norm_kernel: RmsNormKernel | None = None,
+    kernels: LayerKernels | None = None,
 ) -> DecoderWeights:
     """Group the tensors of :func:`tensor_shapes` for the forward pass, without copying.
 
     ``joined``: q, k and v, and gate and up, become one product each. Theirs are taken out of
-    ``tensors``, so that one projection at a time is in memory twice. ``norm_kernel``: of the norms
-    between layers.
+    ``tensors``, so that one projection at a time is in memory twice. ``kernels``: for the norms
+    between layers, and the gates.
     """
     names = config.names
     embedding = tensors[weight_name(names, names.embedding)]
@@ -110,11 +111,10 @@ def assemble(
         project_in=Linear(tensors[weight_name(names, names.project_in)]) if narrow else None,
         positions=positions,
         layers=tuple(
-            _layer(config, tensors, layer, joined, norm_kernel)
-            for layer in range(config.num_layers)
+            _layer(config, tensors, layer, joined, kernels) for layer in range(config.num_layers)
         ),
         final_norm=(
-            _norm(config, tensors, names.base + names.final_norm, norm_kernel)
+            _norm(config, tensors, names.base + names.final_norm, kernels)
             if config.final_norm
             else None
         ),
@@ -128,7 +128,7 @@ def _layer(
     tensors: _Tensors,
     layer: int,
     joined: bool,
-    norm_kernel: RmsNormKernel | None,
+    kernels: LayerKernels | None,
 ) -> LayerWeights:
     names = config.names
     prefix = names.base + names.layer.format(layer)
@@ -143,21 +143,21 @@ def _layer(
     else:
         project = _projections(config, tensors, prefix, joined)
     return LayerWeights(
-        attention_norm=_norm(config, tensors, prefix + names.attention_norm, norm_kernel),
+        attention_norm=_norm(config, tensors, prefix + names.attention_norm, kernels),
         project=project,
         value_up=value_up,
         delta=delta,
         output=_linear(config, tensors, prefix + output),
-        mlp_norm=_norm(config, tensors, prefix + names.mlp_norm, norm_kernel),
-        mlp=_mlp(config, tensors, layer, joined),
+        mlp_norm=_norm(config, tensors, prefix + names.mlp_norm, kernels),
+        mlp=_mlp(config, tensors, layer, joined, kernels),
         sinks=tensors[prefix + names.sinks].float() if names.sinks else None,
         attention_out_norm=(
-            _norm(config, tensors, prefix + names.attention_out_norm, norm_kernel)
+            _norm(config, tensors, prefix + names.attention_out_norm, kernels)
             if names.attention_out_norm
             else None
         ),
         mlp_out_norm=(
-            _norm(config, tensors, prefix + names.mlp_out_norm, norm_kernel)
+            _norm(config, tensors, prefix + names.mlp_out_norm, kernels)
             if names.mlp_out_norm
             else None
         ),
@@ -190,13 +190,13 @@ def _products(
 
 
 def _norm(
-    config: DecoderConfig, tensors: _Tensors, name: str, kernel: RmsNormKernel | None
+    config: DecoderConfig, tensors: _Tensors, name: str, kernels: LayerKernels | None
 ) -> Norm:
     if config.norm.rms:
         weight = tensors[f"{name}.weight"]
         if config.norm.offset:
             return RmsNorm(weight.to(torch.float32) + config.norm.offset, config.norm.eps)
-        return RmsNorm(weight, config.norm.eps, kernel)
+        return RmsNorm(weight, config.norm.eps, None if kernels is None else kernels.norm)
     return LayerNorm(tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias"), config.norm.eps)
 
 
@@ -277,16 +277,29 @@ def _latent_projections(
     ), values
 
 
-def _mlp(config: DecoderConfig, tensors: _Tensors, layer: int, joined: bool) -> Mlp:
-    activation = ACTIVATIONS[config.activation]
+def _gate(config: DecoderConfig, kernels: LayerKernels | None) -> Gate:
+    kernel = None if kernels is None else kernels.gate(config.activation)
+    return Gate(ACTIVATIONS[config.activation], kernel)
+
+
+def _mlp(
+    config: DecoderConfig,
+    tensors: _Tensors,
+    layer: int,
+    joined: bool,
+    kernels: LayerKernels | None,
+) -> Mlp:
+    gated = _gate(config, kernels)
     if config.experts is None or not config.has_experts(layer):
         *first, last = mlp_names(config, layer)[0]
         down = _linear(config, tensors, last)
         if not config.gated:
-            return PlainMlp(_linear(config, tensors, first[0]), down, activation)
+            return PlainMlp(
+                _linear(config, tensors, first[0]), down, ACTIVATIONS[config.activation]
+            )
         sizes = (config.mlp_size, config.mlp_size)
-        return GatedMlp(_products(config, tensors, first, sizes, joined), down, activation)
-    experts = _experts(config, config.experts, tensors, layer, joined)
+        return GatedMlp(_products(config, tensors, first, sizes, joined), down, gated)
+    experts = _experts(config, config.experts, tensors, layer, joined, gated)
     shared = shared_names(config, layer)
     if not shared:
         return experts
@@ -297,15 +310,19 @@ def _mlp(config: DecoderConfig, tensors: _Tensors, layer: int, joined: bool) -> 
         prefix = config.names.base + config.names.layer.format(layer)
         gate = _linear(config, tensors, prefix + config.names.shared_gate)
     mlp = GatedMlp(
-        _products(config, tensors, first, sizes, joined), _linear(config, tensors, last), activation
+        _products(config, tensors, first, sizes, joined), _linear(config, tensors, last), gated
     )
     return SharedExpert(experts, mlp, gate)
 
 
 def _experts(
-    config: DecoderConfig, experts: ExpertsConfig, tensors: _Tensors, layer: int, joined: bool
+    config: DecoderConfig,
+    experts: ExpertsConfig,
+    tensors: _Tensors,
+    layer: int,
+    joined: bool,
+    gated: Gate,
 ) -> Experts | StackedExperts:
-    activation = ACTIVATIONS[config.activation]
     names, mlps = config.names, mlp_names(config, layer)
     prefix = names.base + names.layer.format(layer)
     weight = tensors[f"{prefix}{names.router}.weight"]
@@ -322,7 +339,7 @@ def _experts(
     if joined and all(size * weight.itemsize % _ALIGNMENT == 0 for size in sizes):
         gate_up = _stacked(tensors, [(gate, up) for gate, up, _ in mlps])
         return StackedExperts(
-            router, gate_up, _stacked(tensors, [(down,) for _, _, down in mlps]), activation
+            router, gate_up, _stacked(tensors, [(down,) for _, _, down in mlps]), gated
         )
     return Experts(
         router,
@@ -330,7 +347,7 @@ def _experts(
             GatedMlp(
                 _products(config, tensors, (gate, up), (experts.size, experts.size), joined=False),
                 _linear(config, tensors, down),
-                activation,
+                gated,
             )
             for gate, up, down in mlps
         ),

@@ -20,7 +20,6 @@ from torch import Tensor
 from vmserve.sampling.adjust import is_adjusted
 from vmserve.sampling.draw import inverse_cdf_at, is_cut
 from vmserve.sampling.rng import uniforms
-from vmserve.sampling.rows import argmax
 from vmserve.sampling.sampler import Sampler, check_logits
 from vmserve.sampling.tokens import PART_ELEMENTS, SampledToken, SamplingRow, TopTokens
 from vmserve.sampling.torch_sampler import TorchSampler
@@ -180,9 +179,11 @@ class DeviceSampler:
         # Repair NaN and infinities without asking whether there are any, which would mean a wait.
         finite = x.amax(dim=-1).isfinite()
         x = x.nan_to_num(nan=-torch.inf, posinf=torch.finfo(x.dtype).max, neginf=-torch.inf)
-        x.masked_fill_((x.amax(dim=-1) == -torch.inf)[:, None], 0.0)
         way = _way(rows[0].params, self.vocab_size)
-        chosen = argmax(x) if way is _Way.GREEDY else self._draw_there(x, rows, way)
+        if way is _Way.GREEDY:
+            return *_likeliest(x), finite
+        x.masked_fill_((x.amax(dim=-1) == -torch.inf)[:, None], 0.0)
+        chosen = self._draw_there(x, rows, way)
         own = x.gather(1, chosen[:, None])[:, 0] - x.logsumexp(dim=-1)
         return chosen, own, finite
 
@@ -206,6 +207,17 @@ def _way(params: SamplingParams, vocab: int) -> _Way:
     if params.is_greedy:
         return _Way.GREEDY
     return _Way.CUT if is_cut(params, vocab) else _Way.WHOLE
+
+
+def _likeliest(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest of each row, the first among equals, and its log-probability.
+
+    One search, where argmax and logsumexp take two, and rows of -inf alone a third: they count as
+    rows of zeros.
+    """
+    highest, chosen = x.max(dim=-1)
+    own = (x - highest[:, None]).exp_().sum(dim=-1).log_().neg_()
+    return chosen, own.masked_fill_(highest == -torch.inf, -math.log(x.shape[1]))
 
 
 def _tensor(logits: Logits) -> Tensor:

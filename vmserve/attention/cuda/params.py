@@ -6,7 +6,15 @@ import ctypes
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-__all__ = ["AttendArgs", "CombineArgs", "KvLayer", "MoveArgs", "NormArgs", "WriteArgs"]
+__all__ = [
+    "AttendArgs",
+    "CombineArgs",
+    "GateArgs",
+    "KvLayer",
+    "MoveArgs",
+    "NormArgs",
+    "WriteArgs",
+]
 
 _Fields = list[tuple[str, Any]]
 
@@ -55,7 +63,7 @@ class WriteArgs(ctypes.Structure):
             "q k v cos sin q_out rows positions",
             "q_token_stride q_head_stride k_token_stride k_head_stride v_token_stride "
             "v_head_stride cos_stride sin_stride",
-            ints="q_heads kv_heads rotary_dim reserved",
+            ints="q_heads kv_heads rotary_dim pieces",
         ),
     ]
 
@@ -63,6 +71,14 @@ class WriteArgs(ctypes.Structure):
 class NormArgs(ctypes.Structure):
     _fields_: ClassVar[_Fields] = _fields(
         "x residual weight out", floats="eps", ints="size reserved reserved_too"
+    )
+
+
+class GateArgs(ctypes.Structure):
+    _fields_: ClassVar[_Fields] = _fields(
+        "gate up out",
+        "gate_stride up_stride out_stride",
+        ints="size activation pieces reserved",
     )
 
 

@@ -84,6 +84,7 @@ KERNELS = (
     Kernel("vms_combine", 128),
     Kernel("vms_write", 128),
     Kernel("vms_norm", 256, 32),
+    Kernel("vms_gate", 128),
     Kernel("vms_copy", 256),
     Kernel("vms_zero", 256),
 )

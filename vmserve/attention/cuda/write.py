@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,10 @@ from vmserve.attention.rotary import Rotary
 __all__ = ["KeyValueWriter", "Places", "check_inputs", "check_queries"]
 
 _UNIT_BYTES = 16
+#: Bytes of a row of heads that a block of the kernel moves: a unit for each of its threads.
+_BLOCK_BYTES = 128 * _UNIT_BYTES
+#: Blocks that are enough: about as many as a device has at once. Beyond, threads have more units.
+_ENOUGH_BLOCKS = 1024
 
 
 class Places(NamedTuple):
@@ -72,8 +77,15 @@ class KeyValueWriter:
             args.rotary_dim = rotary.cos.shape[-1]
             q = rotated
         if q.shape[0]:
-            self._launcher.launch(variant, "vms_write", q.shape[0], args)
+            heads = 2 * k.shape[1] + (0 if rotary is None else q.shape[1])
+            args.pieces = _pieces(q.shape[0], heads * q.shape[2] * size)
+            self._launcher.launch(variant, "vms_write", q.shape[0] * args.pieces, args)
         return q
+
+
+def _pieces(tokens: int, token_bytes: int) -> int:
+    """How many blocks share a token."""
+    return max(1, min(math.ceil(token_bytes / _BLOCK_BYTES), _ENOUGH_BLOCKS // tokens))
 
 
 def check_inputs(
