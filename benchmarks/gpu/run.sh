@@ -135,7 +135,7 @@ case "$part" in
     script benchmarks/gpu/kernels.py --out "$results/kernels/results.json" \
       --budget-seconds "$((($(left) - 50) / 2))" "$@"
     ;;
-  serve) script benchmarks/gpu/serve.py --out "$results/serve" --seconds "$(($(left) - 20))" "$@" ;;
+  serve) script benchmarks/gpu/serve.py --out "$results/serve" "$@" ;;
   compile) script benchmarks/gpu/compile_matrix.py --out "$results/compile/results.json" "$@" ;;
   engine)
     # The same: what had begun is left out, and the rest is done in another process.

@@ -119,7 +119,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for the start")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for the start (60)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     port = free_port()

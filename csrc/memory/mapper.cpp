@@ -31,6 +31,49 @@ double wall_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+FrameRun part(const FrameRun& run, std::int64_t frame, std::size_t) {
+  return {run.first + frame, 1};
+}
+
+MapRun part(const MapRun& run, std::int64_t frame, std::size_t bytes) {
+  return {run.addr + static_cast<std::size_t>(frame) * bytes,
+          {run.frames.first + frame, 1},
+          run.access,
+          run.prefault};
+}
+
+AddressRun part(const AddressRun& run, std::int64_t frame, std::size_t bytes) {
+  return {run.addr + static_cast<std::size_t>(frame) * bytes, bytes};
+}
+
+AccessRun part(const AccessRun& run, std::int64_t frame, std::size_t bytes) {
+  return {run.addr + static_cast<std::size_t>(frame) * bytes, bytes, run.access};
+}
+
+std::int64_t num_frames(const FrameRun& run, std::size_t) {
+  return run.count;
+}
+
+std::int64_t num_frames(const MapRun& run, std::size_t) {
+  return run.frames.count;
+}
+
+template <typename Run>
+std::int64_t num_frames(const Run& run, std::size_t bytes) {
+  return static_cast<std::int64_t>(run.bytes / bytes);
+}
+
+// The runs, one for each frame.
+template <typename Run>
+void split(std::vector<Run>& runs, std::size_t frame_bytes) {
+  std::vector<Run> parts;
+  for (const Run& run : runs) {
+    const std::int64_t count = num_frames(run, frame_bytes);
+    for (std::int64_t i = 0; i < count; ++i) parts.push_back(part(run, i, frame_bytes));
+  }
+  runs = std::move(parts);
+}
+
 // Calls `call` with a piece of the runs after another. An error's `completed` counts all runs.
 template <typename Run, typename Call>
 void in_pieces(const std::vector<Run>& runs, PieceSize& size, DriverTurn& turn, Call call) {
@@ -179,19 +222,28 @@ bool Mapper::run_one(std::uint64_t up_to, Who who) {
     queue_.pop_front();
     is_running_ = true;
   }
+  const bool by_thread = who == Who::kThread;
+  // A device takes as long for each frame of a run, a host for each call.
+  if (by_thread && driver_->capabilities().asynchronous) {
+    const std::size_t bytes = driver_->frame_bytes();
+    split(command.create, bytes);
+    split(command.map, bytes);
+    split(command.unmap, bytes);
+    split(command.access, bytes);
+  }
   const bool is_map = command.kind == Command::Kind::kMap;
   const auto num_pages = static_cast<double>(std::max<std::size_t>(1, command.pages.size()));
   const double start = thread_cpu_seconds();
   const double wall_start = wall_seconds();
   Outcome outcome;
   {
-    if (who == Who::kThread) {
+    if (by_thread) {
       turn_.lock_behind();
     } else {
       turn_.lock();
     }
     const std::lock_guard<DriverTurn> driving(turn_, std::adopt_lock);
-    outcome = execute(std::move(command), who == Who::kThread);
+    outcome = execute(std::move(command), by_thread);
   }
   outcome.waited = who == Who::kWaiter;
   const double seconds = thread_cpu_seconds() - start;
@@ -200,7 +252,7 @@ bool Mapper::run_one(std::uint64_t up_to, Who who) {
     is_running_ = false;
     done_id_ = outcome.command.id;
     cpu_seconds_ += seconds;
-    if (is_map && who == Who::kThread) {
+    if (is_map && by_thread) {
       const double one = (wall_seconds() - wall_start) / num_pages;
       map_seconds_ = map_seconds_ == 0 ? one : map_seconds_ + kNewest * (one - map_seconds_);
     }
