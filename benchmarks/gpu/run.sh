@@ -160,7 +160,7 @@ case "$part" in
     number=0
     for words in "$@"; do
       number=$((number + 1))
-      read -ra command <<<"$words"
+      mapfile -t command < <(xargs printf '%s\n' <<<"$words") # quotes hold words together
       most="$limit"
       if [[ ${command[0]} == *@* ]]; then
         most="${command[0]#*@}"

@@ -197,6 +197,12 @@ def test_run_sh_runs_each_part_whatever_becomes_of_the_others(tmp_path: Path) ->
         assert {"./1-compile.log", "./2-kernels.log", "./3-speed.log"} <= set(archive.getnames())
 
 
+def test_quotes_hold_words_of_a_part_together(tmp_path: Path) -> None:
+    python = stand_in(tmp_path, 'printf "<%s>" "$@"; echo')
+    done = run_sh("each", "compile -k 'a or b'", PYTHON=python, OUT=str(tmp_path), RESULTS="")
+    assert "<-k><a or b>" in done.stdout
+
+
 def test_a_part_has_the_seconds_that_it_names(tmp_path: Path) -> None:
     """kernels: half of what is left beside 50 s for each of its two parts; others as ever."""
     python = stand_in(tmp_path, 'echo "$@"')
