@@ -350,7 +350,5 @@ def make_late(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> DeferredRun
         forward = _as_a_whole(engine.runner.model, stream)
         late = SimpleNamespace(network=SimpleNamespace(forward=forward))
         monkeypatch.setattr(engine.runner, "model", late)
-    # On the processor it reads the logits by numpy, of which a device knows nothing.
-    monkeypatch.setattr("vmserve.sampling.device.argmax", lambda x: x.argmax(dim=-1))
     runtime.is_late = True
     return runtime

@@ -20,6 +20,7 @@ _SHARING: Final = "benchmarks/sharing/results/2026-11-21-amd-epyc/tables.md"
 _KERNELS: Final = "benchmarks/kernels/results/2026-11-21-amd-epyc-2/tables.md"
 _ALLOC: Final = "benchmarks/alloc/results/2026-11-21-amd-epyc/tables.md"
 _STEPS: Final = "benchmarks/alloc/results/2026-11-21-amd-epyc-steps/tables.md"
+_H100: Final = "benchmarks/gpu/results/2026-11-27-nvidia-h100-80gb-hbm3/README.md"
 
 
 class Experiment(NamedTuple):
@@ -256,7 +257,38 @@ EXPERIMENTS: Final = (
     ),
     Experiment(
         _VIRTUAL,
-        "Figures 2 to 4, 6 to 9 and 11, on a GPU",
+        "Figure 6, on a GPU",
+        "time to the first token of one prompt by length, paged and virtual, on an H100",
+        "measured",
+        "benchmarks/gpu/run.sh engine --parts ttft",
+        "512, 2,048, 8,192 tokens: virtual over paged 1.01, 0.96, 0.93",
+        result=_H100,
+    ),
+    Experiment(
+        _VIRTUAL,
+        "Figure 7, on a GPU",
+        "decoding tokens/s by batch behind 1,060 tokens, paged and virtual, on an H100",
+        "measured",
+        "benchmarks/gpu/run.sh engine --parts decode",
+        "batches of 1, 8, 32, 128: virtual over paged 1.02, 1.01, 1.01, 1.00 by our kernels in "
+        "both, 1.02, 0.97, 0.95, 0.88 by stock FlashAttention",
+        "preprint: up to 1.99 times vLLM's kernel",
+        _H100,
+    ),
+    Experiment(
+        _VIRTUAL,
+        "Figure 11, on a GPU",
+        "decoding steps while pages are mapped, on an H100",
+        "measured",
+        "benchmarks/gpu/run.sh engine --parts mapping",
+        "all of 32 sequences grow in one step: slowest 13.1 ms synchronous, 7.8 overlapped, 6.9 "
+        "without growth; with 16 mappings a page 58 and 8.4",
+        "synchronous mapping gives spikes of 5 to 20 ms, overlapping hides them",
+        _H100,
+    ),
+    Experiment(
+        _VIRTUAL,
+        "Figures 2 to 4, 8 and 9, on a GPU",
         "kernels and whole systems on A100s",
         "needs a GPU",
         "benchmarks/gpu/run.sh engine",
@@ -276,7 +308,8 @@ EXPERIMENTS: Final = (
         "bytes of pages that become usable a second (here the host's driver)",
         "measured",
         "vmserve bench alloc --section bandwidth",
-        "2.3 GB/s with 64 KiB pages one by one, 7.3 with 2 MiB",
+        "2.3 GB/s with 64 KiB pages one by one, 7.3 with 2 MiB; an H100 (benchmarks/gpu/run.sh "
+        "probe): 86 with 2 MiB, 23 if they are made anew",
         "A100: 7.59 GB/s with 64 KiB, 35.17 with 2 MiB",
         _ALLOC,
     ),
@@ -311,7 +344,7 @@ Serving LLMs without PagedAttention" (Prabhu et al., ASPLOS 2025; arXiv 2405.044
 repeated here, the commands, and the results next to the papers' figures. `vmserve bench papers
 --list` prints this table.
 
-- **measured**: ran on the host's CPU and memory driver; times are those of that machine.
+- **measured**: ran on the host's CPU and memory driver, or where it says so on a GPU; times are those of that machine.
 - **counted**: the real memory core did the work, and pages or blocks were counted; no times.
 - **simulated**: the real scheduler and memory core with a simulated clock; no GPU was used.
 - **needs a GPU**: not repeated. The command would run it there.
