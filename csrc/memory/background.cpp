@@ -18,6 +18,8 @@ constexpr std::int64_t kReclaimBatch = 64;
 constexpr double kRemembered = 0.998;
 // At most 1/8 of the pool is kept free for demand like that of recent steps.
 constexpr std::int64_t kMostAhead = 8;
+// Pages by which the pool grows at a time, if config.grow_pages are not more.
+constexpr std::int64_t kMostGrown = 16;
 // Share of the newest step in the mean of their seconds, and what is no step but a pause.
 constexpr double kNewestStep = 0.125;
 constexpr double kLongestStep = 1.0;
@@ -171,14 +173,15 @@ void Background::drain_mapper(bool is_waited_for) {
 
 void Background::schedule_work(const std::vector<Op>& grows) {
   if (!work_.has_mapper() || !work_.failure.empty()) return;
+  const auto num_growing = static_cast<std::int64_t>(grows.size());
   if (config_.lookahead_tokens > 0) {
-    const std::int64_t ahead = lookahead_tokens(static_cast<std::int64_t>(grows.size()));
+    const std::int64_t ahead = lookahead_tokens(num_growing);
     for (const Op& op : grows) {
       if (seqs_[op.seq].kv.view == View::kVirtual) map_lookahead(op.seq, op.num_tokens, ahead);
     }
   }
   update_recent_demand();
-  grow_ahead();
+  grow_ahead(num_growing);
   evict_ahead();
   reclaim_ahead();
   map_eager_slots();
@@ -354,17 +357,23 @@ std::int64_t Background::target_free_pages() const {
   return std::min(static_cast<std::int64_t>(recent), pool_.limit() / kMostAhead);
 }
 
-void Background::grow_ahead() {
+void Background::grow_ahead(std::int64_t num_growing) {
   const std::int64_t growable = pool_.limit() - pool_.num_committed();
-  const std::int64_t wanted =
+  std::int64_t wanted =
       std::max({target_free_pages(), config_.ready_pages, (config_.grow_pages + 1) / 2});
+  // Where pages are kept ready at all, all sequences may need one in the same step.
+  if (config_.ready_pages > 0) {
+    wanted = std::max(wanted, std::min(num_growing, pool_.limit() / kMostAhead));
+  }
   if (is_growing_ || growable <= 0) return;
   if (pool_.num_free() >= wanted && !pool_.lacks_extent()) return;
   Command command;
   command.kind = Command::Kind::kGrow;
   // Contains one whole extent wherever it begins.
   const std::int64_t extents = pool_.lacks_extent() ? 2 * pool_.extent_pages() : 0;
-  const std::int64_t count = std::max({config_.grow_pages, wanted - pool_.num_free(), extents});
+  // Maps are queued behind it.
+  const std::int64_t missing = std::min(wanted - pool_.num_free(), kMostGrown);
+  const std::int64_t count = std::max({config_.grow_pages, missing, extents});
   command.runs = pool_.lowest_absent(std::min(growable, count));
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const PageRun& run : command.runs) {

@@ -193,6 +193,7 @@ class SimCuda:
         lib.simcuda_pump.restype = c_int64
         lib.simcuda_violations.restype = c_uint64
         lib.simcuda_set_fault.argtypes = (c_int64, ctypes.c_char_p, c_int32, c_int32)
+        lib.simcuda_set_cost.argtypes = (ctypes.c_char_p, c_uint64)
         lib.simcuda_num_calls.argtypes = (ctypes.c_char_p,)
         lib.simcuda_pump.argtypes = (c_int64,)
         lib.simcuda_violations.argtypes = (ctypes.c_char_p, c_uint64)
@@ -215,6 +216,11 @@ class SimCuda:
     def no_faults(self) -> None:
         """Forget the plan of failures; a lost device stays lost."""
         self.library.simcuda_set_fault(0, None, 0, False)
+
+    def costs(self, nanoseconds: int, *names: str) -> None:
+        """Calls of these functions take so long from now on."""
+        for name in names:
+            self.library.simcuda_set_cost(name.encode(), nanoseconds)
 
     @property
     def num_failed(self) -> int:

@@ -28,9 +28,12 @@ template <typename Body>
 Result call(const char* name, Context context, Body body) {
   Simulator& sim = Simulator::instance();
   Lock lock(sim.mutex);
-  if (sim.config.latency_ns > 0) {
+  const auto cost = sim.costs_ns.find(name);
+  const std::uint64_t nanoseconds =
+      cost == sim.costs_ns.end() ? sim.config.latency_ns : cost->second;
+  if (nanoseconds > 0) {
     lock.unlock();
-    std::this_thread::sleep_for(std::chrono::nanoseconds(sim.config.latency_ns));
+    std::this_thread::sleep_for(std::chrono::nanoseconds(nanoseconds));
     lock.lock();
   }
   const Result refused = admit(sim, lock, name, context);

@@ -92,6 +92,13 @@ SIMCUDA_EXPORT void simcuda_set_fault(std::int64_t call, const char* name, std::
   sim.num_failed = 0;
 }
 
+// Every call of `name` sleeps so long, in the place of the configuration's latency.
+SIMCUDA_EXPORT void simcuda_set_cost(const char* name, std::uint64_t nanoseconds) {
+  Simulator& sim = Simulator::instance();
+  const Lock lock(sim.mutex);
+  sim.costs_ns[name] = nanoseconds;
+}
+
 SIMCUDA_EXPORT std::int64_t simcuda_num_failed() {
   Simulator& sim = Simulator::instance();
   const Lock lock(sim.mutex);

@@ -57,6 +57,7 @@ void Simulator::clear() {
 void Simulator::configure(const Config& wanted) {
   clear();
   config = wanted;
+  costs_ns.clear();
   random.seed(config.seed);
   ++generation;
   streams[kDefaultStream];

@@ -171,6 +171,7 @@ class Simulator {
   Result fail_result = vmserve::cuda::kSuccess;
   std::int64_t calls_since_plan = 0;
   std::int64_t num_failed = 0;
+  std::map<std::string, std::uint64_t, std::less<>> costs_ns;  // of a call, by function
   std::map<std::string, std::int64_t> num_calls;
 
  private:

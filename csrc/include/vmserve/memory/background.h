@@ -64,7 +64,7 @@ class Background : LedgerClient {
   void map_eager_slots();
   void update_recent_demand();
   std::int64_t target_free_pages() const;
-  void grow_ahead();
+  void grow_ahead(std::int64_t num_growing);
   void evict_ahead();
   void reclaim_ahead();
   void reclaim(SlotId slot, std::int64_t num_pages);

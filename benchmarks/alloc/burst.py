@@ -1,0 +1,108 @@
+"""Steps in which every sequence needs another page, on a simulated GPU whose calls take their time.
+
+    PYTHONPATH=. python benchmarks/alloc/burst.py
+
+The calls' costs are those that an H100 took beside a running kernel (``benchmarks/gpu/results``).
+``groups`` 1: all layers share a page; 16: two layers do. A step plans and applies its memory, is
+launched, computes (sleeps) and completes. Times of the memory's calls alone are ``host``: what of
+them is longer than the computing delays the next step where steps overlap. Needs g++.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tests.memory.support import grow
+from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
+from vmserve import _core
+from vmserve._core import MapperMode, View, ZeroPolicy
+
+#: Microseconds beside a kernel on every multiprocessor of an H100.
+COSTS = {
+    "cuMemMap": 232,
+    "cuMemSetAccess": 256,
+    "cuMemUnmap": 170,
+    "cuMemCreate": 407,
+    "cuMemRelease": 148,
+}
+PAGE_TOKENS = 128
+LOOKAHEAD = 16
+
+
+def steps(groups: int, batch: int, mapper: MapperMode, step_ms: float, grows: bool) -> list[float]:
+    """Milliseconds of the memory's calls in each step around a page's end."""
+    pages = 8 * batch
+    sim = SimCuda(SimConfig(total_bytes=(groups * pages + 64) * GRANULE))
+    driver = _core.CudaDriver(GRANULE, groups * pages, library=str(sim.path), spare_bytes=0)
+    memory = _core.KVMemory(
+        driver,
+        num_groups=groups,
+        block_tokens=16,
+        blocks_per_page=PAGE_TOKENS // 16,
+        token_bytes=GRANULE // PAGE_TOKENS,
+        max_seqs=batch,
+        num_slots=batch,
+        max_len=2 * PAGE_TOKENS,
+        limit_pages=pages,
+        max_pages=pages,
+        grow_pages=10,
+        ready_pages=batch // 2,
+        zero_policy=ZeroPolicy.TENANT,
+        mapper=mapper,
+        lookahead_tokens=0 if mapper is MapperMode.OFF else LOOKAHEAD,
+        seal_read_only=False,
+        prefix_caching=False,
+    )
+    seqs = [memory.open(0, View.VIRTUAL, b"", [1]) for _ in range(batch)]
+
+    def step(length: int) -> float:
+        began = time.perf_counter()
+        ops = [grow(seq, length) for seq in seqs if seq is not None]
+        epoch = memory.apply(ops, memory.plan(ops).version)
+        memory.launched(epoch)
+        host = time.perf_counter() - began
+        time.sleep(step_ms / 1e3)
+        began = time.perf_counter()
+        memory.complete(epoch)
+        return 1e3 * (host + time.perf_counter() - began)
+
+    first = PAGE_TOKENS - 40 if grows else 1
+    step(first)
+    memory.settle_mapper()
+    for name, cost in COSTS.items():
+        sim.costs(1000 * cost, name)
+    return [step(first + 1 + i) for i in range(64)]
+
+
+def rows(step_ms: float) -> Iterator[dict[str, Any]]:
+    for groups in (1, 16):
+        for batch in (32, 128):
+            for mapper in (MapperMode.OFF, MapperMode.THREAD):
+                quiet = steps(groups, batch, mapper, step_ms, grows=False)
+                found = steps(groups, batch, mapper, step_ms, grows=True)
+                usual = statistics.median(quiet)
+                yield {
+                    "groups": groups,
+                    "batch": batch,
+                    "mapper": mapper.name.lower(),
+                    "median_host_ms": statistics.median(found),
+                    "slowest_host_ms": max(found),
+                    "slowest_step": (step_ms + max(found)) / (step_ms + usual),
+                }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--step-ms", type=float, default=8.0)
+    options = parser.parse_args()
+    for row in rows(options.step_ms):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
