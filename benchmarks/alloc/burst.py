@@ -11,10 +11,11 @@ them is longer than the computing delays the next step where steps overlap. Need
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.memory.support import grow
@@ -34,8 +35,13 @@ PAGE_TOKENS = 128
 LOOKAHEAD = 16
 
 
-def steps(groups: int, batch: int, mapper: MapperMode, step_ms: float, grows: bool) -> list[float]:
-    """Milliseconds of the memory's calls in each step around a page's end."""
+def steps(
+    groups: int, batch: int, mapper: MapperMode, ready: int, step_ms: float, *, grows: bool
+) -> list[float]:
+    """Milliseconds of the memory's calls in each step around a page's end.
+
+    ``ready``: pages that the pool has at the start; the others are made meanwhile.
+    """
     pages = 8 * batch
     sim = SimCuda(SimConfig(total_bytes=(groups * pages + 64) * GRANULE))
     driver = _core.CudaDriver(GRANULE, groups * pages, library=str(sim.path), spare_bytes=0)
@@ -51,7 +57,7 @@ def steps(groups: int, batch: int, mapper: MapperMode, step_ms: float, grows: bo
         limit_pages=pages,
         max_pages=pages,
         grow_pages=10,
-        ready_pages=batch // 2,
+        ready_pages=ready,
         zero_policy=ZeroPolicy.TENANT,
         mapper=mapper,
         lookahead_tokens=0 if mapper is MapperMode.OFF else LOOKAHEAD,
@@ -79,28 +85,34 @@ def steps(groups: int, batch: int, mapper: MapperMode, step_ms: float, grows: bo
     return [step(first + 1 + i) for i in range(64)]
 
 
-def rows(step_ms: float) -> Iterator[dict[str, Any]]:
-    for groups in (1, 16):
-        for batch in (32, 128):
-            for mapper in (MapperMode.OFF, MapperMode.THREAD):
-                quiet = steps(groups, batch, mapper, step_ms, grows=False)
-                found = steps(groups, batch, mapper, step_ms, grows=True)
+def rows(
+    step_ms: float, all_groups: Sequence[int], batches: Sequence[int]
+) -> Iterator[dict[str, Any]]:
+    for groups in all_groups:
+        for batch in batches:
+            ways = itertools.product((MapperMode.OFF, MapperMode.THREAD), (batch, batch // 2))
+            for mapper, ready in ways:
+                quiet = steps(groups, batch, mapper, ready, step_ms, grows=False)
+                found = steps(groups, batch, mapper, ready, step_ms, grows=True)
                 usual = statistics.median(quiet)
                 yield {
                     "groups": groups,
                     "batch": batch,
                     "mapper": mapper.name.lower(),
+                    "ready": ready,
                     "median_host_ms": statistics.median(found),
                     "slowest_host_ms": max(found),
                     "slowest_step": (step_ms + max(found)) / (step_ms + usual),
                 }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--step-ms", type=float, default=8.0)
-    options = parser.parse_args()
-    for row in rows(options.step_ms):
+    parser.add_argument("--groups", type=int, nargs="*", default=[1, 16])
+    parser.add_argument("--batches", type=int, nargs="*", default=[32, 128])
+    options = parser.parse_args(arguments)
+    for row in rows(options.step_ms, options.groups, options.batches):
         print(json.dumps(row), flush=True)
 
 

@@ -88,6 +88,22 @@ def test_commands_run_one_by_one_and_only_so_many() -> None:
     assert memory.stat("hidden_calls_total") == 2 * GROUPS
 
 
+@pytest.mark.parametrize("ready", [0, 1])
+def test_where_pages_are_kept_ready_each_growing_sequence_has_one(ready: int) -> None:
+    num = 6
+    memory = manual(
+        ready_pages=ready, grow_pages=1, limit_pages=64, max_pages=64, num_slots=num,
+        prefix_caching=False,
+    )  # fmt: skip
+    seqs = [memory.start([1]) for _ in range(num)]  # one after the other: a step takes one page
+    for length in (2, 3):
+        memory.core.run_mapper(100)
+        memory.do(*(grow(seq, length) for seq in seqs))
+    memory.core.run_mapper(100)
+    assert (memory.stat("free_pages") >= num) == bool(ready)
+    memory.core.check()
+
+
 def test_eager_slots_are_mapped_in_the_background_and_adopted() -> None:
     memory = manual(eager_slots=1, eager_pages=2, prefix_caching=False)
     paged = memory.start([1], View.PAGED)

@@ -5,8 +5,12 @@ Driver calls are counted, not time: those of the mapper between a caller's wish 
 
 from __future__ import annotations
 
+import json
 import statistics
 
+import pytest
+
+from benchmarks.alloc import burst
 from tests.memory.support import grow
 from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
 from vmserve import _core
@@ -61,3 +65,12 @@ def test_a_step_waits_for_a_piece_of_the_mappers_work_and_not_for_all_of_it() ->
     memory.complete(epoch)
     memory.settle_mapper()
     memory.check()
+
+
+def test_the_benchmark_of_a_burst(capsys: pytest.CaptureFixture[str]) -> None:
+    burst.main(["--groups", "1", "--batches", "2", "--step-ms", "1"])
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["mapper"], row["ready"]) for row in rows] == [
+        ("off", 2), ("off", 1), ("thread", 2), ("thread", 1),
+    ]  # fmt: skip
+    assert all(row["slowest_host_ms"] >= row["median_host_ms"] > 0 for row in rows)
