@@ -344,7 +344,7 @@ Serving LLMs without PagedAttention" (Prabhu et al., ASPLOS 2025; arXiv 2405.044
 repeated here, the commands, and the results next to the papers' figures. `vmserve bench papers
 --list` prints this table.
 
-- **measured**: ran on the host's CPU and memory driver, or where it says so on a GPU; times are those of that machine.
+- **measured**: ran on the host's CPU and memory driver, or where it says so on a GPU; its times.
 - **counted**: the real memory core did the work, and pages or blocks were counted; no times.
 - **simulated**: the real scheduler and memory core with a simulated clock; no GPU was used.
 - **needs a GPU**: not repeated. The command would run it there.
