@@ -18,10 +18,10 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from tests.memory.support import grow
 from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
 from vmserve import _core
 from vmserve._core import MapperMode, View, ZeroPolicy
+from vmserve.bench.alloc.pool import grow, growths, open_pool, open_sequences
 
 #: Microseconds beside a kernel on every multiprocessor of an H100.
 COSTS = {
@@ -45,16 +45,13 @@ def steps(
     pages = 8 * batch
     sim = SimCuda(SimConfig(total_bytes=(groups * pages + 64) * GRANULE))
     driver = _core.CudaDriver(GRANULE, groups * pages, library=str(sim.path), spare_bytes=0)
-    memory = _core.KVMemory(
-        driver,
+    memory = open_pool(
+        driver=driver,
         num_groups=groups,
-        block_tokens=16,
-        blocks_per_page=PAGE_TOKENS // 16,
+        page_tokens=PAGE_TOKENS,
         token_bytes=GRANULE // PAGE_TOKENS,
         max_seqs=batch,
-        num_slots=batch,
         max_len=2 * PAGE_TOKENS,
-        limit_pages=pages,
         max_pages=pages,
         grow_pages=10,
         ready_pages=ready,
@@ -64,12 +61,11 @@ def steps(
         seal_read_only=False,
         prefix_caching=False,
     )
-    seqs = [memory.open(0, View.VIRTUAL, b"", [1]) for _ in range(batch)]
+    seqs = open_sequences(memory, [View.VIRTUAL] * batch, [1])
 
     def step(length: int) -> float:
         began = time.perf_counter()
-        ops = [grow(seq, length) for seq in seqs if seq is not None]
-        epoch = memory.apply(ops, memory.plan(ops).version)
+        epoch = grow(memory, growths(seqs, [length] * batch))
         memory.launched(epoch)
         host = time.perf_counter() - began
         time.sleep(step_ms / 1e3)

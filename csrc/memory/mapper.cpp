@@ -170,21 +170,20 @@ std::uint64_t Mapper::submit(Command command) {
 Outcome Mapper::execute(Command command, bool gives_way) {
   Outcome outcome;
   Transaction tx(*driver_);
-  const auto access = [&](const auto& runs) { tx.set_access(runs, Access::kReadWrite); };
-  try {
+  const auto all = [&](const auto& runs, PieceSize& size, auto call) {
     if (gives_way) {
-      in_pieces(command.create, create_size_, turn_, [&](const auto& runs) { tx.create(runs); });
-      driver_->zero(command.zero);
-      in_pieces(command.map, map_size_, turn_, [&](const auto& runs) { tx.map(runs); });
-      in_pieces(command.unmap, unmap_size_, turn_, [&](const auto& runs) { driver_->unmap(runs); });
-      in_pieces(command.access, access_size_, turn_, access);
+      in_pieces(runs, size, turn_, call);
     } else {
-      tx.create(command.create);
-      driver_->zero(command.zero);
-      tx.map(command.map);
-      driver_->unmap(command.unmap);
-      access(command.access);
+      call(runs);
     }
+  };
+  try {
+    all(command.create, create_size_, [&](const auto& runs) { tx.create(runs); });
+    driver_->zero(command.zero);
+    all(command.map, map_size_, [&](const auto& runs) { tx.map(runs); });
+    all(command.unmap, unmap_size_, [&](const auto& runs) { driver_->unmap(runs); });
+    all(command.access, access_size_,
+        [&](const auto& runs) { tx.set_access(runs, Access::kReadWrite); });
     outcome.done = true;
     outcome.num_calls = static_cast<std::int64_t>(command.map.size() + command.unmap.size() +
                                                   command.access.size());

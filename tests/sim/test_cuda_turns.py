@@ -11,10 +11,10 @@ import statistics
 import pytest
 
 from benchmarks.alloc import burst
-from tests.memory.support import grow
 from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
 from vmserve import _core
 from vmserve._core import MapperMode, View, ZeroPolicy
+from vmserve.bench.alloc.pool import grow, growths, open_pool, open_sequences
 
 GROUPS = 16
 NUM_SEQS = 8
@@ -27,16 +27,14 @@ CALL_NS = 300_000
 def test_a_step_waits_for_a_piece_of_the_mappers_work_and_not_for_all_of_it() -> None:
     sim = SimCuda(SimConfig(total_bytes=1 << 26, latency_ns=CALL_NS))
     driver = _core.CudaDriver(GRANULE, GROUPS * NUM_PAGES, library=str(sim.path), spare_bytes=0)
-    memory = _core.KVMemory(
-        driver,
+    memory = open_pool(
+        driver=driver,
         num_groups=GROUPS,
+        page_tokens=PAGE_TOKENS,
         block_tokens=PAGE_TOKENS,
-        blocks_per_page=1,
         token_bytes=GRANULE // PAGE_TOKENS,
         max_seqs=NUM_SEQS,
-        num_slots=NUM_SEQS,
         max_len=4 * PAGE_TOKENS,
-        limit_pages=NUM_PAGES,
         max_pages=NUM_PAGES,
         grow_pages=NUM_PAGES,
         zero_policy=ZeroPolicy.TENANT,
@@ -45,10 +43,8 @@ def test_a_step_waits_for_a_piece_of_the_mappers_work_and_not_for_all_of_it() ->
         seal_read_only=False,
         prefix_caching=False,
     )
-    seqs = [memory.open(0, View.VIRTUAL, b"", [1]) for _ in range(NUM_SEQS)]
-    ops = [grow(seq, 1) for seq in seqs if seq is not None]
-    plan = memory.plan(ops)
-    epoch = memory.apply(ops, plan.version)
+    seqs = open_sequences(memory, [View.VIRTUAL] * NUM_SEQS, [1])
+    epoch = grow(memory, growths(seqs, [1] * NUM_SEQS))
 
     def mapping_calls() -> int:
         return sum(sim.num_calls(name) for name in ("cuMemMap", "cuMemSetAccess"))

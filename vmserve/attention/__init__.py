@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from vmserve.attention.base import AttentionBackend, LayerAttention
+from vmserve.attention.base import AttentionBackend, LayerAttention, lacking
 from vmserve.attention.cpu import CpuBackend
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
@@ -136,16 +136,8 @@ def _by_phases(
 
 
 def _suits(backend: AttentionBackend, layers: Sequence[LayerAttention]) -> bool:
-    windows = any(layer.window is not None for layer in layers)
-    capped = any(layer.softcap is not None for layer in layers)
-    sinks = any(layer.has_sinks for layer in layers)
     inside = any(layer.value_dim is not None for layer in layers)
-    return (
-        (backend.windows or not windows)
-        and (backend.softcap or not capped)
-        and (backend.sinks or not sinks)
-        and (backend.latents or not inside)
-    )
+    return lacking(backend, layers) is None and (backend.latents or not inside)
 
 
 def check_backend(backend: AttentionBackend, layers: Iterable[LayerAttention]) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "LayerAttention",
     "PlansAhead",
     "RaggedBatch",
+    "lacking",
 ]
 
 
@@ -122,6 +123,26 @@ class LayerAttention:
     #: they have rows of their own.
     value_dim: int | None = None
     sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
+
+
+class _Able(Protocol):
+    """A backend or a kernel, which says what it can do."""
+
+    windows: bool
+    softcap: bool
+    sinks: bool
+
+
+def lacking(able: _Able, layers: Sequence[LayerAttention]) -> str | None:
+    """What layers of a model need and ``able`` has not; None if it has all."""
+    for has, needs, what in (
+        (able.windows, any(layer.window is not None for layer in layers), "windows"),
+        (able.softcap, any(layer.softcap is not None for layer in layers), "softcaps"),
+        (able.sinks, any(layer.has_sinks for layer in layers), "sinks"),
+    ):
+        if needs and not has:
+            return f"it has no {what}"
+    return None
 
 
 class AttentionCall(Protocol):

@@ -94,6 +94,16 @@ class Slots(NamedTuple):
     kernels: tuple[SlotKernel, ...]
 
 
+class Capacity(NamedTuple):
+    """What a plan for decodes has room for; see ``PlansAhead.plan_capacity``."""
+
+    max_tokens: int
+    max_len: int
+    q_heads: int
+    windows: Sequence[int | None]
+    dtype: DType | None
+
+
 #: Attends q ``[rows, q_heads, head_dim]``, rotated and contiguous, of the sequences that it was
 #: made for, in a layer; returns the same shape. K and V of the new tokens are in the slots already.
 PartCall = Callable[[torch.Tensor, LayerAttention], torch.Tensor]
@@ -142,17 +152,8 @@ class SlotKernel(Protocol):
         """
         ...
 
-    def plan(
-        self,
-        slots: Slots,
-        *,
-        max_tokens: int,
-        max_len: int,
-        q_heads: int,
-        windows: Sequence[int | None],
-        dtype: DType | None,
-    ) -> AttentionPlan:
-        """For decodes, if it takes them; see ``PlansAhead.plan_capacity``."""
+    def plan(self, slots: Slots, capacity: Capacity) -> AttentionPlan:
+        """For decodes, if it takes them."""
         ...
 
 
@@ -191,17 +192,8 @@ class StockKernel(ABC):
         part = _part(slots, batch)
         return lambda q, spec: self(q, slots, part, spec)
 
-    def plan(
-        self,
-        slots: Slots,
-        *,
-        max_tokens: int,
-        max_len: int,
-        q_heads: int,
-        windows: Sequence[int | None],
-        dtype: DType | None,
-    ) -> AttentionPlan:
-        return DecodePlan(self, slots, max_tokens, max_len)
+    def plan(self, slots: Slots, capacity: Capacity) -> AttentionPlan:
+        return DecodePlan(self, slots, capacity.max_tokens, capacity.max_len)
 
 
 def _window(spec: LayerAttention) -> tuple[int, int]:
@@ -508,14 +500,8 @@ class FlashBackend:
                 f"the {self.name} backend plans one token of each sequence, not {max_new}"
             )
         slots = self._slots_of(view)
-        return _for_decodes(slots.kernels).plan(
-            slots,
-            max_tokens=max_tokens,
-            max_len=max_len,
-            q_heads=q_heads,
-            windows=windows,
-            dtype=dtype,
-        )
+        capacity = Capacity(max_tokens, max_len, q_heads, windows, dtype)
+        return _for_decodes(slots.kernels).plan(slots, capacity)
 
 
 def flash_attn_2() -> FlashBackend:

@@ -5,9 +5,9 @@ H100, with the heads of Llama 3 8B (32 and 8, of 128, bfloat16):
 
 * **Decodes** are our own kernels' (``csrc/cuda``): a layer takes 21, 54 and 189 microseconds with
   8, 32 and 128 sequences of 1024 tokens, where FlashAttention 2 in torch takes 31, 67 and 227.
-* **Prompts** are FlashAttention 3's where it is installed: 634 to 647 TFLOP/s.
+* **Prompts** are FlashAttention 3's where it is installed: 626 to 647 TFLOP/s.
 * Else **the beginning of a prompt** is cuDNN's, through torch: 474 to 577 TFLOP/s, where
-  FlashAttention 2 in torch has 275 to 333, and our own kernels 210 to 255.
+  FlashAttention 2 in torch has 274 to 333, and our own kernels 208 to 256.
 * What is left, such as the end of a prompt, and tokens behind cached ones, is the chosen stock
   kernel's.
 """
@@ -15,18 +15,25 @@ H100, with the heads of Llama 3 8B (32 and 8, of 128, bfloat16):
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vmserve.attention.base import AttentionBackend, AttentionPlan, LayerAttention, RaggedBatch
+from vmserve.attention.base import (
+    AttentionBackend,
+    AttentionPlan,
+    LayerAttention,
+    RaggedBatch,
+    lacking,
+)
 from vmserve.attention.cuda.backend import CudaPagedBackend
 from vmserve.attention.cuda.launcher import Launcher
 from vmserve.attention.flash import (
     HALF,
+    Capacity,
     FlashAttn3,
     FlashBackend,
     PartCall,
@@ -93,25 +100,12 @@ class CudaDecodes:
         call = self._backend.bind(slots.view, batch)
         return lambda q, spec: call.attend(spec, q)
 
-    def plan(
-        self,
-        slots: Slots,
-        *,
-        max_tokens: int,
-        max_len: int,
-        q_heads: int,
-        windows: Sequence[int | None],
-        dtype: DType | None,
-    ) -> AttentionPlan:
+    def plan(self, slots: Slots, capacity: Capacity) -> AttentionPlan:
         return self._backend.plan_capacity(
             slots.tensors.view,
-            max_seqs=max_tokens,
-            max_tokens=max_tokens,
+            max_seqs=capacity.max_tokens,
             max_new=1,
-            max_len=max_len,
-            q_heads=q_heads,
-            windows=windows,
-            dtype=dtype,
+            **capacity._asdict(),
         )
 
 
@@ -211,16 +205,7 @@ class CudnnPrompts:
         )[0]  # fmt: skip
         return output.transpose(1, 2).squeeze(0)
 
-    def plan(
-        self,
-        slots: Slots,
-        *,
-        max_tokens: int,
-        max_len: int,
-        q_heads: int,
-        windows: Sequence[int | None],
-        dtype: DType | None,
-    ) -> AttentionPlan:
+    def plan(self, slots: Slots, capacity: Capacity) -> AttentionPlan:
         raise UnsupportedError("cuDNN's attention takes no decodes")
 
 
@@ -247,20 +232,9 @@ def by_phases(
     layers = tuple(layers)
     serve = []
     for kernel in before:
-        refusal = kernel.refusal(head_dim, dtype) or _lacks(kernel, layers)
+        refusal = kernel.refusal(head_dim, dtype) or lacking(kernel, layers)
         if refusal is None:
             serve.append(kernel)
         else:
             logger.info("attention goes on without %s: %s", kernel.name, refusal)
     return FlashBackend(*serve, *backend.kernels) if serve else backend
-
-
-def _lacks(kernel: SlotKernel, layers: Sequence[LayerAttention]) -> str | None:
-    for has, needs, what in (
-        (kernel.windows, any(layer.window is not None for layer in layers), "windows"),
-        (kernel.softcap, any(layer.softcap is not None for layer in layers), "softcaps"),
-        (kernel.sinks, any(layer.has_sinks for layer in layers), "sinks"),
-    ):
-        if needs and not has:
-            return f"it has no {what}"
-    return None

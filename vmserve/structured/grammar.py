@@ -58,14 +58,14 @@ def vetted(constraint: Constraint, tokenizer: LLTokenizer) -> str:
     """
     grammar = to_grammar(constraint)
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=PARSER_LIMITS)
+    allowed, remedy = 0, ""
     if not matcher.is_error():
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
-        if not matcher.is_error() and allowed:
-            matcher.consume_token((allowed & -allowed).bit_length() - 1)
-            if matcher.is_error():
-                raise BadGrammarError(f"{_told(matcher.get_error())}: make it simpler")
+    if allowed and not matcher.is_error():
+        matcher.consume_token((allowed & -allowed).bit_length() - 1)  # the lowest id
+        remedy = ": make it simpler"
     if matcher.is_error():
-        raise BadGrammarError(_told(matcher.get_error()))
+        raise BadGrammarError(_told(matcher.get_error()) + remedy)
     return grammar
 
 

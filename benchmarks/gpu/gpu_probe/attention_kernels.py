@@ -170,6 +170,15 @@ class AtenFlash:
         return call
 
 
+def _of_one(batch: SlotBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a batch of one, ``[1, heads, tokens, head_dim]``."""
+    slot, length = batch.slot_ids[0], batch.lengths[0]
+    keys, values = (
+        tensor[slot, :length].transpose(0, 1).unsqueeze(0) for tensor in (batch.keys, batch.values)
+    )
+    return batch.queries.transpose(1, 2), keys, values
+
+
 class SdpaFlash:
     """``scaled_dot_product_attention``, flash backend, over one slot's view cut to its length."""
 
@@ -181,10 +190,7 @@ class SdpaFlash:
         return ""
 
     def prepare(self, batch: SlotBatch) -> Callable[[], Tensor]:
-        slot, length = batch.slot_ids[0], batch.lengths[0]
-        query = batch.queries.transpose(1, 2)
-        key = batch.keys[slot, :length].transpose(0, 1).unsqueeze(0)
-        value = batch.values[slot, :length].transpose(0, 1).unsqueeze(0)
+        query, key, value = _of_one(batch)
         grouped = query.shape[1] != key.shape[1]
 
         def call() -> Tensor:
@@ -216,10 +222,7 @@ class SdpaWhole:
         return ""
 
     def prepare(self, batch: SlotBatch) -> Callable[[], Tensor]:
-        slot, length = batch.slot_ids[0], batch.lengths[0]
-        query = batch.queries.transpose(1, 2)
-        key = batch.keys[slot, :length].transpose(0, 1).unsqueeze(0)
-        value = batch.values[slot, :length].transpose(0, 1).unsqueeze(0)
+        query, key, value = _of_one(batch)
 
         def attention(key: Tensor, value: Tensor) -> Callable[[], Tensor]:
             grouped = query.shape[1] != key.shape[1]

@@ -28,14 +28,17 @@ def open_pool(
     max_len: int,
     num_groups: int = 1,
     block_tokens: int = BLOCK_TOKENS,
+    driver: _core.PageDriver | None = None,
     **options: Any,
 ) -> _core.KVMemory:
     """A KV memory whose slots are as many as its sequences and whose limit is ``max_pages``.
 
     ``token_bytes`` are those of one group; a page of one group has ``page_tokens`` of them.
+    ``driver``: one with ``num_groups * max_pages`` frames of a page (default: the host's).
     ``options`` are further arguments of :class:`vmserve._core.KVMemory`.
     """
-    driver = _core.HostDriver(page_tokens * token_bytes, num_groups * max_pages)
+    if driver is None:
+        driver = _core.HostDriver(page_tokens * token_bytes, num_groups * max_pages)
     return _core.KVMemory(
         driver,
         num_groups=num_groups,
