@@ -15,7 +15,7 @@ from vmserve.dtypes import DType
 
 __all__ = ["MemoryReturn", "TensorTuple", "array_tuple", "as_float32", "rounded", "trim_memory"]
 
-_MUCH_MORE = 16 << 20
+_MUCH = 16 << 20
 
 #: (address, dtype, shape, strides in elements)
 TensorTuple: TypeAlias = tuple[int, str, tuple[int, ...], tuple[int, ...]]
@@ -48,7 +48,7 @@ def rounded(array: NDArray[np.float32], dtype: DType) -> NDArray[Any]:
 
 
 class MemoryReturn:
-    """Gives memory back to the system when there is much more than at the last time.
+    """Gives memory back to the system when much was taken or freed since the last time.
 
     What was freed in pieces all over the heap would stay with the allocator.
     """
@@ -58,7 +58,8 @@ class MemoryReturn:
 
     def give_back(self) -> None:
         """Call it when there is nothing to do: it may take tens of milliseconds."""
-        if _own_bytes() < self._before + _MUCH_MORE:
+        # Less than before counts too: then it was called while there was something to do.
+        if abs(_own_bytes() - self._before) < _MUCH:
             return
         gc.collect()
         trim_memory()

@@ -195,6 +195,19 @@ def test_a_refusal_is_remembered_and_others_are_served_meanwhile(tokenizer: str)
         compiler.close()
 
 
+def test_processes_end_when_nothing_is_compiled(
+    tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "IDLE_SECONDS", 0.05)
+    compiler = GrammarCompiler(tokenizer, VOCAB, [EOS])
+    try:
+        for name in "ab":
+            compiler.compile(StructuredOutputsParams(regex=name))
+            until(lambda: compiler.pids == [])
+    finally:
+        compiler.close()
+
+
 def bomb(number: int) -> StructuredOutputsParams:
     return StructuredOutputsParams(regex=f"bomb{number}")
 

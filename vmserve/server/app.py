@@ -92,6 +92,7 @@ def create_app(
         lifecycle=context.lifecycle,
         origins=origins,
         bodies=context.bodies,
+        idle=context.idle,
         open_status_routes=config.open_status_routes,
     )
     app.add_middleware(Boundary, root_path=config.root_path, lifecycle=context.lifecycle)

@@ -67,7 +67,7 @@ class ServerContext:
         self.bodies = BodyBytes()
         self.processes = AsideProcesses()
         self.workers = Workers()
-        self._idle = IdleWork(self.processes)
+        self.idle = IdleWork(self.processes, self.workers)
 
     async def model_of(self, request: Request, asked: NamesModel) -> ServedModel:
         """Return the model that ``asked`` names, which counts as used until the request ends.
@@ -103,13 +103,10 @@ class ServerContext:
         """
         visit: Visit = request.state.visit
         size = visit.num_bytes if size is None else size
-        try:
-            return await self.workers.run(visit.tenant, work, size)
-        finally:
-            self._idle.note()
+        return await self.workers.run(visit.tenant, work, size)
 
     def close(self) -> None:
         self.workers.close()
-        self._idle.close()
+        self.idle.close()
         if self.tracing is not None:
             self.tracing.close()

@@ -7,25 +7,27 @@ from typing import Final
 
 from vmserve.host_arrays import MemoryReturn
 from vmserve.server.aside_process import AsideProcesses
+from vmserve.server.workers import Workers
 
 __all__ = ["IdleWork"]
 
-#: Seconds without a request that was prepared by a thread, before memory goes back to the system,
-#: and processes for large ones end.
+#: Seconds without the end of a request with a body, before memory goes back to the system, and
+#: processes for large ones end.
 _IDLE_SECONDS: Final = 5.0
 
 
 class IdleWork:
-    """Waits for work to be over. Belongs to one event loop."""
+    """Waits for requests to be over. Belongs to one event loop."""
 
-    def __init__(self, processes: AsideProcesses) -> None:
+    def __init__(self, processes: AsideProcesses, workers: Workers) -> None:
         self._processes = processes
+        self._workers = workers
         self._due: asyncio.TimerHandle | None = None
         self._last = 0.0
         self._memory = MemoryReturn()
 
     def note(self) -> None:
-        """Work has just ended."""
+        """A request has just ended."""
         loop = asyncio.get_running_loop()
         self._last = loop.time()
         if self._due is None:
@@ -33,6 +35,8 @@ class IdleWork:
 
     def _tidy(self) -> None:
         loop = asyncio.get_running_loop()
+        if self._workers.is_busy:
+            self._last = loop.time()
         due = self._last + _IDLE_SECONDS
         if loop.time() < due:
             self._due = loop.call_at(due, self._tidy)

@@ -21,6 +21,7 @@ from vmserve.server.admin import ADMIN_PATHS, ENGINE_PATHS, MODEL_PATHS
 from vmserve.server.admission import BodyBytes, Visit
 from vmserve.server.auth import Caller, KeyRing
 from vmserve.server.errors import ApiError, ClientDisconnectedError, error_response
+from vmserve.server.idle import IdleWork
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.limits import MAX_HEADER_BYTES, SIZES
 from vmserve.server.live import LIVE_PAGE_PATHS
@@ -148,6 +149,7 @@ class Gate:
         lifecycle: Lifecycle,
         origins: OriginPolicy,
         bodies: BodyBytes,
+        idle: IdleWork,
         open_status_routes: bool,
     ) -> None:
         self._app = app
@@ -155,6 +157,7 @@ class Gate:
         self._keys = keys
         self._admin_keys = admin_keys or keys
         self._bodies = bodies
+        self._idle = idle
         self._lifecycle = lifecycle
         self._open_paths = _ALWAYS_OPEN | (_STATUS_PATHS if open_status_routes else frozenset())
 
@@ -167,6 +170,8 @@ class Gate:
         try:
             await self._app(scope, receive, send)
         finally:
+            if visit.num_bytes:
+                self._idle.note()
             self._bodies.release(visit)
 
     def _check(self, scope: Scope) -> None:

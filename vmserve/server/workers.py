@@ -170,6 +170,10 @@ class Lane:
     def num_waiting(self) -> int:
         return sum(map(len, self._waiting.values()))
 
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._busy)
+
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
 
@@ -190,6 +194,11 @@ class Workers:
     def num_waiting(self) -> int:
         """Tasks that no thread has begun."""
         return self._short.num_waiting + self._long.num_waiting
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a thread is at work, perhaps for somebody who has left."""
+        return self._short.is_busy or self._long.is_busy
 
     def close(self) -> None:
         """Join the threads; drop tasks that wait."""

@@ -27,6 +27,8 @@ MAX_GRAMMARS = 128
 MAX_GRAMMAR_BYTES = 256 << 20
 #: A refusal that load may have caused is repeated without another try for so long.
 _REFUSAL_SECONDS = 60.0
+#: Without a compilation, before the processes end: each holds some 20 MiB.
+IDLE_SECONDS = 30.0
 #: Compilations at a time; each has a process, which is started when all before it are taken. One
 #: that runs is not interrupted but by its limits, so one tenant's never have all the places.
 _NUM_WORKERS = 3
@@ -83,6 +85,9 @@ class GrammarCompiler:
         self._free = list(self._processes)
         self._turns = TenantTurns(_MOST_OF_ONE_TENANT)
         self._is_closed = False
+        self._last_use = 0.0
+        #: Looks whether the processes are still used; None while there are none.
+        self._look: threading.Timer | None = None
         self._threads = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="vmserve-grammar")
         self._tokenizer_lock = threading.Lock()
 
@@ -147,6 +152,8 @@ class GrammarCompiler:
         """End threads and processes; refuse constraints that were not compiled yet."""
         with self._lock:
             self._is_closed = True
+            if self._look is not None:
+                self._look.cancel()
         for process in self._processes:
             process.interrupt()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -198,6 +205,9 @@ class GrammarCompiler:
         finally:
             with self._lock:
                 self._free.append(process)
+                self._last_use = time.monotonic()
+                if self._look is None:
+                    self._look_in(IDLE_SECONDS)
         # llguidance lets other threads run meanwhile.
         matcher = LLMatcher(self._tokenizer, verdict.grammar, log_level=0, limits=PARSER_LIMITS)
         if matcher.is_error():
@@ -205,6 +215,33 @@ class GrammarCompiler:
         matcher.compute_bitmask()  # what it learns by that is copied with it
         end_ids = self._setup.eos_ids or self._tokenizer.eos_tokens
         return Grammar(matcher, frozenset(end_ids), verdict.cost_bytes)
+
+    def _look_in(self, seconds: float) -> None:
+        """Look so many seconds later whether the processes rest; the caller holds the lock."""
+        if not self._is_closed:
+            self._look = threading.Timer(seconds, self._rest_if_idle)
+            self._look.daemon = True
+            self._look.start()
+
+    def _rest_if_idle(self) -> None:
+        with self._lock:
+            self._look = None
+            left = self._last_use + IDLE_SECONDS - time.monotonic()
+            if left > 0 or len(self._free) < _NUM_WORKERS:
+                self._look_in(max(left, 1.0))
+            elif not self._is_closed:
+                # As a compilation: each thread has one process at most, so there is always one.
+                self._threads.submit(self._rest)
+
+    def _rest(self) -> None:
+        for _ in range(_NUM_WORKERS):
+            with self._lock:
+                process = self._free.pop(0)
+            try:
+                process.rest()
+            finally:
+                with self._lock:
+                    self._free.append(process)
 
     def _evict(self) -> None:
         """Drop the least recently used grammars; requests that use them keep them."""

@@ -32,7 +32,8 @@ class VettingError(Exception):
 
 
 class VettingProcess:
-    """One process, started with the first question and again after each that ended it.
+    """One process, started with the first question, and again after each that ended it and after
+    a :meth:`rest`.
 
     One thread at a time uses it; only :meth:`interrupt` may be called from any.
     """
@@ -70,8 +71,12 @@ class VettingProcess:
         if process is not None:
             process.kill()
 
+    def rest(self) -> None:
+        """End the process until the next question. No question may be waiting."""
+        self._end()
+
     def close(self) -> None:
-        """End the process. No question may be waiting."""
+        """End the process for good. No question may be waiting."""
         self._is_closed = True
         self._end()
 

@@ -1,0 +1,41 @@
+"""What the server gives back when requests are over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import vmserve.host_arrays as host_arrays
+from tests.helpers import until
+from tests.server.conftest import Running
+from vmserve.host_arrays import MemoryReturn
+from vmserve.server import idle as idle_module
+from vmserve.server.aside_process import MOST_BYTES_IN_THREAD
+from vmserve.testing import ScriptedEngine
+
+MIB = 1 << 20
+
+
+def test_memory_goes_back_when_it_grew_and_when_it_shrank(monkeypatch: pytest.MonkeyPatch) -> None:
+    has, trims = [100], list[int]()
+    monkeypatch.setattr(host_arrays, "_own_bytes", lambda: has[0] * MIB)
+    monkeypatch.setattr(host_arrays, "trim_memory", lambda: trims.append(has[0]))
+    memory = MemoryReturn()
+    for now in (110, 400, 401, 300, 301):  # 400: while there is still something to do
+        has[0] = now
+        memory.give_back()
+    assert trims == [400, 300]
+
+
+def test_processes_end_after_the_last_request(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_module, "_IDLE_SECONDS", 0.05)
+    given: list[bool] = []
+    monkeypatch.setattr(MemoryReturn, "give_back", lambda _: given.append(True))
+    running = start(ScriptedEngine())
+    large = {"prompt": "Hi", "z": "z" * 2 * MOST_BYTES_IN_THREAD}
+    assert running.post("/tokenize", large).status_code == 200
+    until(lambda: bool(given))
+    assert running.app_context.processes.idle_pids == []
