@@ -210,6 +210,14 @@ class ScriptedEngine:
             "generation_tokens_total": 9,
         }
 
+    @property
+    def num_running(self) -> int:
+        return int(self.stats()["num_requests_running"])
+
+    @property
+    def max_num_running(self) -> int:
+        return self.resolved.max_num_seqs
+
     async def fetch_stats(self) -> dict[str, float | int]:
         return self.stats()
 

@@ -24,8 +24,24 @@ from vmserve.types import RequestOutput, RequestTerms
 HELLO = SamplingParams(max_tokens=20)
 
 
+class _Heard(dict[str, asyncio.Event]):
+    """Whoever counts requests hears when one comes or goes."""
+
+    def __init__(self, heard: Callable[[], None]) -> None:
+        super().__init__()
+        self._heard = heard
+
+    def __setitem__(self, name: str, abort: asyncio.Event) -> None:
+        super().__setitem__(name, abort)
+        self._heard()
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self._heard()
+
+
 class Engine(ScriptedEngine):
-    """A scripted engine that can be killed and started again, and pins."""
+    """A scripted engine that can be killed and started again, or not be heard of, and pins."""
 
     def __init__(self, text: str = "hello", **facts: Any) -> None:
         super().__init__(text)
@@ -34,11 +50,17 @@ class Engine(ScriptedEngine):
             block_tokens=4,
             prefix_caching=True,
             max_model_len=256,
+            max_num_seqs=128,
             max_logprobs=20,
             request_timeout=None,
         )
         self._facts = {"model": "m", "limits": 256, **facts}
         self.on_lost: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_running: Callable[[int], None] = lambda more: None
+        self.is_suspect = False
+        self.running = _Heard(self._count)
+        self._counted = 0
         self.pins: dict[int, Pin] = {}
         self.refuses_pins = False
 
@@ -51,16 +73,28 @@ class Engine(ScriptedEngine):
     def stats(self) -> dict[str, float | int]:
         return {**super().stats(), "limit_pages": 64, "blocks_per_page": 4, "page_bytes": 512}
 
+    def _count(self) -> None:
+        more = self.num_running - self._counted
+        self._counted += more
+        if more:
+            self.on_running(more)
+
+    def suspect(self, is_suspect: bool = True) -> None:
+        self.is_suspect = is_suspect
+        self.on_change()
+
     def kill(self) -> None:
         """Fail all requests, as the loss of the connection does."""
         self.errored = True
         self.on_lost()
+        self.on_change()
         self.fail = EngineDeadError("the engine has stopped")
         if self.pause is not None:
             self.pause.set()
 
     def revive(self) -> None:
         self.errored, self.fail, self.pause = False, None, None
+        self.on_change()
 
     async def _pace(self, run: Any, abort: asyncio.Event) -> None:
         await super()._pace(run, abort)
@@ -391,5 +425,192 @@ def test_requests_of_other_keys_or_salts_are_expected_to_have_nothing() -> None:
         for terms in ({}, {"cache_salt": "a"}, {"isolation": "k"}, {"isolation": "l"}):
             assert await expected(**terms) == 0
             assert await expected(**terms) == 40
+
+    run(test)
+
+
+# -- engines that are not heard of -------------------------------------------------------------
+
+
+def held(engine: Engine, after: int = 0) -> asyncio.Event:
+    """Let an engine say no more after so many tokens, until the event is set."""
+    engine.pause, engine.pause_after = asyncio.Event(), after
+    return engine.pause
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_has_not_begun_leaves_an_engine_that_is_suspected(stream: bool) -> None:
+    """It is answered once, also if the engine goes on; it has as much time as was left."""
+
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        speak = held(one)
+        fleet = fleet_of(one, other)
+        outputs: list[RequestOutput] = []
+
+        async def read() -> None:
+            outputs.extend([output async for output in ask(fleet, stream=stream)])
+
+        reading = asyncio.create_task(read())
+        await until(lambda: bool(one.running))
+        one.suspect()
+        await reading
+        speak.set()
+        await asyncio.sleep(0)
+        assert "".join(choice.text for each in outputs for choice in each.outputs) == "hello"
+        assert sum(not each.outputs for each in outputs) == int(stream)  # accepted once
+        assert (one.aborted, other.finished) == (["r"], ["r"])
+        assert fleet.stats()["router_failovers_total"] == 1
+        assert fleet.num_running == 0
+
+    run(test)
+
+
+def test_an_engine_that_is_suspected_gets_nothing_new_until_it_is_heard_of() -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        fleet = fleet_of(one, other)
+        one.suspect()
+        assert [member.state for member in fleet.members] == ["suspect", "ready"]
+        for _ in range(4):
+            assert await text_of(ask(fleet)) == "hello"
+        assert (len(one.requests), len(other.requests)) == (0, 4)
+        one.suspect(False)
+        for number in range(4):
+            assert await text_of(ask(fleet, [6 + number] * 9)) == "hello"
+        assert len(one.requests) >= 2
+
+    run(test)
+
+
+def test_a_stream_that_has_begun_stays_with_its_engine() -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        speak = held(one, 2)
+        fleet = fleet_of(one, other)
+        stream = ask(fleet, stream=True)
+        while not (output := await anext(stream)).outputs:
+            pass
+        one.suspect()
+        reading = asyncio.create_task(text_of(stream))
+        await until(lambda: one.num_running == 1)
+        one.suspect(False)
+        speak.set()
+        assert output.outputs[0].text + await reading == "hello"
+        assert other.requests == []
+
+    run(test)
+
+
+def test_when_all_are_suspected_requests_still_go_somewhere() -> None:
+    """They stay there, until another is heard of."""
+
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        held(one)
+        fleet = fleet_of(one, other)
+        other.suspect()
+        one.suspect()
+        reading = asyncio.create_task(text_of(ask(fleet)))
+        await until(lambda: bool(one.running))
+        assert not reading.done()
+        other.suspect(False)
+        assert await reading == "hello"
+        assert (one.aborted, other.finished) == (["r"], ["r"])
+        one.kill()
+        other.suspect()
+        assert await text_of(ask(fleet)) == "hello"
+
+    run(test)
+
+
+def test_a_request_whose_own_step_is_long_is_not_moved_for_ever() -> None:
+    async def test() -> None:
+        engines = [Engine(), Engine()]
+        speak = [held(engine) for engine in engines]
+        fleet = fleet_of(*engines)
+        reading = asyncio.create_task(text_of(ask(fleet)))
+        for turn in range(3):
+            await until(lambda: any(engine.running for engine in engines))
+            at = next(engine for engine in engines if engine.running)
+            at.suspect()
+            await until(lambda turn=turn: fleet.stats()["router_failovers_total"] == turn + 1)
+            at.suspect(False)
+        await until(lambda: any(engine.running for engine in engines))
+        next(engine for engine in engines if engine.running).suspect()
+        for event in speak:
+            event.set()
+        assert await reading == "hello"
+        assert fleet.stats()["router_failovers_total"] == 3
+
+    run(test)
+
+
+def test_who_leaves_a_request_at_a_suspected_engine_has_left() -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        held(one)
+        fleet = fleet_of(one, other)
+        reading = asyncio.create_task(text_of(ask(fleet)))
+        await until(lambda: bool(one.running))
+        reading.cancel()
+        one.suspect()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert (one.aborted, other.requests) == (["r"], [])
+        assert not any(member.requests or member.unstarted for member in fleet.members)
+
+    run(test)
+
+
+def test_a_picture_is_taken_of_those_that_are_heard_of() -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        fleet = fleet_of(one, other)
+        mute = asyncio.Event()
+
+        async def never() -> EngineSnapshot:
+            await mute.wait()
+            raise AssertionError
+
+        one.snapshot = never  # type: ignore[method-assign]
+        taking = asyncio.create_task(fleet.snapshot())
+        await until(lambda: bool(fleet.members[0].questions))
+        assert not taking.done()
+        one.suspect()
+        assert (await taking).pool.num_pages == 4
+        assert (await fleet.snapshot()).pool.num_pages == 4
+
+    run(test)
+
+
+# -- what a request costs ------------------------------------------------------------------------
+
+
+def test_running_requests_are_counted_where_they_change() -> None:
+    """Also those of engines that die, leave and join."""
+
+    async def test() -> None:
+        engines = [Engine() for _ in range(3)]
+        events = [held(engine) for engine in engines]
+        fleet = fleet_of(*engines)
+        tasks = [
+            asyncio.create_task(text_of(ask(fleet, [5 + number] * 9, name=str(number))))
+            for number in range(6)
+        ]
+        await until(lambda: fleet.num_running == 6)
+        assert fleet.max_num_running == 3 * 128
+        leaving = asyncio.create_task(fleet.leave("0", 60))
+        await fleet.join(Engine())  # type: ignore[arg-type]
+        events[0].set()
+        await leaving
+        await until(lambda: fleet.num_running == 4)
+        engines[1].kill()
+        await until(lambda: fleet.num_running == 2)
+        for event in events:
+            event.set()
+        await asyncio.gather(*tasks)
+        assert fleet.num_running == sum(each.client.num_running for each in fleet.members) == 0
+        assert fleet.max_num_running == 3 * 128
 
     run(test)

@@ -25,6 +25,7 @@ from vmserve import (
     SamplingParams,
     StructuredOutputsParams,
 )
+from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.framing import frame
 from vmserve.client.process import EngineProcess
 from vmserve.client.process_llm import ProcessLLM, Supervision
@@ -219,6 +220,42 @@ def test_an_engine_that_hangs() -> None:
         assert await engine.fetch_stats() == engine.stats()
 
     on_engine(test, Supervision(hang_timeout=5.0, ping_seconds=0.2))
+
+
+def test_one_of_two_engines_that_is_stopped_keeps_no_request() -> None:
+    """What has not begun is answered by the other; the stopped one is back when it goes on."""
+    watched = Supervision(ping_seconds=0.5)
+    processes = [ProcessLLM(**OPTIONS, supervision=watched) for _ in range(2)]
+    few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+    async def test() -> None:
+        fleet = FleetLLM(processes, "round-robin")
+
+        async def answer(number: int, stream: bool) -> list[int]:
+            outputs = fleet.generate([5 + number] * 20, few, stream=stream)
+            told = [choice.token_ids async for each in outputs for choice in each.outputs]
+            return [token_id for each in told for token_id in each]
+
+        async def answers() -> list[list[int]]:
+            return await asyncio.gather(*(answer(n, n % 2 == 0) for n in range(8)))
+
+        try:
+            expected = await answers()
+            os.kill(processes[0].pid, signal.SIGSTOP)
+            assert await answers() == expected
+            assert fleet.members[0].state == "suspect"
+            assert fleet.stats()["router_failovers_total"] > 0
+            assert len((await fleet.snapshot()).requests) == 0
+            os.kill(processes[0].pid, signal.SIGCONT)
+            await until(lambda: fleet.members[0].state == "ready")
+            fleet.drain("1")
+            assert await answers() == expected
+            assert not processes[0].errored
+        finally:
+            os.kill(processes[0].pid, signal.SIGCONT)
+            await fleet.shutdown()
+
+    asyncio.run(asyncio.wait_for(test(), 300))
 
 
 def test_an_engine_that_is_started_again() -> None:

@@ -7,14 +7,18 @@ import io
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from tests.client.test_fleet import Engine, fleet_of
+from tests.engine.interrupting import count_instructions
 from tests.helpers import until
 from tests.server.conftest import Running, error_of
 from vmserve.cli.top import Screen
+from vmserve.server.app import create_app
+from vmserve.server.config import ServerConfig
 
 Start = Callable[..., Running]
 ADMIN = {"authorization": "Bearer admin"}
@@ -114,6 +118,56 @@ def test_a_group_has_a_row_that_says_how_many_ranks_live(start: Start) -> None:
     [row] = alone.http.get("/v1/kv/live").json()["engines"]
     assert (row["id"], row["state"], row["num_live_ranks"]) == ("0", "ready", 2)
     assert alone.http.get("/health").content == b""
+
+
+def test_views_say_which_engine_is_suspected(start: Start) -> None:
+    one, other = Engine(), Engine()
+    server = start(fleet_of(one, other))
+    server.on_loop(one.suspect)
+    assert server.http.get("/health").json() == {
+        "engines": {"fake": {"0": "suspect", "1": "ready"}}
+    }
+    metrics = server.http.get("/metrics").text
+    assert 'vmserve:engine_suspect{engine="0",model_name="fake"} 1.0' in metrics
+    assert 'vmserve:engine_suspect{engine="1",model_name="fake"} 0.0' in metrics
+    assert server.ok("/v1/completions", BODY)["choices"][0]["text"] == "hello"
+    assert (len(one.requests), len(other.requests)) == (0, 1)
+    server.on_loop(other.suspect)
+    assert server.http.get("/health").status_code == 200
+    live = server.http.get("/v1/kv/live").json()
+    assert [row["state"] for row in live["engines"]] == ["suspect", "suspect"]
+    screen = Screen()
+    screen.take(live, 0.0)
+    written = io.StringIO()
+    Console(width=100, file=written).print(screen)
+    assert written.getvalue().count("suspect") == 2
+
+
+def instructions_of_a_chat(num_engines: int, *, stream: bool) -> int:
+    """Of the interpreter, in the package, for a chat that other chats have gone before."""
+    app = create_app(
+        fleet_of(*(Engine() for _ in range(num_engines))), ServerConfig(served_model_names=("m",))
+    )
+    transport = httpx.ASGITransport(app)
+    body = {"messages": [{"role": "user", "content": "Hi " * 20}], "stream": stream}
+    with asyncio.Runner() as runner:
+        http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
+
+        def chat() -> None:
+            assert runner.run(http.post("/v1/chat/completions", json=body)).status_code == 200
+
+        for _ in range(3):
+            chat()
+        num = count_instructions(chat)
+        runner.run(http.aclose())
+    app.state.context.close()
+    return num
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_costs_as_much_with_many_engines_as_with_one(stream: bool) -> None:
+    one, many = (instructions_of_a_chat(num, stream=stream) for num in (1, 256))
+    assert many < one + 50
 
 
 # -- what a key may have is counted over all engines ------------------------------------------

@@ -60,6 +60,7 @@ _MODEL_COLUMNS: Final[tuple[tuple[str, JustifyMethod], ...]] = (
 )
 _STATES: Final = {"ready": "green", "waking": "yellow", "failed": "red", "leaving": "yellow"} | {
     "draining": "yellow",
+    "suspect": "red",
     "down": "red",
 }
 _NUMBERS: Final = ("prompt", "generated", "age", "TTFT", "ITL")

@@ -60,6 +60,11 @@ class AsyncLLM(ClientCore):
         """The engine's metrics as of its last step."""
         return self._thread.stats
 
+    @property
+    def num_running(self) -> int:
+        """Requests that run as of the engine's last step."""
+        return int(self._thread.stats.get("num_requests_running", 0))
+
     async def fetch_stats(self) -> dict[str, float | int]:
         """The engine's metrics as of its last step, which are never old in one process."""
         return self._thread.stats

@@ -107,6 +107,11 @@ class ClientCore:
         """Sampling fields of the model's generation_config.json."""
         return dict(self._default_sampling)
 
+    @property
+    def max_num_running(self) -> int:
+        """Sequences that can run at once."""
+        return self.resolved.max_num_seqs
+
     # -- messages -----------------------------------------------------------------------
 
     def attach(self, transport: Transport) -> None:

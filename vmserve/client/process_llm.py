@@ -26,6 +26,7 @@ from vmserve.client.process import (
     ProcessTransport,
     RestartBudget,
 )
+from vmserve.client.pulse import Pulse
 from vmserve.config import LEAST, EngineConfig, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 from vmserve.models.hub import is_embedded, resolve_model
@@ -38,6 +39,8 @@ __all__ = ["ProcessLLM", "Supervision"]
 
 logger = logging.getLogger(__name__)
 
+#: An engine is suspected at the latest after this part of the time after which it is killed.
+_SUSPECT_PART = 0.5
 #: Time that an engine has to end after :class:`Shutdown`.
 _END_SECONDS = 10.0
 
@@ -47,8 +50,10 @@ class Supervision:
     """How the engine's process is watched.
 
     An engine that sends nothing for ``hang_timeout`` seconds, although it is pinged every
-    ``ping_seconds``, is killed: no step may take longer. An engine that has died is started again,
-    up to ``restarts`` times within :data:`~vmserve.client.process.RESTART_WINDOW_SECONDS`.
+    ``ping_seconds``, is killed: no step may take longer. Before, after half of this time at the
+    latest, it is suspected (:class:`~vmserve.client.pulse.Pulse`). An engine that has died is
+    started again, up to ``restarts`` times within
+    :data:`~vmserve.client.process.RESTART_WINDOW_SECONDS`.
     ``cpus``: those that the process may use; empty: all.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
@@ -132,8 +137,16 @@ class ProcessLLM(ClientCore):
         self._num_restarts = 0
         #: Called when an engine has ended, for whatever reason.
         self.on_lost: Callable[[], None] = lambda: None
-        #: Pings since the engine's last message.
-        self._num_silent = 0
+        #: Called when :attr:`errored` or :attr:`is_suspect` has changed, and with how many more
+        #: requests run than before.
+        self.on_change: Callable[[], None] = lambda: None
+        self.on_running: Callable[[int], None] = lambda more: None
+        self._pulse = self._new_pulse()
+        self._is_suspect = False
+
+    def _new_pulse(self) -> Pulse:
+        watched = self._supervision
+        return Pulse(_SUSPECT_PART * watched.hang_timeout / watched.ping_seconds)
 
     @classmethod
     async def load(
@@ -168,6 +181,11 @@ class ProcessLLM(ClientCore):
         return self._died
 
     @property
+    def is_suspect(self) -> bool:
+        """Whether the engine owes an answer for much longer than it has of late."""
+        return self._is_suspect
+
+    @property
     def pid(self) -> int:
         """Id of the engine's process."""
         return self._process.pid
@@ -192,7 +210,7 @@ class ProcessLLM(ClientCore):
         """The engine's metrics now. During a long step and after its death: those last known."""
         try:
             async with asyncio.timeout(1.0):
-                self._stats = {**await self.ask("stats"), **self._own_stats()}
+                self._know({**await self.ask("stats"), **self._own_stats()})
         except (TimeoutError, EngineDeadError):
             pass
         return self._stats
@@ -203,8 +221,19 @@ class ProcessLLM(ClientCore):
         Raises :class:`~vmserve.errors.EngineDeadError` if there is no engine.
         """
         taken = msgspec.convert(await self.ask("snapshot"), EngineSnapshot)
-        self._stats = {**taken.stats, **self._own_stats()}
+        self._know({**taken.stats, **self._own_stats()})
         return dataclasses.replace(taken, stats=dict(self._stats))
+
+    @property
+    def num_running(self) -> int:
+        """Requests that ran as of the engine's last word."""
+        return int(self._stats.get("num_requests_running", 0))
+
+    def _know(self, stats: dict[str, float | int]) -> None:
+        more = int(stats.get("num_requests_running", 0)) - self.num_running
+        self._stats = stats
+        if more:
+            self.on_running(more)
 
     def _own_stats(self) -> dict[str, float | int]:
         return {"engine_restarts_total": self._num_restarts}
@@ -279,8 +308,9 @@ class ProcessLLM(ClientCore):
         self._error = None
         self._died = False
         self._gone.clear()
-        self._num_silent = 0
+        self._pulse, self._is_suspect = self._new_pulse(), False
         self._begin(self._watch(transport))
+        self.on_change()
 
     def _begin(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -291,13 +321,19 @@ class ProcessLLM(ClientCore):
         """Kill an engine that answers no pings."""
         seconds = self._supervision.ping_seconds
         while self._transport is transport and self._error is None:
-            # Counted in pings, not in seconds: this process may have been stopped itself.
-            if self._num_silent * seconds > self._supervision.hang_timeout:
-                self._end_silent(self._num_silent * seconds)
+            silent = self._pulse.num_silent * seconds
+            if silent > self._supervision.hang_timeout:
+                self._end_silent(silent)
                 return
-            self._num_silent += 1
+            self._pulse.ping()
+            self._suspect(self._pulse.is_suspect)
             self._send_ping()
             await asyncio.sleep(seconds)
+
+    def _suspect(self, is_suspect: bool) -> None:
+        if is_suspect != self._is_suspect:
+            self._is_suspect = is_suspect
+            self.on_change()
 
     def _send_ping(self) -> None:
         self._send_quietly(Ping(0))
@@ -317,10 +353,12 @@ class ProcessLLM(ClientCore):
         if self.lender is not None:
             self.lender.lost()
         self.on_lost()
-        self._stats = {**self._stats, "num_requests_running": 0, "num_requests_waiting": 0}
+        self._know({**self._stats, "num_requests_running": 0, "num_requests_waiting": 0})
+        self._is_suspect = False
         if not self._ending:
             self._died = True
             self._begin(self._after_death())
+        self.on_change()
 
     async def _after_death(self) -> None:
         status = await asyncio.to_thread(self._process.reap, _END_SECONDS)
@@ -350,7 +388,7 @@ class ProcessLLM(ClientCore):
         except BaseException:
             process.close()
             raise
-        self._stats = {**ready.stats, **self._own_stats()}
+        self._know({**ready.stats, **self._own_stats()})
         self._ending = False
         self._final.clear()
         await self._connect()
@@ -397,10 +435,14 @@ class ProcessLLM(ClientCore):
         self._transport.send(message)
 
     def _receive(self, message: FromEngine) -> None:
-        self._num_silent = 0
+        self._pulse.hear()
+        self._suspect(False)
         if isinstance(message, StepUpdate):
+            more = message.num_running - self.num_running
             self._stats["num_requests_running"] = message.num_running
             self._stats["num_requests_waiting"] = message.num_waiting
+            if more:
+                self.on_running(more)
         self._inbox.take(message)
 
 

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 
 __all__ = ["ChainTable", "chain_of"]
 
@@ -44,7 +44,23 @@ class ChainTable:
         #: A bit for each member, and for each block the bits of those that have it.
         self._bits: dict[str, int] = {}
         self._holders: dict[int, int] = {}
+        #: The bit of whom a block was sent last.
+        self._last: dict[int, int] = {}
         self._names: dict[int, str] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._bits
+
+    @property
+    def members(self) -> Collection[str]:
+        return self._bits.keys()
+
+    def bit_of(self, name: str) -> int:
+        """The number that stands for a member in sets of them: one bit, until it leaves."""
+        return self._bits[name]
+
+    def name_of(self, bit: int) -> str:
+        return self._names[bit.bit_length() - 1]
 
     @property
     def num_blocks(self) -> int:
@@ -74,6 +90,7 @@ class ChainTable:
         """Note that a member is sent these blocks now. A chain's last ones are forgotten first."""
         blocks, holders, bit = self._blocks[name], self._holders, self._bits[name]
         for value in reversed(chain):
+            self._last[value] = bit
             if value in blocks:
                 blocks.move_to_end(value)
             else:
@@ -81,32 +98,37 @@ class ChainTable:
             blocks[value] = turn
         self._shrink(name)
 
-    def matches(self, chain: Iterable[int]) -> dict[str, int]:
-        """How many first blocks of a chain members have; without members that have none."""
-        found: dict[str, int] = {}
+    def matches(self, chain: Iterable[int]) -> list[tuple[int, int]]:
+        """Sets of members that have the same number of a chain's first blocks, and how many.
+
+        The longest last; those that have none are in none.
+        """
+        found: list[tuple[int, int]] = []
         alive = -1
         length = 0
         for value in chain:
             still = alive & self._holders.get(value, 0)
             if still != alive and length:
-                found |= dict.fromkeys(self._members_of(alive & ~still), length)
+                found.append((alive & ~still, length))
             alive = still
             if not alive:
                 return found
             length += 1
-        return found | dict.fromkeys(self._members_of(alive), length) if length else found
+        return [*found, (alive, length)] if length else found
 
-    def last_turn(self, name: str, block: int) -> int:
-        """When a member was last sent a block that it has."""
-        return self._blocks[name][block]
+    def last_sent(self, block: int, among: int) -> tuple[int, int]:
+        """Who of some members that have a block was sent it last, and when."""
+        last = self._last[block]
+        if not last & among:  # it has forgotten the block, or takes no requests
+            last = max(self._each(among), key=lambda bit: self._blocks[self.name_of(bit)][block])
+        return last, self._blocks[self.name_of(last)][block]
 
-    def _members_of(self, bits: int) -> list[str]:
-        members = []
-        while bits:
-            bit = bits & -bits
-            members.append(self._names[bit.bit_length() - 1])
-            bits ^= bit
-        return members
+    @staticmethod
+    def _each(members: int) -> Iterator[int]:
+        while members:
+            bit = members & -members
+            yield bit
+            members ^= bit
 
     def _shrink(self, name: str) -> None:
         limit = min(self._capacity[name], self._max_blocks // len(self._blocks))
@@ -119,4 +141,4 @@ class ChainTable:
         if left:
             self._holders[value] = left
         else:
-            del self._holders[value]
+            del self._holders[value], self._last[value]

@@ -1,7 +1,8 @@
 """Chooses a member for each request, without clocks, threads or messages.
 
-The caller says which members take requests now and how many each has in flight, so no count of
-the router's own can drift. Policies:
+The caller notes which members take requests and how many each has in flight, whenever that changes
+and as a whole number of its own, so no count of the router's can drift. A choice costs the same for
+any number of members. Policies:
 
 - ``prefix``: the best score, which is the part of the prompt that a member is expected to have in
   its prefix cache, minus what its load is above the mean, in means. A hot prefix, which is asked
@@ -9,7 +10,7 @@ the router's own can drift. Policies:
   have less to do, and all that have it are equal. One that is not hot has a home, the member that
   was sent it last: older copies count for nothing, and the load counts less.
 - ``least-loaded``: the least load.
-- ``round-robin``: the member that was chosen longest ago.
+- ``round-robin``: each member once, then each again.
 
 Members that are equal take turns. What is expected to be cached is what was sent
 (:class:`~vmserve.router.chains.ChainTable`): members say nothing of their caches (decision 0071).
@@ -20,9 +21,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from vmserve.router.chains import ChainTable, chain_of
+from vmserve.router.loads import Loads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Hashable, Iterable, Sequence
 
 __all__ = ["Choice", "Policy", "Reason", "Router"]
 
@@ -62,13 +64,12 @@ class Router:
         self.policy: Policy = policy
         self._block_tokens = block_tokens
         self._table = ChainTable(_MAX_BLOCKS) if table is None else table
+        self._loads = Loads()
         self._turn = 0
-        #: In which turn a member was last chosen; 0: never.
-        self._last_turn: dict[str, int] = {}
 
     @property
     def members(self) -> Collection[str]:
-        return self._last_turn.keys()
+        return self._table.members
 
     @property
     def num_blocks(self) -> int:
@@ -78,85 +79,81 @@ class Router:
     def join(self, member: str, cache_blocks: int) -> None:
         """Add a member, or one anew that has restarted. ``cache_blocks`` 0: no prefix cache.
 
-        ``cache_blocks``: as many as its prefix cache can have.
+        ``cache_blocks``: as many as its prefix cache can have. It takes no requests before
+        :meth:`note`.
         """
         self.leave(member)
         self._table.join(member, cache_blocks)
-        self._last_turn[member] = 0
 
     def leave(self, member: str) -> None:
         """Forget a member. One that is unknown is ignored."""
-        if self._last_turn.pop(member, None) is not None:
+        if member in self._table:
+            self._loads.set(self._table.bit_of(member), None)
             self._table.leave(member)
 
     def forget(self, member: str) -> None:
         """Note that a member's prefix cache is empty."""
         self._table.forget(member)
 
-    def choose(
-        self, token_ids: Sequence[int], root: Hashable, loads: Mapping[str, float]
-    ) -> Choice:
+    def note(self, member: str, load: float | None) -> None:
+        """Note how many requests a member has in flight now; None: it takes no others."""
+        self._loads.set(self._table.bit_of(member), load)
+
+    def choose(self, token_ids: Sequence[int], root: Hashable) -> Choice:
         """Choose who gets a request now, and expect the prompt in its cache from now on.
 
-        ``root``: what the prefix cache separates requests by (isolation and salt). ``loads``: how
-        many requests each member that takes requests has in flight; not empty.
+        ``root``: what the prefix cache separates requests by (isolation and salt). There has to be
+        a member that takes requests.
         """
         self._turn += 1
-        if self.policy == "round-robin":
-            choice = Choice(self._longest_ago(loads), "turn", 0)
+        loads = self._loads
+        reason: Reason
+        if self.policy == "prefix":
+            chosen, reason, blocks = self._by_prefix(token_ids, root)
         elif self.policy == "least-loaded":
-            choice = Choice(self._least_loaded(loads), "least", 0)
+            chosen, reason, blocks = loads.next(loads.least(loads.takers)[1]), "least", 0
         else:
-            choice = self._by_prefix(token_ids, root, loads)
+            chosen, reason, blocks = loads.next(loads.takers), "turn", 0
+        loads.turn(chosen)
         if len(loads) == 1:
-            choice = choice._replace(reason="only")
-        self._last_turn[choice.member] = self._turn
-        return choice
+            reason = "only"
+        return Choice(self._table.name_of(chosen), reason, blocks * self._block_tokens)
 
-    def _by_prefix(
-        self, token_ids: Sequence[int], root: Hashable, loads: Mapping[str, float]
-    ) -> Choice:
+    def _by_prefix(self, token_ids: Sequence[int], root: Hashable) -> tuple[int, Reason, int]:
+        """Return who is chosen, why, and how many blocks of the prompt it has."""
+        loads, table = self._loads, self._table
         chain = chain_of(token_ids, root, self._block_tokens)
-        found = self._table.matches(chain)
-        matches = {name: blocks for name, blocks in found.items() if name in loads}
-        most = max(matches.values(), default=0)
-        # Of members that have nothing, the one with the least load has the best score.
-        chosen = self._least_loaded(loads)
-        matches.setdefault(chosen, 0)
-        if most:
-            turns = {
-                name: self._table.last_turn(name, chain[most - 1])
-                for name, blocks in matches.items()
-                if blocks == most
-            }
-            home = max(turns, key=turns.__getitem__)
-            is_hot = self._turn - turns[home] <= len(loads)
-            worth = self._worth(len(token_ids), loads, _HOT_WEIGHT if is_hot else _CALM_WEIGHT)
+        # Who has how many of its first blocks; the longest last. All members have none, at least.
+        groups = [(loads.takers, 0)]
+        groups += [(who & loads.takers, n) for who, n in table.matches(chain) if who & loads.takers]
+        holders, most = groups[-1]
+        reason: Reason = "least"
+        if not most:
+            chosen = loads.next(loads.least(loads.takers)[1])
+        else:
+            home, sent = table.last_sent(chain[most - 1], holders)
+            is_hot = self._turn - sent <= len(loads)
+            weight = _HOT_WEIGHT if is_hot else _CALM_WEIGHT
             # Other copies of a prefix that is not hot are left to age.
-            old = () if is_hot else turns.keys() - {home}
-            counted = {**matches, **dict.fromkeys(old, 0)}
-            chosen = max(counted, key=lambda name: worth(name, counted[name]))
-            if counted[chosen] < most:
-                chosen = max(matches, key=lambda name: worth(name, matches[name]))
-        reason: Reason = "least" if not most else "prefix" if matches[chosen] == most else "spill"
-        self._table.add(chosen, chain, self._turn)
-        return Choice(chosen, reason, matches[chosen] * self._block_tokens)
+            counted = groups if is_hot else [*groups[:-1], (home, most)]
+            chosen = loads.next(self._best(counted, len(token_ids), weight))
+            if not is_hot and chosen != home:
+                chosen = loads.next(self._best(groups, len(token_ids), weight))
+            reason = "prefix" if chosen & holders else "spill"
+        table.add(table.name_of(chosen), chain, self._turn)
+        return chosen, reason, next(n for who, n in reversed(groups) if chosen & who)
 
-    def _worth(
-        self, num_tokens: int, loads: Mapping[str, float], weight: float
-    ) -> Callable[[str, int], tuple[float, float, int]]:
+    def _best(self, groups: Iterable[tuple[int, int]], num_tokens: int, weight: float) -> int:
+        """The members of the best score. Of those that have as much, these have the least load."""
+        loads = self._loads
         per_block = self._block_tokens / num_tokens
-        per_request = weight / max(1.0, sum(loads.values()) / len(loads))
-
-        def worth(name: str, blocks: int) -> tuple[float, float, int]:
-            load = loads[name]
-            return blocks * per_block - load * per_request, -load, -self._last_turn[name]
-
-        return worth
-
-    def _least_loaded(self, loads: Mapping[str, float]) -> str:
-        least = min(loads.values())
-        return self._longest_ago([name for name, load in loads.items() if load == least])
-
-    def _longest_ago(self, names: Iterable[str]) -> str:
-        return min(names, key=self._last_turn.__getitem__)
+        per_request = weight / max(1.0, loads.total / len(loads))
+        best, chosen = (float("-inf"), 0.0), 0
+        for who, blocks in groups:
+            load, least = loads.least(who)
+            score = (blocks * per_block - load * per_request, -load)
+            if score > best:
+                best, chosen = score, least
+            elif score == best:
+                chosen |= least
+        return chosen

@@ -82,7 +82,8 @@ class EngineClient(Protocol):
     """The common interface of :class:`vmserve.AsyncLLM` and
     :class:`vmserve.client.process_llm.ProcessLLM`.
 
-    ``stats`` is as of the engine's last word, ``fetch_stats`` of now.
+    ``stats`` is as of the engine's last word, ``fetch_stats`` of now. ``num_running`` and
+    ``max_num_running``, requests that run and that can at most, cost nothing to ask for.
     """
 
     @property
@@ -99,6 +100,12 @@ class EngineClient(Protocol):
 
     @property
     def errored(self) -> bool: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def max_num_running(self) -> int: ...
 
     def serve(
         self, prompt: Prompt, params: GenerationParams, *, request_id: str, terms: RequestTerms

@@ -136,7 +136,7 @@ class LiveView:
             try:
                 return await snapshots.newest()
             except EngineDeadError:
-                if not has_state:
+                if not has_state and served.fleet is None:
                     raise
         return time.monotonic(), EngineSnapshot(served.stats(), _NO_POOL, [], 0)
 

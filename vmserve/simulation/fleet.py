@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import sys
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -139,13 +140,16 @@ class KnownCaches(ChainTable):
     def add(self, name: str, chain: Sequence[int], turn: int) -> None:
         """Replicas tell."""
 
-    def last_turn(self, name: str, block: int) -> int:
+    def last_sent(self, block: int, among: int) -> tuple[int, int]:
         """As if each had been sent just now: copies are equal."""
-        return sys.maxsize
+        return among & -among, sys.maxsize
 
-    def matches(self, chain: Iterable[int]) -> dict[str, int]:
-        counts = {name: each.num_matched(self.pieces) for name, each in self._replicas.items()}
-        return {name: count for name, count in counts.items() if count}
+    def matches(self, chain: Iterable[int]) -> list[tuple[int, int]]:
+        found: dict[int, int] = {}
+        for name, each in self._replicas.items():
+            count = each.num_matched(self.pieces)
+            found[count] = found.get(count, 0) | self.bit_of(name)
+        return sorted(((who, count) for count, who in found.items() if count), key=itemgetter(1))
 
 
 @dataclass(slots=True)
@@ -189,6 +193,8 @@ def replay(
     """
     run = FleetRun()
     loads = dict.fromkeys(replicas, 0.0)
+    for name in replicas:
+        router.note(name, 0.0)
     due: list[tuple[float, int, str]] = []
     #: Of each replica, the number of its latest entry in ``due``: older ones are ignored.
     latest = dict.fromkeys(replicas, 0)
@@ -207,6 +213,7 @@ def replay(
             if entry == latest[name]:
                 finished, following = replicas[name].fire(when)
                 loads[name] -= len(finished)
+                router.note(name, loads[name])
                 for job in finished:
                     job.pieces, job.answer = [], []
                 enter(name, following)
@@ -215,11 +222,12 @@ def replay(
         fire_until(job.arrival)
         if known is not None:
             known.pieces = job.pieces
-        choice = router.choose(job.pieces, "", loads)
+        choice = router.choose(job.pieces, "")
         run.reasons[choice.reason] = run.reasons.get(choice.reason, 0) + 1
         job.member, job.num_pieces = choice.member, len(job.pieces)
         run.jobs.append(job)
         loads[choice.member] += 1
+        router.note(choice.member, loads[choice.member])
         enter(choice.member, replicas[choice.member].add(job, job.arrival))
         if index % _SAMPLED == 0:
             run.imbalances.append(max(loads.values()) * len(loads) / sum(loads.values()))

@@ -1,7 +1,9 @@
 """The interface of :class:`~vmserve.client.process_llm.ProcessLLM` over several engines.
 
 Each request goes to one member, which the router chooses. If its engine dies before the request has
-a token, another member gets it: nobody can tell, since a request's tokens depend on its seed alone.
+a token, or is not heard of for long, another member gets it: nobody can tell, since a request's
+tokens depend on its seed alone. What a request costs does not depend on the number of members: they
+tell of what changes.
 """
 
 from __future__ import annotations
@@ -9,9 +11,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -30,28 +41,46 @@ from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
 
 __all__ = ["FleetLLM", "Member", "MemberState", "Replica"]
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
-MemberState = Literal["ready", "draining", "down"]
+#: "suspect": nothing was heard of it for long, although it owes an answer.
+MemberState = Literal["ready", "draining", "suspect", "down"]
 
 #: So many engines may die under a request before it fails: it may be what kills them.
 _MOST_DEATHS = 3
+#: So often may a request leave an engine that is suspected: its own step may be what takes long.
+_MOST_MOVES = 3
+_SILENT = "nothing was heard of the engine for too long"
+
+
+class _SilentError(EngineDeadError):
+    """A member was suspected before it had an answer."""
 
 
 class Replica(Protocol):
     """What a fleet asks of a member's client. Each is used on one event loop.
 
-    ``on_lost`` is called when its engine ends, before its requests and questions fail.
+    ``on_lost`` is called when its engine ends, before its requests and questions fail;
+    ``on_change`` when ``errored`` or ``is_suspect`` has changed, and ``on_running`` with how many
+    more requests run than before.
     """
 
     resolved: ResolvedConfig
     model_config: Any
     tokenizer: Tokenizer
     on_lost: Callable[[], None]
+    on_change: Callable[[], None]
+    on_running: Callable[[int], None]
 
     @property
     def default_sampling(self) -> dict[str, Any]: ...
     @property
     def errored(self) -> bool: ...
+    @property
+    def is_suspect(self) -> bool: ...
+    @property
+    def num_running(self) -> int: ...
     def facts(self) -> Mapping[str, Any]: ...
     async def start(self) -> None: ...
     def check(
@@ -82,18 +111,28 @@ class Replica(Protocol):
 
 @dataclass(eq=False)
 class Member:
-    """One engine. ``requests``: one object for each that it has, which is its load."""
+    """One engine. ``requests``: one object for each that it has, which is its load.
+
+    ``unstarted`` and ``questions``: what waits for it, and is given up when it is suspected:
+    requests without a token if another takes them.
+    """
 
     name: str
     client: Replica
     is_draining: bool = False
+    is_chosen: bool = False
+    was_suspect: bool = False
     requests: set[object] = field(default_factory=set)
+    unstarted: set[asyncio.Future[Any]] = field(default_factory=set)
+    questions: set[asyncio.Future[Any]] = field(default_factory=set)
 
     @property
     def state(self) -> MemberState:
         if self.client.errored:
             return "down"
-        return "draining" if self.is_draining else "ready"
+        if self.is_draining:
+            return "draining"
+        return "suspect" if self.client.is_suspect else "ready"
 
 
 class FleetLLM:
@@ -113,6 +152,13 @@ class FleetLLM:
         self._router = Router(policy, block_tokens=first.resolved.block_tokens)
         self._members: dict[str, Member] = {}
         self._names = map(str, itertools.count())
+        #: Who has the requests that have a name.
+        self._homes: dict[str, Member] = {}
+        self._num_takers = 0
+        self._has_ready = False
+        #: Requests that run in all engines, and the most that can.
+        self.num_running = self.max_num_running = 0
+        self._is_listening = False
         self._changed = asyncio.Event()
         self._pins: dict[int, Pin] = {}
         self._pin_handles = itertools.count()
@@ -139,14 +185,48 @@ class FleetLLM:
         self._members[member.name] = member
         self._enter(member)
         client.on_lost = lambda: self._router.forget(member.name)
+        client.on_change = self._sort
+        client.on_running = self._count
+        self._count(client.num_running)
+        self.max_num_running += client.resolved.max_num_seqs
+        self._sort()
         self._changed.set()
         return member
+
+    def _count(self, more: int) -> None:
+        self.num_running += more
 
     def _enter(self, member: Member) -> None:
         """Let the router know how much a member can have cached; it has nothing yet."""
         stats, resolved = member.client.stats(), member.client.resolved
         blocks = int(stats.get("limit_pages", 0) * stats.get("blocks_per_page", 0))
         self._router.join(member.name, blocks if resolved.prefix_caching else 0)
+
+    def _sort(self) -> None:
+        """Find out who takes requests, after any change: those that are ready, or else suspected.
+
+        What has not begun leaves the suspected for the others.
+        """
+        of_state: dict[MemberState, list[Member]] = {}
+        for member in self._members.values():
+            of_state.setdefault(member.state, []).append(member)
+        ready = of_state.get("ready", [])
+        takers = ready or of_state.get("suspect", [])
+        self._num_takers, self._has_ready = len(takers), bool(ready)
+        for member in self._members.values():
+            member.is_chosen = member in takers
+            self._note(member)
+            if member.client.is_suspect:
+                _give_up(member.questions)
+                if ready:
+                    _give_up(member.unstarted)
+            if member.was_suspect != member.client.is_suspect:
+                member.was_suspect = not member.was_suspect
+                news = "nothing was heard of it for long" if member.was_suspect else "heard again"
+                logger.warning("engine %s: %s", member.name, news)
+
+    def _note(self, member: Member) -> None:
+        self._router.note(member.name, len(member.requests) if member.is_chosen else None)
 
     async def join(self, client: Replica) -> Member:
         """Serve with another engine too, once it holds what is pinned.
@@ -155,6 +235,7 @@ class FleetLLM:
         raises; then it is no member.
         """
         _check_same(self._facts, client.facts())
+        await client.start()
         for pin in list(self._pins.values()):
             await client.keep(pin)
         return self._add(client)
@@ -176,12 +257,14 @@ class FleetLLM:
         if not any(each.state == "ready" for each in self.members if each is not member):
             raise ConfigurationError(f"no other engine takes requests: {name} cannot be drained")
         member.is_draining = True
+        self._sort()
         return member
 
     def resume(self, name: str) -> Member:
         """Send a member requests again."""
         member = self.find(name)
         member.is_draining = False
+        self._sort()
         return member
 
     async def leave(self, name: str, timeout: float) -> Member:
@@ -190,10 +273,15 @@ class FleetLLM:
         end = time.monotonic() + timeout
         while member.requests and not member.client.errored and time.monotonic() < end:
             await asyncio.sleep(0.02)
-        self._members.pop(name, None)
-        self._router.leave(name)
-        member.client.on_lost = lambda: None
-        self._changed.set()
+        if self._members.pop(name, None) is not None:
+            self._router.leave(name)
+            client = member.client
+            client.on_lost = client.on_change = lambda: None
+            client.on_running = lambda more: None
+            self._count(-client.num_running)
+            self.max_num_running -= client.resolved.max_num_seqs
+            self._sort()
+            self._changed.set()
         await member.client.shutdown(0.0)
         return member
 
@@ -202,7 +290,7 @@ class FleetLLM:
     @property
     def errored(self) -> bool:
         """Whether no engine serves requests now."""
-        return all(member.client.errored for member in self.members)
+        return all(member.client.errored for member in self._members.values())
 
     async def start(self) -> None:
         """Begin to listen to all engines. Every call begins with it."""
@@ -210,7 +298,9 @@ class FleetLLM:
             task = asyncio.ensure_future(self._works.pop()())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        await asyncio.gather(*(member.client.start() for member in self.members))
+        if not self._is_listening:
+            self._is_listening = True
+            await asyncio.gather(*(member.client.start() for member in self.members))
 
     def generate(
         self,
@@ -230,7 +320,7 @@ class FleetLLM:
 
         Raises :class:`~vmserve.errors.InvalidRequestError`.
         """
-        [member, *_] = self.members
+        member = next(iter(self._members.values()))
         return member.client.check(prompt, params)
 
     async def serve(
@@ -246,41 +336,76 @@ class FleetLLM:
         encoded = encode_prompt(prompt, self.tokenizer)
         end = None if terms.timeout is None else time.monotonic() + terms.timeout
         is_accepted = has_tokens = False
-        for num_deaths in itertools.count(1):
+        num_deaths = num_moves = 0
+        while True:
             member = self._choose(encoded, terms)
-            place = object()
-            member.requests.add(place)
             try:
-                outputs = member.client.serve(encoded, params, request_id=request_id, terms=terms)
-                async with contextlib.aclosing(outputs):
-                    async for output in outputs:
-                        has_tokens = has_tokens or bool(output.outputs) or output.finished
-                        if has_tokens or not is_accepted:
-                            is_accepted = True
+                with self._placed(member, request_id):
+                    outputs = member.client.serve(
+                        encoded, params, request_id=request_id, terms=terms
+                    )
+                    async with contextlib.aclosing(outputs):
+                        while not has_tokens:
+                            if num_moves < _MOST_MOVES:
+                                output = await self._begin(member, outputs)
+                            else:
+                                output = await anext(outputs, None)
+                            if output is None:
+                                return
+                            has_tokens = bool(output.outputs) or output.finished
+                            if has_tokens or not is_accepted:
+                                is_accepted = True
+                                yield output
+                        async for output in outputs:
                             yield output
                 return
-            except EngineDeadError:
-                has_other = any(each.state == "ready" for each in self.members)
-                if has_tokens or num_deaths == _MOST_DEATHS or not has_other:
+            except EngineDeadError as error:
+                is_silent = isinstance(error, _SilentError)
+                num_deaths, num_moves = num_deaths + (not is_silent), num_moves + is_silent
+                if has_tokens or num_deaths == _MOST_DEATHS or not self._num_takers:
                     raise
                 self._num_failovers += 1
                 if end is not None:
                     terms = replace(terms, timeout=max(0.001, end - time.monotonic()))
-            finally:
-                member.requests.discard(place)
+
+    async def _begin(
+        self, member: Member, outputs: AsyncGenerator[RequestOutput, None]
+    ) -> RequestOutput | None:
+        """The next output of a request without a token. Raises :class:`_SilentError` if another
+        member is to have it."""
+        if member.client.is_suspect and self._has_ready:
+            raise _SilentError(_SILENT)
+        return await _unless_given_up(anext(outputs, None), member.unstarted)
+
+    @contextlib.contextmanager
+    def _placed(self, member: Member, request_id: str | None) -> Iterator[None]:
+        """Count a request as one of a member's."""
+        place = object()
+        member.requests.add(place)
+        self._note(member)
+        if request_id is not None:
+            self._homes[request_id] = member
+        try:
+            yield
+        finally:
+            member.requests.discard(place)
+            if member.name in self._members:
+                self._note(member)
+            if request_id is not None:
+                self._homes.pop(request_id, None)
 
     async def abort(self, request_id: str) -> None:
         """End a request. Its stream gets a last output with finish_reason "abort"."""
-        for member in self.members:
+        member = self._homes.get(request_id)
+        if member is not None:
             await member.client.abort(request_id)
 
     def _choose(self, prompt: Prompt, terms: RequestTerms) -> Member:
         """Raises :class:`~vmserve.errors.EngineDeadError` if no member takes requests."""
         began = time.perf_counter()
-        loads = {each.name: len(each.requests) for each in self.members if each.state == "ready"}
-        if not loads:
+        if not self._num_takers:
             raise EngineDeadError("no engine takes requests now")
-        choice = self._router.choose(prompt.token_ids, (terms.isolation, terms.cache_salt), loads)
+        choice = self._router.choose(prompt.token_ids, (terms.isolation, terms.cache_salt))
         self._choices[choice.reason] += 1
         self._expected_tokens += choice.cached_tokens
         self._choice_seconds += time.perf_counter() - began
@@ -288,13 +413,13 @@ class FleetLLM:
 
     # -- what concerns all --------------------------------------------------------------
 
-    async def _live(self, ask: Callable[[Replica], Awaitable[T]]) -> list[T]:
+    async def _live(self, ask: Callable[[Member], Awaitable[T]]) -> list[T]:
         """Ask all that are up; one that dies meanwhile has no answer.
 
         Raises :class:`~vmserve.errors.EngineDeadError` if there are none.
         """
         await self.start()
-        asked = [ask(member.client) for member in self.members if not member.client.errored]
+        asked = [ask(member) for member in self.members if not member.client.errored]
         answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, EngineDeadError):
@@ -309,8 +434,13 @@ class FleetLLM:
         return {**merged_stats([each.client.stats() for each in self.members]), **self._own()}
 
     async def fetch_stats(self) -> dict[str, float | int]:
-        await asyncio.gather(*(member.client.fetch_stats() for member in self.members))
+        await self.refresh()
         return self.stats()
+
+    async def refresh(self) -> None:
+        """Ask all engines for their figures; those that are suspected keep what is known."""
+        asked = [each.client for each in self.members if not each.client.is_suspect]
+        await asyncio.gather(*(client.fetch_stats() for client in asked))
 
     def _own(self) -> dict[str, float | int]:
         return {
@@ -322,11 +452,17 @@ class FleetLLM:
         }
 
     async def snapshot(self) -> EngineSnapshot:
-        """Take a picture of all engines as one.
+        """Take a picture of all engines as one, but for those that are suspected.
 
         Raises :class:`~vmserve.errors.EngineDeadError` if there is none.
         """
-        merged = merged_snapshot(await self._live(lambda client: client.snapshot()))
+
+        async def take(member: Member) -> EngineSnapshot:
+            if member.client.is_suspect:
+                raise _SilentError(_SILENT)
+            return await _unless_given_up(member.client.snapshot(), member.questions)
+
+        merged = merged_snapshot(await self._live(take))
         return replace(merged, stats={**merged.stats, **self._own()})
 
     async def until_dead(self) -> None:
@@ -355,13 +491,14 @@ class FleetLLM:
         limits = [await member.client.set_kv_cache_memory(part) for member in self.members]
         for member in self.members:
             self._enter(member)
+            self._note(member)
         return sum(limits)
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix, and compute pinned ones again."""
         for member in self.members:
             self._router.forget(member.name)
-        await self._live(lambda client: client.reset_prefix_cache())
+        await self._live(lambda member: member.client.reset_prefix_cache())
 
     # -- pinned prefixes ----------------------------------------------------------------
 
@@ -371,11 +508,11 @@ class FleetLLM:
         """Pin a prefix in all engines, and in those that join or are started again later."""
         pin = Pin(next(self._pin_handles), token_ids, cache_salt, isolation)
 
-        async def keep(client: Replica) -> int:
+        async def keep(member: Member) -> int:
             try:
-                return await client.keep(pin)
+                return await member.client.keep(pin)
             except EngineDeadError:
-                client.remember(pin)
+                member.client.remember(pin)
                 raise
 
         self._pins[pin.handle] = pin
@@ -420,6 +557,31 @@ class FleetLLM:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(member.client.shutdown(timeout) for member in self.members))
+
+
+async def _unless_given_up(work: Awaitable[T], waits: set[asyncio.Future[Any]]) -> T:
+    """Await ``work``, which is one of ``waits`` meanwhile.
+
+    Raises :class:`_SilentError` if it is given up.
+    """
+    task: asyncio.Future[T] = asyncio.ensure_future(work)
+    waits.add(task)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        own = asyncio.current_task()
+        if task in waits or (own is not None and own.cancelling()):
+            raise
+        raise _SilentError(_SILENT) from None
+    finally:
+        waits.discard(task)
+
+
+def _give_up(waits: set[asyncio.Future[Any]]) -> None:
+    given_up = list(waits)
+    waits.clear()
+    for task in given_up:
+        task.cancel()
 
 
 def _check_same(facts: Mapping[str, Any], others: Mapping[str, Any]) -> None:

@@ -132,6 +132,7 @@ def engine_figures(served: ServedModel) -> dict[str, dict[str, float | int]]:
             **each.client.stats(),
             "engine_up": int(each.state != "down"),
             "engine_draining": int(each.is_draining),
+            "engine_suspect": int(each.client.is_suspect),
         }
         for each in members
     }

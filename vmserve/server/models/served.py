@@ -167,7 +167,7 @@ class ServedModel:
         return await self.engine.fetch_stats() if self.is_awake else self.stats()
 
     def _num_running(self) -> int:
-        return int(self.stats().get("num_requests_running", 0))
+        return 0 if self._engine is None else self._engine.num_running
 
     # -- around a request -------------------------------------------------------------
 

@@ -1,0 +1,59 @@
+"""How many requests members have in flight, kept so that asking costs the same for any number."""
+
+from __future__ import annotations
+
+__all__ = ["Loads"]
+
+
+class Loads:
+    """The loads of members that take requests. A set of members is a number with a bit for each."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, float] = {}
+        #: By load, those that have it.
+        self._at: dict[float, int] = {}
+        self._had_turn = 0
+        #: All that take requests, and their loads together.
+        self.takers = 0
+        self.total = 0.0
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def __getitem__(self, member: int) -> float:
+        return self._of[member]
+
+    def set(self, member: int, load: float | None) -> None:
+        """Note the load of one member; None: it takes no requests."""
+        before = self._of.pop(member, None)
+        if before is not None:
+            self.takers ^= member
+            self.total -= before
+            self._at[before] ^= member
+            if not self._at[before]:
+                del self._at[before]
+        if load is not None:
+            self._of[member] = load
+            self.takers |= member
+            self.total += load
+            self._at[load] = self._at.get(load, 0) | member
+
+    def least(self, among: int) -> tuple[float, int]:
+        """The least load of those ``among`` that take requests, of which there are some, and who
+        have it."""
+        for load in sorted(self._at):
+            if found := self._at[load] & among:
+                return load, found
+        raise ValueError("none of them takes requests")
+
+    def next(self, among: int) -> int:
+        """One of some members: who had no turn since all of them had one."""
+        waiting = among & ~self._had_turn
+        if not waiting:
+            self._had_turn &= ~among
+            waiting = among
+        return waiting & -waiting
+
+    def turn(self, member: int) -> None:
+        """Note that a member was chosen."""
+        self._had_turn |= member
