@@ -1,15 +1,21 @@
 """How much may wait before requests are turned away."""
 
 import asyncio
+import random
 from collections.abc import Callable
 
+import httpx
 import openai
 import pytest
 
+from tests.client.test_fleet import Engine, fleet_of
+from tests.engine.interrupting import count_instructions
 from tests.helpers import until
 from tests.server.conftest import Running, error_of
 from vmserve.errors import InvalidRequestError
-from vmserve.server.admission import Admission
+from vmserve.server.admission import Admission, Ticket
+from vmserve.server.app import create_app
+from vmserve.server.config import ServerConfig
 from vmserve.server.errors import ApiError
 from vmserve.testing import ScriptedEngine
 
@@ -17,7 +23,7 @@ Start = Callable[..., Running]
 
 
 def make(max_requests: int = 4, max_tokens: int = 100, running: int = 0) -> Admission:
-    return Admission(max_requests, max_tokens, lambda: running)
+    return Admission(max_requests, max_tokens, lambda: running, lambda: 8)
 
 
 def test_requests_and_tokens_are_bounded() -> None:
@@ -27,7 +33,7 @@ def test_requests_and_tokens_are_bounded() -> None:
         admission.admit("a", 1, 10)
     assert admission.num_rejected == 1
     admission.release(tickets[0])
-    with pytest.raises(ApiError, match="at most 4 of 100 may"):
+    with pytest.raises(ApiError, match=r"at most 4 of 100 may \(--max-queued-requests, --max"):
         admission.admit("a", 1, 71)
     admission.admit("a", 1, 70)
     assert admission.waiting() == (4, 100)
@@ -52,6 +58,65 @@ def test_a_ticket_of_several_prompts_can_run_in_part() -> None:
     admission = make(running=1)
     admission.admit("a", 4, 80)
     assert admission.waiting() == (3, 60)
+
+
+def test_what_waits_is_known_after_any_history_and_costs_the_same_to_know() -> None:
+    """The youngest requests that the engines do not run, counted as if one looked at all."""
+    running = 0
+    admission = Admission(10**9, 10**9, lambda: running, lambda: 0)
+    chance = random.Random(3)
+    tickets: list[Ticket] = []
+    for _ in range(3000):
+        if tickets and chance.random() < 0.45:
+            admission.release(tickets.pop(chance.randrange(len(tickets))))
+        else:
+            tickets.append(admission.admit("a", chance.randrange(1, 5), chance.randrange(1, 99)))
+        running = chance.randrange(1 + sum(ticket.num_requests for ticket in tickets))
+        left = waiting = sum(ticket.num_requests for ticket in tickets) - running
+        tokens = 0
+        for ticket in reversed(tickets):
+            share = min(left, ticket.num_requests)
+            tokens += ticket.num_tokens * share // ticket.num_requests
+            left -= share
+        assert admission.waiting() == (waiting, tokens)
+
+    def cost(num_waiting: int) -> int:
+        queue = Admission(10**9, 10**9, lambda: 0, lambda: 0)
+        for _ in range(num_waiting):
+            queue.admit("a", 1, 10)
+        return count_instructions(lambda: queue.admit("a", 1, 10))
+
+    assert cost(5000) == cost(5)
+
+
+def test_what_may_wait_follows_what_engines_can_run_where_options_do_not_say() -> None:
+    def limits(requests: int | None, tokens: int | None, max_running: int) -> tuple[int, ...]:
+        made = Admission(requests, tokens, lambda: 0, lambda: max_running)
+        return made.max_requests, made.max_tokens, made.most_held
+
+    assert limits(None, None, 0) == (1024, 8_000_000, 1024)
+    assert limits(None, None, 128) == (1024, 8_000_000, 1152)
+    assert limits(None, None, 16 * 256) == (8192, 64_000_000, 12_288)
+    assert limits(5, 6, 16 * 256) == (5, 6, 4101)
+
+
+def test_a_burst_that_idle_engines_can_run_is_served() -> None:
+    """All of one client, and all at once."""
+    fleet = fleet_of(*(Engine() for _ in range(5)))
+    config = ServerConfig(served_model_names=("m",))
+    app = create_app(fleet, config)
+
+    async def chat(http: httpx.AsyncClient) -> int:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        return (await http.post("/v1/chat/completions", json=body)).status_code
+
+    async def burst() -> list[int]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            return await asyncio.gather(*(chat(http) for _ in range(5 * 128)))
+
+    assert set(asyncio.run(burst())) == {200}
+    app.state.context.close()
 
 
 def test_a_full_queue_is_full_for_who_filled_it() -> None:

@@ -140,10 +140,11 @@ def test_who_sends_much_holds_up_nobody_else(
 
 
 def test_a_key_has_so_many_requests_prepared_and_no_more(
-    start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(workers_module, "MAX_PENDING_WORK", 2)
-    running = start(engine)
+    """As many as can run and wait."""
+    engine = ScriptedEngine(max_num_seqs=1)
+    running = start(engine, max_queued_requests=1)
     held = hold(monkeypatch, engine.tokenizer, "encode", lambda text, *_, **__: text == "slow")
     workers = running.app_context.workers
     with ThreadPoolExecutor(3) as pool:
@@ -152,7 +153,10 @@ def test_a_key_has_so_many_requests_prepared_and_no_more(
         refused = running.post("/tokenize", {"prompt": "Hi"})
         assert refused.status_code == 429
         assert refused.headers["retry-after"] == "1"
-        assert "2 of your requests" in error_of(refused)["message"]
+        message = error_of(refused)["message"]
+        assert "2 of your requests" in message
+        assert "at most 2 may" in message
+        assert "--max-queued-requests" in message
         held.go.set()
         assert [each.result(60).status_code for each in slow] == [200] * 3
     assert running.post("/tokenize", {"prompt": "Hi"}).status_code == 200

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from vmserve.errors import InvalidRequestError
 from vmserve.server.errors import ApiError
 from vmserve.server.limits import MAX_HELD_BYTES, MAX_HELD_BYTES_OF_ONE
 
 __all__ = ["Admission", "BodyBytes", "Ticket", "Visit"]
+
+
+#: What may wait at least, where options do not say.
+_REQUESTS: Final = 1024
+_TOKENS: Final = 8_000_000
 
 
 @dataclass(eq=False, slots=True)
@@ -71,51 +77,84 @@ class Admission:
     first-come first-served, so the youngest tickets are taken to be the waiting ones. The
     tokens of a request are n · (prompt + max_tokens). One tenant may fill the queue; another is
     admitted nevertheless while all its requests are less than an equal part of it.
+
+    ``max_requests`` and ``max_tokens``: None: twice what engines run at once, but not few.
+    ``num_running`` and ``max_running``: requests that engines run now, and at most.
     """
 
-    def __init__(self, max_requests: int, max_tokens: int, num_running: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        max_requests: int | None,
+        max_tokens: int | None,
+        num_running: Callable[[], int],
+        max_running: Callable[[], int],
+    ) -> None:
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._num_running = num_running
-        #: A dict for its order of insertion and its removal in constant time.
-        self._tickets: dict[Ticket, None] = {}
+        self._max_running = max_running
+        #: From the oldest to the youngest ticket: those that were taken to run when that was asked
+        #: last, and those that were taken to wait, with what they are together.
+        self._running: OrderedDict[Ticket, None] = OrderedDict()
+        self._waiting: OrderedDict[Ticket, None] = OrderedDict()
+        self._waiting_requests = self._waiting_tokens = 0
         self._num_requests = 0
         #: Requests and tokens of each tenant that has any.
         self._requests_of: Counter[str] = Counter()
         self._tokens_of: Counter[str] = Counter()
         self.num_rejected = 0
 
+    @property
+    def max_requests(self) -> int:
+        """Most requests that may wait."""
+        if self._max_requests is not None:
+            return self._max_requests
+        return max(_REQUESTS, 2 * self._max_running())
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens that waiting requests may ask for."""
+        if self._max_tokens is not None:
+            return self._max_tokens
+        return _TOKENS * max(_REQUESTS, 2 * self._max_running()) // _REQUESTS
+
+    @property
+    def most_held(self) -> int:
+        """Requests that may run or wait."""
+        return self.max_requests + self._max_running()
+
     def admit(self, tenant: str, num_requests: int, num_tokens: int) -> Ticket:
         """Raises :class:`ApiError` 429 while the queue is full, and
         :class:`InvalidRequestError` for what would not fit an empty queue either.
         """
-        if num_requests > self._max_requests:
+        max_requests, max_tokens = self.max_requests, self.max_tokens
+        if num_requests > max_requests:
             raise InvalidRequestError(
                 f"{num_requests} prompts in one request are more than the queue may ever hold, "
-                f"{self._max_requests}: send fewer prompts per request",
+                f"{max_requests}: send fewer prompts per request",
                 "prompt",
             )
-        if num_tokens > self._max_tokens:
+        if num_tokens > max_tokens:
             raise InvalidRequestError(
                 f"{num_tokens} tokens, n times prompt and max_tokens, are more than the queue may "
-                f"ever hold, {self._max_tokens}: lower n or max_tokens, or send fewer prompts",
+                f"ever hold, {max_tokens}: lower n or max_tokens, or send fewer prompts",
                 "max_tokens",
             )
         waiting_requests, waiting_tokens = self.waiting()
         if (
-            waiting_requests + num_requests > self._max_requests
-            or waiting_tokens + num_tokens > self._max_tokens
+            waiting_requests + num_requests > max_requests
+            or waiting_tokens + num_tokens > max_tokens
         ) and not self._is_below_part(tenant, num_requests, num_tokens):
             self.num_rejected += 1
             raise ApiError(
                 429,
                 f"The server is overloaded: {waiting_requests} requests of {waiting_tokens} tokens "
-                f"are waiting, and at most {self._max_requests} of {self._max_tokens} may. "
-                "Try again later.",
+                f"are waiting, and at most {max_requests} of {max_tokens} may "
+                "(--max-queued-requests, --max-queued-tokens). Try again later.",
                 headers={"retry-after": "1"},
             )
         ticket = Ticket(tenant, num_requests, num_tokens)
-        self._tickets[ticket] = None
+        self._wait(ticket)
         self._num_requests += num_requests
         self._requests_of[tenant] += num_requests
         self._tokens_of[tenant] += num_tokens
@@ -125,12 +164,15 @@ class Admission:
         """Whether the tenant has less than an equal part of the queue, with these."""
         num_tenants = len(self._requests_of) + (tenant not in self._requests_of)
         return (
-            num_tenants * (self._requests_of[tenant] + num_requests) <= self._max_requests
-            and num_tenants * (self._tokens_of[tenant] + num_tokens) <= self._max_tokens
+            num_tenants * (self._requests_of[tenant] + num_requests) <= self.max_requests
+            and num_tenants * (self._tokens_of[tenant] + num_tokens) <= self.max_tokens
         )
 
     def release(self, ticket: Ticket) -> None:
-        del self._tickets[ticket]
+        if ticket in self._waiting:
+            self._leave_waiting(ticket)
+        else:
+            del self._running[ticket]
         self._num_requests -= ticket.num_requests
         self._requests_of[ticket.tenant] -= ticket.num_requests
         self._tokens_of[ticket.tenant] -= ticket.num_tokens
@@ -139,13 +181,28 @@ class Admission:
 
     def waiting(self) -> tuple[int, int]:
         """Requests admitted that do not run yet, and the tokens they ask for."""
-        left = waiting = max(0, self._num_requests - self._num_running())
-        tokens = 0
-        for ticket in reversed(self._tickets):
-            if left <= 0:
-                break
-            # Of a ticket that runs in part, only its share that waits.
-            share = min(left, ticket.num_requests)
-            tokens += ticket.num_tokens * share // ticket.num_requests
-            left -= share
-        return waiting, tokens
+        waiting = max(0, self._num_requests - self._num_running())
+        while self._waiting_requests < waiting:
+            ticket, _ = self._running.popitem()
+            self._wait(ticket)
+            self._waiting.move_to_end(ticket, last=False)
+        while self._waiting:
+            oldest = next(iter(self._waiting))
+            too_many = self._waiting_requests - waiting
+            if too_many < oldest.num_requests:
+                # Of a ticket that runs in part, only its share that waits.
+                share = oldest.num_tokens * (oldest.num_requests - too_many) // oldest.num_requests
+                return waiting, self._waiting_tokens - oldest.num_tokens + share
+            self._leave_waiting(oldest)
+            self._running[oldest] = None
+        return 0, 0
+
+    def _wait(self, ticket: Ticket) -> None:
+        self._waiting[ticket] = None
+        self._waiting_requests += ticket.num_requests
+        self._waiting_tokens += ticket.num_tokens
+
+    def _leave_waiting(self, ticket: Ticket) -> None:
+        del self._waiting[ticket]
+        self._waiting_requests -= ticket.num_requests
+        self._waiting_tokens -= ticket.num_tokens

@@ -206,16 +206,24 @@ class ServerConfig:
         ),
     ] = None
     max_queued_requests: Annotated[
-        int, Option("Most requests that may wait; further ones get a 429.", LIMITS, Bounds(1))
-    ] = 1024
+        int | None,
+        Option(
+            "Most requests that may wait; further ones get a 429. So many, and as many as all "
+            "engines run at once, may wait to be read.",
+            LIMITS,
+            Bounds(1),
+            default="1024, or twice as many as all engines run at once (--max-num-seqs)",
+        ),
+    ] = None
     max_queued_tokens: Annotated[
-        int,
+        int | None,
         Option(
             "Most tokens that waiting requests may ask for; further requests get a 429.",
             LIMITS,
             Bounds(1),
+            default="8000000, and more as the default of --max-queued-requests is above 1024",
         ),
-    ] = 8_000_000
+    ] = None
     max_key_sequences: Annotated[
         int | None,
         Option(

@@ -66,7 +66,7 @@ class ServerContext:
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self.bodies = BodyBytes()
         self.processes = AsideProcesses()
-        self.workers = Workers()
+        self.workers = Workers(lambda: sum(each.admission.most_held for each in models))
         self.idle = IdleWork(self.processes, self.workers)
 
     async def model_of(self, request: Request, asked: NamesModel) -> ServedModel:

@@ -34,7 +34,6 @@ __all__ = [
     "MAX_LOGPROBS_AT_ONCE",
     "MAX_LOGPROB_ENTRIES",
     "MAX_MESSAGE_BYTES",
-    "MAX_PENDING_WORK",
     "MAX_REPEATED",
     "MAX_SEND_BYTES",
     "NUMBERS",
@@ -52,8 +51,6 @@ MAX_HELD_BYTES: Final = 256 * 1024**2
 MAX_DEPTH: Final = 64
 #: Arrays and objects in a body.
 MAX_CONTAINERS: Final = 65_536
-#: Requests of one tenant that wait for a thread which prepares them.
-MAX_PENDING_WORK: Final = 256
 #: Log-probabilities that one request may have: positions times tokens at each.
 MAX_LOGPROB_ENTRIES: Final = 500_000
 #: Of them, in one step, for several choices.

@@ -18,7 +18,6 @@ from typing import Any, Final, TypeVar
 
 from vmserve.errors import VmserveError
 from vmserve.server.errors import ApiError
-from vmserve.server.limits import MAX_PENDING_WORK
 
 __all__ = ["LONG_WORK", "Lane", "Workers", "stopped_by"]
 
@@ -91,9 +90,15 @@ def stopped_by(stop: Callable[[], None]) -> AbstractContextManager[None]:
 
 
 class Lane:
-    """A few threads and a queue for each tenant. Belongs to one event loop."""
+    """A few threads and a queue for each tenant. Belongs to one event loop.
 
-    def __init__(self, name: str, num_threads: int = _THREADS) -> None:
+    ``most_waiting``: how much work of one tenant may wait.
+    """
+
+    def __init__(
+        self, name: str, most_waiting: Callable[[], int], num_threads: int = _THREADS
+    ) -> None:
+        self._most_waiting = most_waiting
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
         self._num_free = num_threads
         self._most_of_one = max(1, num_threads - 1)
@@ -108,11 +113,12 @@ class Lane:
         Raises :class:`ApiError` 429 while too much work of ``tenant`` waits.
         """
         queue = self._waiting.setdefault(tenant, deque())
-        if len(queue) >= MAX_PENDING_WORK:
+        most = self._most_waiting()
+        if len(queue) >= most:
             raise ApiError(
                 429,
-                f"{len(queue)} of your requests wait to be read, and at most {MAX_PENDING_WORK} "
-                "may. Try again later.",
+                f"{len(queue)} of your requests wait to be read, and at most {most} may, as many "
+                "as can run (--max-num-seqs) and wait (--max-queued-requests). Try again later.",
                 headers={"retry-after": "1"},
             )
         work = _Work(asyncio.get_running_loop().create_future(), call)
@@ -179,11 +185,11 @@ class Lane:
 
 
 class Workers:
-    """Both lanes."""
+    """Both lanes. ``most_waiting``: how much work of one tenant may wait in each."""
 
-    def __init__(self) -> None:
-        self._short = Lane("vmserve-aside")
-        self._long = Lane("vmserve-aside-long")
+    def __init__(self, most_waiting: Callable[[], int]) -> None:
+        self._short = Lane("vmserve-aside", most_waiting)
+        self._long = Lane("vmserve-aside-long", most_waiting)
 
     async def run(self, tenant: str, call: Callable[[], T], size: int) -> T:
         """``size``: bytes of the request, or of what ``call`` makes of it."""

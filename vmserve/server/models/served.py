@@ -69,7 +69,10 @@ class ServedModel:
         self.lifecycle = Lifecycle()
         self.telemetry = Telemetry()
         self.admission = Admission(
-            config.max_queued_requests, config.max_queued_tokens, self._num_running
+            config.max_queued_requests,
+            config.max_queued_tokens,
+            self._num_running,
+            self._max_running,
         )
         #: Requests refused with 429.
         self.num_rejected = 0
@@ -168,6 +171,9 @@ class ServedModel:
 
     def _num_running(self) -> int:
         return 0 if self._engine is None else self._engine.num_running
+
+    def _max_running(self) -> int:
+        return 0 if self._engine is None else self._engine.max_num_running
 
     # -- around a request -------------------------------------------------------------
 
