@@ -26,12 +26,18 @@ from vmserve import (
     StructuredOutputsParams,
 )
 from vmserve.client.fleet.fleet import FleetLLM
+from vmserve.client.fleet.local import load_fleet
 from vmserve.client.framing import frame
+from vmserve.client.messages import Ready
 from vmserve.client.process import EngineProcess
 from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.client.service import ready_message
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine
 from vmserve.models.hub import resolve_model
 from vmserve.sampling import GenerationParams
 from vmserve.text.prompts import Prompt
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 from vmserve.types import RequestOutput
 
 # Each engine is a process that imports torch, which takes its time on a busy machine.
@@ -345,6 +351,42 @@ def test_sleep_and_wake(tmp_path: Path) -> None:
             await engine.shutdown()
 
     asyncio.run(run())
+
+
+class ReadyProcess:
+    """An engine's process that has loaded already."""
+
+    pid = 0
+
+    def __init__(self, ready: Ready) -> None:
+        self._ready = ready
+
+    def wait_ready(self, progress: object) -> Ready:
+        return self._ready
+
+    def close(self) -> None:
+        pass
+
+
+def test_engines_of_one_model_have_one_tokenizer_that_is_loaded_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = LLMEngine(EngineConfig.from_options(OPTIONS))
+    ready = ready_message(engine)
+    engine.close()
+    loaded = []
+
+    def load(source: str | Path) -> Tokenizer:
+        loaded.append(load_tokenizer(source))
+        return loaded[-1]
+
+    monkeypatch.setattr("vmserve.client.process_llm.load_tokenizer", load)
+    monkeypatch.setattr("vmserve.client.fleet.local.split_cpus", lambda size: [(0,)] * size)
+    monkeypatch.setattr(ProcessLLM, "begin", lambda *_, **__: ReadyProcess(ready))
+    fleet = load_fleet(16, **OPTIONS, device="cpu")
+    assert len(fleet.members) == 16
+    assert loaded == [fleet.tokenizer]
+    assert all(member.client.tokenizer is fleet.tokenizer for member in fleet.members)
 
 
 def test_a_process_that_is_killed_before_it_reads_is_a_dead_engine() -> None:

@@ -42,7 +42,7 @@ from vmserve.client.remote.sealed import BrokenSealError, Opener, Sealer
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.models.hub import resolve_model
-from vmserve.text.tokenizer import load_tokenizer
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 KEY = b"a key of exactly thirty-two byte"
 OPTIONS = {"dtype": "float32", "kv_cache_memory": "64MiB", "max_num_seqs": 8}
@@ -544,7 +544,18 @@ def free_port() -> int:
 
 
 @pytest.mark.timeout(300)
-def test_engines_serve_one_model_together_and_one_that_comes_later_joins() -> None:
+def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokenizer is fetched and loaded once for all, also for the one that comes later."""
+    sources: list[Path] = []
+
+    def load(source: Path) -> Tokenizer:
+        sources.append(source)
+        return load_tokenizer(source)
+
+    monkeypatch.setattr("vmserve.client.remote.remote_llm.load_tokenizer", load)
+
     async def run(fleet: FleetLLM, port: int) -> None:
         expected = await text_of(fleet)
         await fleet.pin_prefix(PINNED)
@@ -566,6 +577,8 @@ def test_engines_serve_one_model_together_and_one_that_comes_later_joins() -> No
             assert await reply == expected
             assert fleet.stats()["router_failovers_total"] == 1
             await until(lambda: second.state == "ready")
+            assert len(sources) == 1
+            assert sources[0].exists()
             await fleet.shutdown()
 
     with hosted() as (address, _):

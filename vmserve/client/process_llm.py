@@ -82,7 +82,8 @@ class ProcessLLM(ClientCore):
 
     Arguments and errors are those of :class:`vmserve.AsyncLLM`. Loading blocks. The engine is
     killed when the thread that made this object ends. ``meanwhile`` is called while it loads.
-    ``process``: one that was started with these options.
+    ``process``: one that was started with these options. ``tokenizers``: those that engines of one
+    model have loaded, by where their files are, to which this one's is added.
     """
 
     # A slow reader, or a slow process, catches up with fewer outputs.
@@ -99,6 +100,7 @@ class ProcessLLM(ClientCore):
         supervision: Supervision | None = None,
         meanwhile: Callable[[], None] = lambda: None,
         process: EngineProcess | None = None,
+        tokenizers: dict[str, Tokenizer] | None = None,
         **engine_options: Any,
     ) -> None:
         given = {"model": model, **engine_options}
@@ -108,10 +110,12 @@ class ProcessLLM(ClientCore):
         self._process: Channel = process or self._spawn()
         try:
             meanwhile()
-            early = _early_tokenizer(config)
+            known = {} if tokenizers is None else tokenizers
+            early = None if known else _early_tokenizer(config)
             ready = self._process.wait_ready(progress or _no_progress)
-            tokenizer = early or load_tokenizer(ready.tokenizer)
+            tokenizer = known.get(ready.tokenizer) or early or load_tokenizer(ready.tokenizer)
             tokenizer.prepare_chat()
+            known[ready.tokenizer] = tokenizer
         except BaseException:
             self._process.close()
             raise
@@ -195,7 +199,7 @@ class ProcessLLM(ClientCore):
         return {
             "model": dataclasses.asdict(self.model_config),
             "limits": self._limits,
-            "tokenizer": self.tokenizer.to_json(),
+            "tokenizer": self.tokenizer.fingerprint,
             "chat template": self.tokenizer.chat_template_text,
             "default sampling": self.default_sampling,
             "block size": self.resolved.block_tokens,
@@ -417,7 +421,7 @@ class ProcessLLM(ClientCore):
             return
         read = await asyncio.to_thread(load_tokenizer, path)
         for now, before in (
-            (read.to_json(), self.tokenizer.to_json()),
+            (read.fingerprint, self.tokenizer.fingerprint),
             (read.chat_template_text, self.tokenizer.chat_template_text),
         ):
             if now != before:

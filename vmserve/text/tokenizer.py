@@ -8,6 +8,7 @@ files (see :mod:`vmserve.text.tokenizer_files`).
 
 from __future__ import annotations
 
+import hashlib
 import json
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -143,6 +144,11 @@ class Tokenizer:
     def to_json(self) -> str:
         """The tokenizer of the ``tokenizers`` library, as its own JSON."""
         return str(self._backend.to_str())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells tokenizers apart, as :meth:`to_json` does."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     # -- text to ids --------------------------------------------------------------------
 

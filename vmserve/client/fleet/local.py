@@ -15,6 +15,7 @@ from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
 from vmserve.router.policy import Policy
 from vmserve.sizes import format_size, parse_size
+from vmserve.text.tokenizer import Tokenizer
 from vmserve.threads import split_cpus
 
 __all__ = ["load_fleet"]
@@ -43,6 +44,7 @@ def load_fleet(
     shared = {**options, "kv_cache_memory": _total(options) // size}
     parts = _cpus(size, int(options.get("tensor_parallel_size") or 1))
     clients: list[ProcessLLM] = []
+    tokenizers: dict[str, Tokenizer] = {}
     # All start before the first is waited for. Weights are pages of one file, which they share.
     starting = [ProcessLLM.begin(replace(watched, cpus=cpus), **shared) for cpus in parts]
     try:
@@ -54,6 +56,7 @@ def load_fleet(
                     supervision=replace(watched, cpus=cpus),
                     meanwhile=meanwhile if not clients else lambda: None,
                     process=process,
+                    tokenizers=tokenizers,
                 )
             )
             logger.info("engine %d: process %d, CPUs %s", len(clients) - 1, process.pid, cpus)

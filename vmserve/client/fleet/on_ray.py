@@ -31,6 +31,7 @@ from vmserve.logs import configure_logging
 from vmserve.memory.limits import available_memory
 from vmserve.router.policy import Policy
 from vmserve.sizes import parse_size
+from vmserve.text.tokenizer import Tokenizer
 
 __all__ = ["num_nodes", "place_engines"]
 
@@ -109,8 +110,9 @@ def place_engines(
     ]
     for each in replicas:
         each.ask()  # all load at once
+    tokenizers: dict[str, Tokenizer] = {}
     connecting = {
-        f"engine {index}": partial(RayLLM, each, key, supervision)
+        f"engine {index}": partial(RayLLM, each, key, supervision, tokenizers)
         for index, each in enumerate(replicas)
     }
     try:
@@ -244,10 +246,16 @@ class _Replica:
 class RayLLM(RemoteLLM):
     """A client of the engine of ``replica``, wherever Ray has started it."""
 
-    def __init__(self, replica: _Replica, key: bytes, supervision: Supervision | None) -> None:
+    def __init__(
+        self,
+        replica: _Replica,
+        key: bytes,
+        supervision: Supervision | None,
+        tokenizers: dict[str, Tokenizer],
+    ) -> None:
         self._replica = replica
         replica.load()
-        super().__init__(replica.find, key, supervision=supervision)
+        super().__init__(replica.find, key, supervision=supervision, tokenizers=tokenizers)
 
     def _end_silent(self, seconds: float) -> None:
         super()._end_silent(seconds)

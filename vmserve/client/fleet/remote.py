@@ -13,6 +13,7 @@ from vmserve.client.process_llm import Supervision
 from vmserve.client.remote.remote_llm import RemoteLLM, until_connected
 from vmserve.errors import EngineDeadError
 from vmserve.router.policy import Policy
+from vmserve.text.tokenizer import Tokenizer
 
 __all__ = ["connect_engines", "join_engines"]
 
@@ -33,7 +34,10 @@ def connect_engines(
     is raised, are those of :class:`~vmserve.client.remote.remote_llm.RemoteLLM`; engines that
     differ raise :class:`~vmserve.errors.ConfigurationError`.
     """
-    connect = partial(RemoteLLM, key=key, supervision=supervision, tokenizer=tokenizer)
+    shared: dict[str, Tokenizer] = {}
+    connect = partial(
+        RemoteLLM, key=key, supervision=supervision, tokenizer=tokenizer, tokenizers=shared
+    )
     client = join_engines({each: partial(connect, each) for each in addresses}, policy)
     first = client.members[0].client if isinstance(client, FleetLLM) else client
     assert isinstance(first, RemoteLLM)

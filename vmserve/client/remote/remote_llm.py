@@ -17,7 +17,7 @@ from vmserve.client.remote.identity import write_files
 from vmserve.client.remote.link import Link, Place
 from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError, VmserveError
-from vmserve.text.tokenizer import load_tokenizer
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["LINK_SERIAL", "RemoteLLM", "until_connected"]
 
@@ -36,7 +36,8 @@ class RemoteLLM(ProcessLLM):
     The engine was started, and is ended, by others. A connection that is lost is made again, with
     pauses, until :meth:`shutdown`; requests fail meanwhile with
     :class:`~vmserve.errors.EngineDeadError`. ``tokenizer``: a directory; None: the engine sends it.
-    Connecting blocks for some seconds at most.
+    ``tokenizers``: those that were loaded already, by directory or by the digest that engines tell,
+    to which this one's is added. Connecting blocks for some seconds at most.
 
     Raises :class:`~vmserve.errors.EngineDeadError` if nothing is there, and
     :class:`~vmserve.client.remote.handshake.HandshakeError` for what is no engine, has another key
@@ -50,23 +51,25 @@ class RemoteLLM(ProcessLLM):
         *,
         supervision: Supervision | None = None,
         tokenizer: Path | None = None,
+        tokenizers: dict[str, Tokenizer] | None = None,
     ) -> None:
         self._place = place
         self._key = key
         self._supervision = supervision or Supervision()
         self._options = {}
-        directory = Path(tempfile.mkdtemp(prefix="vmserve-tokenizer-"))
-        weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
         self._process = link = self._spawn()
         try:
             ready = link.wait_ready(lambda phase, done, total: None)
-            source = tokenizer or write_files(link.fetch_tokenizer(ready.tokenizer), directory)
-            read = load_tokenizer(source)
-            read.prepare_chat()
+            known = {} if tokenizers is None else tokenizers
+            name = ready.tokenizer if tokenizer is None else str(tokenizer)
+            if name not in known:
+                read = _fetched(link, ready) if tokenizer is None else load_tokenizer(tokenizer)
+                read.prepare_chat()
+                known[name] = read
         except BaseException:
             link.close()
             raise
-        self._adopt(EngineConfig(), ready, read)
+        self._adopt(EngineConfig(), ready, known[name])
         self._digest = ready.tokenizer
         self.name = ready.name
         #: Tells whether two engines have the same weights.
@@ -121,6 +124,18 @@ class RemoteLLM(ProcessLLM):
             raise ConfigurationError(
                 f"the engine at {self.address} has another model than before: restart the server"
             )
+
+
+def _fetched(link: Link, ready: Ready) -> Tokenizer:
+    """Load the tokenizer that the engine sends, from files that are there as long as it is."""
+    directory = Path(tempfile.mkdtemp(prefix="vmserve-tokenizer-"))
+    try:
+        read = load_tokenizer(write_files(link.fetch_tokenizer(ready.tokenizer), directory))
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    weakref.finalize(read, shutil.rmtree, directory, ignore_errors=True)
+    return read
 
 
 async def until_connected(connect: Callable[[], Awaitable[None]]) -> None:
