@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -143,31 +145,67 @@ def test_views_say_which_engine_is_suspected(start: Start) -> None:
     assert written.getvalue().count("suspect") == 2
 
 
-def instructions_of_a_chat(num_engines: int, *, stream: bool) -> int:
-    """Of the interpreter, in the package, for a chat that other chats have gone before."""
+@contextlib.contextmanager
+def on_this_thread(num_engines: int) -> Iterator[Callable[..., httpx.Response]]:
+    """Sends requests to an application whose event loop is this thread's."""
     app = create_app(
         fleet_of(*(Engine() for _ in range(num_engines))), ServerConfig(served_model_names=("m",))
     )
     transport = httpx.ASGITransport(app)
-    body = {"messages": [{"role": "user", "content": "Hi " * 20}], "stream": stream}
     with asyncio.Runner() as runner:
         http = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
 
-        def chat() -> None:
-            assert runner.run(http.post("/v1/chat/completions", json=body)).status_code == 200
+        def ask(method: str, path: str, **what: Any) -> httpx.Response:
+            return runner.run(http.request(method, path, **what))
 
-        for _ in range(3):
-            chat()
-        num = count_instructions(chat)
+        yield ask
         runner.run(http.aclose())
     app.state.context.close()
-    return num
+
+
+def instructions(num_engines: int, method: str, path: str, **what: Any) -> int:
+    """Of the interpreter, in the package and on the event loop, for one request of several."""
+    with on_this_thread(num_engines) as ask:
+
+        def once() -> None:
+            assert ask(method, path, **what).status_code == 200
+
+        for _ in range(3):
+            once()
+        return count_instructions(once)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_costs_as_much_with_many_engines_as_with_one(stream: bool) -> None:
-    one, many = (instructions_of_a_chat(num, stream=stream) for num in (1, 256))
+    body = {"messages": [{"role": "user", "content": "Hi " * 20}], "stream": stream}
+    one, many = (instructions(num, "POST", "/v1/chat/completions", json=body) for num in (1, 256))
     assert many < one + 50
+
+
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text"])
+def test_figures_of_many_engines_are_written_beside_the_event_loop(accept: str) -> None:
+    """On it they are only collected."""
+    one, many = (
+        instructions(num, "GET", "/metrics", headers={"accept": accept}) for num in (1, 256)
+    )
+    assert many < one + 256 * 30
+
+
+def test_engines_are_asked_for_their_figures_a_few_at_a_time() -> None:
+    asked, most = 0, 0
+
+    class Asked(Engine):
+        async def fetch_stats(self) -> dict[str, float | int]:
+            nonlocal asked, most
+            asked += 1
+            most = max(most, asked)
+            await asyncio.sleep(0)
+            asked -= 1
+            return self.stats()
+
+    stats = asyncio.run(fleet_of(*(Asked() for _ in range(100))).fetch_stats())
+    assert stats["prompt_tokens_total"] == 700
+    assert most == 16
 
 
 # -- what a key may have is counted over all engines ------------------------------------------

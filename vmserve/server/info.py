@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -27,6 +28,10 @@ from vmserve.server.wire import JSON_TYPE, dump_json
 from vmserve.version import __version__
 
 __all__ = ["InfoService", "InvocationService"]
+
+
+#: A line of ``/metrics``.
+_FIGURE_BYTES: Final = 90
 
 
 class InfoService:
@@ -75,12 +80,19 @@ class InfoService:
     async def metrics(self, request: Request) -> Response:
         """Prometheus' text format."""
         context = self._context
-        await gather([served.fetch_stats() for served in context.models])
-        body, media_type = render_metrics(
-            [self._figures(served) for served in context.models],
-            model_families(context.models) if context.models.have_states else (),
+        await gather([served.refresh() for served in context.models])
+        figures = [self._figures(served) for served in context.models]
+        render = partial(
+            render_metrics,
+            figures,
+            list(model_families(context.models)) if context.models.have_states else [],
             vllm_metrics=context.config.vllm_metrics,
             accept=request.headers.get("accept", ""),
+        )
+        # With turns of its own: it does not wait for all that a tenant has sent.
+        num_figures = sum(len(stats) for each in figures for stats in each.engines.values())
+        body, media_type = await context.workers.run(
+            "/metrics", render, num_figures * _FIGURE_BYTES
         )
         return Response(body, media_type=media_type)
 
@@ -88,16 +100,18 @@ class InfoService:
         # Where there is one model, its requests are all requests, also before they name it.
         models, life = self._context.models, served.lifecycle
         life = self._context.lifecycle if len(models) == 1 else life
+        engines = engine_figures(served)
+        labels = ModelFigures.labels(served.name, are_several=bool(engines))
         return ModelFigures(
             model_name=served.name,
             max_model_len=served.max_model_len if served.is_loaded else None,
             kv_cache_dtype=served.kv_cache_dtype if served.is_loaded else None,
-            telemetry=served.telemetry,
-            stats=served.stats(),
+            observed=list(served.telemetry.families(*labels)),
+            stats=served.own_stats(),
             num_rejected=served.num_rejected,
             num_failed=life.num_failed,
             num_active=life.num_active,
-            engines=engine_figures(served),
+            engines=engines,
         )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,13 +26,14 @@ from prometheus_client.registry import Collector
 
 from vmserve.sampling import GenerationParams
 from vmserve.server.recent import RecentLatencies
-from vmserve.telemetry.counters import STEP_TOKENS
+from vmserve.telemetry.counters import STEP_TOKENS, merged_stats
 from vmserve.telemetry.kinds import KIND_FIGURE, kinds_in
 from vmserve.types import RequestMetrics, RequestOutput
 
 __all__ = ["Histogram", "ModelFigures", "Telemetry", "render_metrics"]
 
 _OPENMETRICS_TYPE: Final = "application/openmetrics-text"
+_OPENMETRICS_END: Final = b"# EOF\n"
 
 _SHORT: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5,
                  10, 20, 40, 80, 160, 640, 2560)  # fmt: skip
@@ -88,6 +90,8 @@ _VLLM_FAMILIES: Final = frozenset(
         "request_success",
     ]
 )
+#: Between pieces of some milliseconds.
+_PAUSE_SECONDS: Final = 50e-6
 _FINISH_REASONS: Final = ("stop", "length", "abort")
 
 
@@ -180,30 +184,37 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    """What ``/metrics`` tells of one model besides what its telemetry observed."""
+    """What ``/metrics`` tells of one model, as of one moment: :meth:`families` may take long, and
+    run on any thread."""
 
     model_name: str
     #: None if it was never loaded.
     max_model_len: int | None
     kv_cache_dtype: str | None
-    telemetry: Telemetry
+    #: What its telemetry observed, with :meth:`labels`.
+    observed: Sequence[Metric]
+    #: Of the engine, or of none where there may be several.
     stats: Mapping[str, float | int]
     num_rejected: int
     num_failed: int
     num_active: int
-    #: Figures of each engine by id, if there may be several; ``stats`` is of all together then.
+    #: Figures of each engine by id, if there may be several.
     engines: Mapping[str, Mapping[str, float | int]] = field(default_factory=dict)
 
+    @staticmethod
+    def labels(model_name: str, *, are_several: bool) -> tuple[list[str], list[str]]:
+        """Names and values of the labels of what is of no single engine, or of the only one."""
+        # An empty label is none to Prometheus.
+        return ["model_name", "engine"], [model_name, "" if are_several else "0"]
+
     def families(self) -> Iterator[Metric]:
-        names = ["model_name", "engine"]
-        # What is of no single engine has no such label: an empty one is none to Prometheus.
-        values = [self.model_name, "" if self.engines else "0"]
-        yield from self.telemetry.families(names, values)
+        names, values = self.labels(self.model_name, are_several=bool(self.engines))
+        yield from self.observed
         for engine, stats in (self.engines or {"0": self.stats}).items():
             yield from _engine_families(stats, names, [self.model_name, engine])
+            _pause()
         if self.engines:
-            router = {name: n for name, n in self.stats.items() if name.startswith("router_")}
-            yield from _figure_families(router, names, values)
+            yield from _figure_families(self.stats, names, values)
         yield from _server_families(self, names, values)
 
 
@@ -213,7 +224,8 @@ def render_metrics(
     """Return the text format with the families of all models and ``more``, and its media type.
 
     ``vllm_metrics``: under vLLM's names as well. ``accept``: the header that asks for OpenMetrics
-    or Prometheus' own format, which is the default.
+    or Prometheus' own format, which is the default. It takes long where there are many engines, and
+    is for a thread beside the event loop's.
     """
     merged: dict[str, Metric] = {}
     for figures in models:
@@ -222,29 +234,44 @@ def render_metrics(
                 merged[family.name].samples += family.samples
             else:
                 merged[family.name] = family
-    families = [*merged.values(), *more]
-    collected = _Families(families, vllm_metrics)
-    if _OPENMETRICS_TYPE not in accept:
-        return generate_latest(collected), CONTENT_TYPE_LATEST
-    # The library's own negotiation would write "_" for ":", which both formats allow.
-    body: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
-        collected, escaping=openmetrics.ALLOWUTF8
-    )
+    families = deque([*merged.values(), *more])
+    merged.clear()
+    is_open = _OPENMETRICS_TYPE in accept
+    pieces = []
+    while families:  # one by one, also to free them: all at once would take long
+        single = _Family(families.popleft(), vllm_metrics)
+        pieces.append(_openmetrics(single) if is_open else generate_latest(single))
+        _pause()
+    if not is_open:
+        return b"".join(pieces), CONTENT_TYPE_LATEST
+    body = b"".join([*pieces, _OPENMETRICS_END])
     return body, f"{_OPENMETRICS_TYPE}; version=1.0.0; charset=utf-8"
 
 
-class _Families(Collector):
-    """The families under one prefix or two."""
+def _openmetrics(family: Collector) -> bytes:
+    # The library's own negotiation would write "_" for ":", which both formats allow.
+    written: bytes = openmetrics.generate_latest(  # type: ignore[no-untyped-call]
+        family, escaping=openmetrics.ALLOWUTF8
+    )
+    return written.removesuffix(_OPENMETRICS_END)
 
-    def __init__(self, families: Iterable[Metric], both: bool) -> None:
-        self._families = families
+
+class _Family(Collector):
+    """A family under one prefix or two."""
+
+    def __init__(self, family: Metric, both: bool) -> None:
+        self._family = family
         self._both = both
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._families:
-            yield _prefixed(family, "vmserve")
-            if self._both and family.name in _VLLM_FAMILIES:
-                yield _prefixed(family, "vllm")
+        yield _prefixed(self._family, "vmserve")
+        if self._both and self._family.name in _VLLM_FAMILIES:
+            yield _prefixed(self._family, "vllm")
+
+
+def _pause() -> None:
+    """Let another thread go on, the event loop's: it would wait for the interpreter for 5 ms."""
+    time.sleep(_PAUSE_SECONDS)
 
 
 def _prefixed(family: Metric, prefix: str) -> Metric:
@@ -339,7 +366,8 @@ def _server_families(source: ModelFigures, names: list[str], values: list[str]) 
     yield load
     if source.max_model_len is None:
         return
-    tokens = int(source.stats.get("limit_pages", 0) * source.stats.get("page_tokens", 0))
+    stats = merged_stats(list(source.engines.values())) if source.engines else source.stats
+    tokens = int(stats.get("limit_pages", 0) * stats.get("page_tokens", 0))
     config = GaugeMetricFamily(
         "cache_config_info",
         "The KV cache's size and type, in labels.",

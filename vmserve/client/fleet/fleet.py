@@ -51,6 +51,8 @@ MemberState = Literal["ready", "draining", "suspect", "down"]
 _MOST_DEATHS = 3
 #: So often may a request leave an engine that is suspected: its own step may be what takes long.
 _MOST_MOVES = 3
+#: Engines that are asked for their figures in one turn of the event loop.
+_ASKED_AT_ONCE = 16
 _SILENT = "nothing was heard of the engine for too long"
 
 
@@ -300,7 +302,8 @@ class FleetLLM:
             task.add_done_callback(self._tasks.discard)
         if not self._is_listening:
             self._is_listening = True
-            await asyncio.gather(*(member.client.start() for member in self.members))
+            # Also if the first caller leaves.
+            await asyncio.shield(asyncio.gather(*(each.client.start() for each in self.members)))
 
     def generate(
         self,
@@ -431,7 +434,7 @@ class FleetLLM:
 
     def stats(self) -> dict[str, float | int]:
         """The figures of all engines together, and the router's."""
-        return {**merged_stats([each.client.stats() for each in self.members]), **self._own()}
+        return {**merged_stats([each.client.stats() for each in self.members]), **self.own_stats()}
 
     async def fetch_stats(self) -> dict[str, float | int]:
         await self.refresh()
@@ -440,9 +443,12 @@ class FleetLLM:
     async def refresh(self) -> None:
         """Ask all engines for their figures; those that are suspected keep what is known."""
         asked = [each.client for each in self.members if not each.client.is_suspect]
-        await asyncio.gather(*(client.fetch_stats() for client in asked))
+        for first in range(0, len(asked), _ASKED_AT_ONCE):  # others come in between
+            some = asked[first : first + _ASKED_AT_ONCE]
+            await asyncio.gather(*(client.fetch_stats() for client in some))
 
-    def _own(self) -> dict[str, float | int]:
+    def own_stats(self) -> dict[str, float | int]:
+        """The router's figures."""
         return {
             "router_choices_total": self._choices.total(),
             "router_spills_total": self._choices["spill"],
@@ -463,7 +469,7 @@ class FleetLLM:
             return await _unless_given_up(member.client.snapshot(), member.questions)
 
         merged = merged_snapshot(await self._live(take))
-        return replace(merged, stats={**merged.stats, **self._own()})
+        return replace(merged, stats={**merged.stats, **self.own_stats()})
 
     async def until_dead(self) -> None:
         """Return when all engines have died and are not started again."""

@@ -167,7 +167,18 @@ class ServedModel:
 
     async def fetch_stats(self) -> dict[str, float | int]:
         """The engine's figures now, if it is awake."""
-        return await self.engine.fetch_stats() if self.is_awake else self.stats()
+        await self.refresh()
+        return self.stats()
+
+    async def refresh(self) -> None:
+        """Ask the engine for its figures, or all engines, if it is awake."""
+        if self.is_awake:
+            await (self.fleet.refresh() if self.fleet else self.engine.fetch_stats())
+
+    def own_stats(self) -> dict[str, float | int]:
+        """The engine's figures as last known; where there may be several, those of no single
+        one."""
+        return self.fleet.own_stats() if self.fleet else dict(self.stats())
 
     def _num_running(self) -> int:
         return 0 if self._engine is None else self._engine.num_running
