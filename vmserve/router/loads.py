@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import Final
+
 __all__ = ["Loads"]
+
+#: So many members are kept in the order in which they were chosen: enough to tell who is likely to
+#: compute a prompt still.
+_LAST: Final = 32
 
 
 class Loads:
@@ -13,6 +20,9 @@ class Loads:
         #: By load, those that have it.
         self._at: dict[float, int] = {}
         self._had_turn = 0
+        #: The last to be chosen, in this order, and as a set.
+        self._last: OrderedDict[int, None] = OrderedDict()
+        self._lately = 0
         #: All that take requests, and their loads together.
         self.takers = 0
         self.total = 0.0
@@ -47,13 +57,24 @@ class Loads:
         raise ValueError("none of them takes requests")
 
     def next(self, among: int) -> int:
-        """One of some members: who had no turn since all of them had one."""
-        waiting = among & ~self._had_turn
+        """One of some members: who was chosen longest ago.
+
+        Of those that were not chosen lately: who had no turn since all of these had one.
+        """
+        others = among & ~self._lately
+        if not others:
+            return next(each for each in self._last if each & among)
+        waiting = others & ~self._had_turn
         if not waiting:
-            self._had_turn &= ~among
-            waiting = among
+            self._had_turn &= ~others
+            waiting = others
         return waiting & -waiting
 
     def turn(self, member: int) -> None:
         """Note that a member was chosen."""
         self._had_turn |= member
+        self._lately |= member
+        self._last[member] = None
+        self._last.move_to_end(member)
+        if len(self._last) > _LAST:
+            self._lately ^= self._last.popitem(last=False)[0]

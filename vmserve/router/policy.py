@@ -10,7 +10,7 @@ any number of members. Policies:
   have less to do, and all that have it are equal. One that is not hot has a home, the member that
   was sent it last: older copies count for nothing, and the load counts less.
 - ``least-loaded``: the least load.
-- ``round-robin``: each member once, then each again.
+- ``round-robin``: the member that was chosen longest ago.
 
 Members that are equal take turns. What is expected to be cached is what was sent
 (:class:`~vmserve.router.chains.ChainTable`): members say nothing of their caches (decision 0071).
