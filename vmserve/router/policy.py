@@ -33,7 +33,7 @@ Policy = Literal["prefix", "least-loaded", "round-robin"]
 #: more of it, and too much to do. "least": nobody has any of it. "turn": round robin.
 Reason = Literal["only", "prefix", "spill", "least", "turn"]
 
-#: All members together; a block takes 200 bytes.
+#: All members together; a block takes 250 bytes.
 _MAX_BLOCKS = 1 << 22
 #: Of the load, for a prefix that is hot and for others. 0.5 is the least with which a prefix leaves
 #: one of two members when the other is idle.

@@ -115,15 +115,16 @@ class Replica(Protocol):
 class Member:
     """One engine. ``requests``: one object for each that it has, which is its load.
 
-    ``unstarted`` and ``questions``: what waits for it, and is given up when it is suspected:
-    requests without a token if another takes them.
+    ``is_chosen``: whether the router may choose it. ``unstarted`` and ``questions``: what waits for
+    it, and is given up when it is suspected: requests without a token if another takes them.
+    ``noted``: its state as of the last change; None: it is no member yet, or no longer.
     """
 
     name: str
     client: Replica
     is_draining: bool = False
     is_chosen: bool = False
-    was_suspect: bool = False
+    noted: MemberState | None = None
     requests: set[object] = field(default_factory=set)
     unstarted: set[asyncio.Future[Any]] = field(default_factory=set)
     questions: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -156,8 +157,9 @@ class FleetLLM:
         self._names = map(str, itertools.count())
         #: Who has the requests that have a name.
         self._homes: dict[str, Member] = {}
-        self._num_takers = 0
-        self._has_ready = False
+        #: How many members are in each state, and in which one are those that take requests.
+        self._states: Counter[MemberState] = Counter()
+        self._takers: MemberState = "suspect"
         #: Requests that run in all engines, and the most that can.
         self.num_running = self.max_num_running = 0
         self._is_listening = False
@@ -187,11 +189,11 @@ class FleetLLM:
         self._members[member.name] = member
         self._enter(member)
         client.on_lost = lambda: self._router.forget(member.name)
-        client.on_change = self._sort
+        client.on_change = lambda: self._renew(member)
         client.on_running = self._count
         self._count(client.num_running)
         self.max_num_running += client.resolved.max_num_seqs
-        self._sort()
+        self._renew(member)
         self._changed.set()
         return member
 
@@ -204,31 +206,38 @@ class FleetLLM:
         blocks = int(stats.get("limit_pages", 0) * stats.get("blocks_per_page", 0))
         self._router.join(member.name, blocks if resolved.prefix_caching else 0)
 
-    def _sort(self) -> None:
-        """Find out who takes requests, after any change: those that are ready, or else suspected.
+    def _renew(self, member: Member) -> None:
+        """Take note of a member's state, which may have changed. Who is ready takes requests; if
+        nobody is, those that are suspected.
 
         What has not begun leaves the suspected for the others.
         """
-        of_state: dict[MemberState, list[Member]] = {}
-        for member in self._members.values():
-            of_state.setdefault(member.state, []).append(member)
-        ready = of_state.get("ready", [])
-        takers = ready or of_state.get("suspect", [])
-        self._num_takers, self._has_ready = len(takers), bool(ready)
-        for member in self._members.values():
-            member.is_chosen = member in takers
-            self._note(member)
-            if member.client.is_suspect:
-                _give_up(member.questions)
-                if ready:
-                    _give_up(member.unstarted)
-            if member.was_suspect != member.client.is_suspect:
-                member.was_suspect = not member.was_suspect
-                news = "nothing was heard of it for long" if member.was_suspect else "heard again"
-                logger.warning("engine %s: %s", member.name, news)
+        before, member.noted = member.noted, None
+        if before is not None:
+            self._states[before] -= 1
+        if member.name in self._members:
+            member.noted = member.state
+            self._states[member.noted] += 1
+        takers: MemberState = "ready" if self._states["ready"] else "suspect"
+        concerned = [member] if takers == self._takers else self.members
+        self._takers = takers
+        for each in concerned:
+            each.is_chosen = each.noted == takers
+            self._note(each)
+            if each.client.is_suspect:
+                _give_up(each.questions)
+                if takers == "ready":
+                    _give_up(each.unstarted)
+        match before, member.noted:
+            case "ready", "suspect":
+                logger.warning("engine %s: nothing was heard of it for long", member.name)
+            case "suspect", "ready":
+                logger.info("engine %s: it is heard of again", member.name)
 
     def _note(self, member: Member) -> None:
-        self._router.note(member.name, len(member.requests) if member.is_chosen else None)
+        if member.name in self._members:
+            load = len(member.requests) if member.is_chosen else None
+            self._router.note(member.name, load)
 
     async def join(self, client: Replica) -> Member:
         """Serve with another engine too, once it holds what is pinned.
@@ -259,14 +268,14 @@ class FleetLLM:
         if not any(each.state == "ready" for each in self.members if each is not member):
             raise ConfigurationError(f"no other engine takes requests: {name} cannot be drained")
         member.is_draining = True
-        self._sort()
+        self._renew(member)
         return member
 
     def resume(self, name: str) -> Member:
         """Send a member requests again."""
         member = self.find(name)
         member.is_draining = False
-        self._sort()
+        self._renew(member)
         return member
 
     async def leave(self, name: str, timeout: float) -> Member:
@@ -282,7 +291,7 @@ class FleetLLM:
             client.on_running = lambda more: None
             self._count(-client.num_running)
             self.max_num_running -= client.resolved.max_num_seqs
-            self._sort()
+            self._renew(member)
             self._changed.set()
         await member.client.shutdown(0.0)
         return member
@@ -365,7 +374,7 @@ class FleetLLM:
             except EngineDeadError as error:
                 is_silent = isinstance(error, _SilentError)
                 num_deaths, num_moves = num_deaths + (not is_silent), num_moves + is_silent
-                if has_tokens or num_deaths == _MOST_DEATHS or not self._num_takers:
+                if has_tokens or num_deaths == _MOST_DEATHS or not self._states[self._takers]:
                     raise
                 self._num_failovers += 1
                 if end is not None:
@@ -376,7 +385,7 @@ class FleetLLM:
     ) -> RequestOutput | None:
         """The next output of a request without a token. Raises :class:`_SilentError` if another
         member is to have it."""
-        if member.client.is_suspect and self._has_ready:
+        if member.client.is_suspect and self._takers == "ready":
             raise _SilentError(_SILENT)
         return await _unless_given_up(anext(outputs, None), member.unstarted)
 
@@ -392,8 +401,7 @@ class FleetLLM:
             yield
         finally:
             member.requests.discard(place)
-            if member.name in self._members:
-                self._note(member)
+            self._note(member)
             if request_id is not None:
                 self._homes.pop(request_id, None)
 
@@ -406,7 +414,7 @@ class FleetLLM:
     def _choose(self, prompt: Prompt, terms: RequestTerms) -> Member:
         """Raises :class:`~vmserve.errors.EngineDeadError` if no member takes requests."""
         began = time.perf_counter()
-        if not self._num_takers:
+        if not self._states[self._takers]:
             raise EngineDeadError("no engine takes requests now")
         choice = self._router.choose(prompt.token_ids, (terms.isolation, terms.cache_salt))
         self._choices[choice.reason] += 1
