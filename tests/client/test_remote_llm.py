@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,7 @@ from vmserve import ConfigurationError, EngineDeadError, SamplingParams
 from vmserve.client.async_llm import AsyncLLM
 from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.fleet.remote import connect_engines
+from vmserve.client.process_llm import Supervision
 from vmserve.client.remote import handshake
 from vmserve.client.remote.handshake import (
     HandshakeError,
@@ -586,6 +591,48 @@ def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
         fleet, _ = connect_engines([address, f"127.0.0.1:{port}"], KEY)
         assert isinstance(fleet, FleetLLM)
         asyncio.run(run(fleet, port))
+
+
+@pytest.mark.timeout(300)
+def test_a_host_that_stops_answering_keeps_no_request(tmp_path: Path) -> None:
+    """Its process is stopped; what it has not begun is answered by the other. It comes back."""
+    key = tmp_path / "key"
+    key.write_bytes(KEY)
+    key.chmod(0o600)
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    command = [sys.executable, "-m", "vmserve", "engine", "--key-file", str(key)]
+    command += ["--dtype", "float32", "--kv-cache-memory", "64MiB"]
+    processes = [subprocess.Popen([*command, "--listen", each]) for each in addresses]
+
+    async def run(fleet: FleetLLM) -> None:
+        await fleet.start()
+        await until(lambda: len(fleet.members) == 2)
+        expected = await asyncio.gather(*(text_of(fleet) for _ in range(8)))
+        stopped = next(each for each in fleet.members if each.client.address == addresses[0])  # type: ignore[attr-defined]
+        processes[0].send_signal(signal.SIGSTOP)
+        assert await asyncio.gather(*(text_of(fleet) for _ in range(8))) == expected
+        assert stopped.state in ("suspect", "down")
+        processes[0].send_signal(signal.SIGCONT)
+        await until(lambda: stopped.state == "ready")
+        [other] = [each.name for each in fleet.members if each is not stopped]
+        fleet.drain(other)
+        assert await text_of(fleet) == expected[0]
+        await fleet.shutdown()
+
+    try:
+        while True:
+            try:
+                watched = Supervision(ping_seconds=0.5)
+                fleet, _ = connect_engines(addresses, KEY, "round-robin", supervision=watched)
+                break
+            except EngineDeadError:  # neither listens yet
+                time.sleep(0.1)
+        assert isinstance(fleet, FleetLLM)
+        asyncio.run(run(fleet))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_engines_with_other_weights_are_refused_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
