@@ -167,9 +167,9 @@ class ScriptedEngine:
     request_timeout. :func:`position` has the log-probabilities.
 
     What a test sets: ``pause``, an event that holds all requests after ``pause_after`` tokens;
-    ``fail``, which each request then raises; ``errored``, as of an engine that has died; ``died``,
-    whose result ends :meth:`until_dead`. What it reads: ``requests``, ``running``, and the ids in
-    ``finished`` and ``aborted``.
+    ``fail``, which each request then raises; ``errored``, as of an engine that has died, and
+    ``retry_seconds`` of one that is started again; ``died``, whose result ends :meth:`until_dead`.
+    What it reads: ``requests``, ``running``, and the ids in ``finished`` and ``aborted``.
     """
 
     def __init__(self, text: str = "hello", **shape: Any) -> None:
@@ -178,6 +178,7 @@ class ScriptedEngine:
         self.default_sampling: dict[str, Any] = {}
         self.reply = scripted(text)
         self.errored = False
+        self.retry_seconds: float | None = None
         self.pause: asyncio.Event | None = None
         self.pause_after = 1
         self.fail: Exception | None = None

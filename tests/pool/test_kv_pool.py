@@ -134,14 +134,18 @@ def test_a_model_takes_its_share_from_one_that_runs(alone: dict[int, list[list[i
         assert second.num_needs > 0
 
 
-def test_models_that_do_not_fit_together_are_refused_with_numbers() -> None:
+def test_models_that_do_not_fit_together_are_refused_with_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pool = KVPool("1.5MiB")
-    with LLM(kv_pool=pool, **OPTIONS):
+    with LLM(kv_pool=pool, kv_floor="512KiB", **OPTIONS):
         with pytest.raises(
             ConfigurationError, match=r"needs 1 MiB, .*-2 needs 1 MiB, 2 MiB in all"
         ):
             LLM(kv_pool=pool, **OPTIONS)
         [row] = pool.state()
+        assert row.floor_bytes == LEAST
+        assert "a floor of 512 KiB does not hold its longest sequence" in caplog.text
         with pytest.raises(ConfigurationError, match="1 MiB or more"):
             pool.set(row.name, floor="512KiB")
         with pytest.raises(ConfigurationError, match="too small"):

@@ -303,6 +303,7 @@ def test_the_wait_for_waking_is_taken_off_the_requests_time(
     assert 0 < engine.requests[-1][2]["timeout"] < 20
 
 
+KEY = {"admin_api_key": "admin"}
 ADMIN = {"authorization": "Bearer admin"}
 
 
@@ -407,6 +408,36 @@ def test_sleep_and_wake_by_the_admin(serve: Callable[..., Running]) -> None:
     text = server.http.get("/metrics").text
     assert 'vmserve:model_state{engine="0",model_name="a",state="ready"} 1.0' in text
     assert 'vmserve:model_wake_seconds_count{engine="0",model_name="a"} 1.0' in text
+
+
+def test_a_model_whose_engine_is_dead_does_not_wake_until_it_is_back(
+    serve: Callable[..., Running],
+) -> None:
+    """As in the pause before its restart: the model is ready, its engine is not."""
+    engine = ScriptedEngine("alpha")
+    server = serve(served("a", engine), admin_api_key="admin")
+    engine.errored, engine.retry_seconds = True, 3.5
+    for path, body in (("/v1/models/wake", {"model": "a"}), ("/v1/completions", {"prompt": "x"})):
+        response = server.post(path, body, headers=ADMIN if "wake" in path else {})
+        assert response.status_code == 503
+        assert "stopped" in error_of(response)["message"]
+        assert response.headers["retry-after"] == "4"
+    engine.retry_seconds = None
+    assert "retry-after" not in server.post("/v1/completions", {"prompt": "x"}).headers
+    engine.errored = False
+    assert change(server, "wake", model="a")["state"] == "ready"
+
+
+def test_a_model_that_failed_can_be_put_to_sleep(serve: Callable[..., Running]) -> None:
+    loading = Loading(ScriptedEngine("beta"))
+    loading.go.set()
+    loading.fail = ConfigurationError("it is broken")
+    server = serve(served("a", ScriptedEngine("alpha")), served("b", None, loading), **KEY)
+    assert "it is broken" in change(server, "wake", 503, model="b")["error"]["message"]
+    row = change(server, "sleep", model="b")
+    assert (row["state"], row["failure"]) == ("asleep", "")
+    loading.fail = None
+    assert said(server.complete(model="b")) == "beta"  # at once, not after the pause
 
 
 def test_top_shows_models(two: Running, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,6 +99,12 @@ def test_prefixes_of_one_of_several_models(server: Server) -> None:
     assert floor >= LEAST + whole * 4096
     assert "pinned prefixes" in server.refused("change", model="b", kv_floor="1MiB")
     server.change("sleep", model="b")
+    for terms in ({"kv_cap": "512KiB"}, {"kv_cap": "none"}, {"kv_floor": "16MiB"}):
+        assert server.refused("change", model="b", **terms)
+    told = server.refused("change", model="b", kv_cap="1MiB")
+    assert f"less than the {floor / LEAST:.4g} MiB that it needs" in told.replace(",", "")
+    response = server.post("/v1/kv/memory", {"kv_cache_memory": "1MiB"}, headers=ADMIN)
+    assert (response.status_code, "b needs" in response.text) == (400, True)
     assert server.num_cached("b", TEXT + "The fox") == whole
     assert server.memory("b")["floor_bytes"] == floor
     served = server.models.find("b")
@@ -112,6 +118,23 @@ def test_prefixes_of_one_of_several_models(server: Server) -> None:
 
     until(lambda: num_pinned() == 1, 60)
     assert server.num_cached("b", TEXT + "He saw") == whole
+
+
+@pytest.mark.timeout(300)
+def test_a_model_sleeps_in_the_pause_before_its_restart(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vmserve.client.process._RESTART_SECONDS", 25.0)
+    engine: object = server.models.find("b").engine
+    assert isinstance(engine, ProcessLLM)
+    server.change("wake", model="b")
+    os.kill(engine.pid, signal.SIGKILL)
+    until(lambda: engine.errored, 60)
+    until(lambda: engine.retry_seconds is not None, 60)
+    response = server.post("/v1/models/wake", {"model": "b"}, headers=ADMIN)
+    assert (response.status_code, int(response.headers["retry-after"]) >= 25) == (503, True)
+    assert server.change("sleep", model="b")["state"] == "asleep"
+    assert server.change("wake", model="b")["state"] == "ready"  # no pause
 
 
 @pytest.mark.timeout(300)

@@ -56,6 +56,10 @@ class AsyncLLM(ClientCore):
     def errored(self) -> bool:
         return self._died
 
+    @property
+    def retry_seconds(self) -> None:
+        """An engine in this process is not started again."""
+
     def stats(self) -> dict[str, float | int]:
         """The engine's metrics as of its last step."""
         return self._thread.stats

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -24,6 +25,8 @@ from vmserve.pool.shares import Member, Order, Shares
 from vmserve.sizes import format_size, parse_size
 
 __all__ = ["KVPool", "PoolMember"]
+
+logger = logging.getLogger(__name__)
 
 #: How long a new member waits for others to give up what its floor needs.
 _JOIN_SECONDS = 30.0
@@ -245,7 +248,7 @@ class KVPool:
             raise ConfigurationError(
                 f"{name}: its engine has memory of its own; start it with kv_cache_memory least"
             )
-        floor_bytes = max(least_bytes, 0 if floor is None else parse_size(floor, "kv_floor"))
+        floor_bytes = _raised(name, floor, least_bytes)
         cap_bytes = None if cap is None else parse_size(cap, "kv_cap")
         loan = _Loan(self, name, client, least_bytes)
         with self._lock:
@@ -300,10 +303,7 @@ class KVPool:
             loan = self._loans[name]
             floor_bytes = None if floor is None else parse_size(floor, "kv_floor")
             if floor_bytes is not None and floor_bytes < loan.least_bytes:
-                raise ConfigurationError(
-                    f"{name}: a floor of {format_size(floor_bytes)} does not hold its longest "
-                    f"sequence and pinned prefixes: {format_size(loan.least_bytes)} or more"
-                )
+                raise ConfigurationError(_too_low(name, floor_bytes, loan.least_bytes))
             self._outbox += self._shares.change(
                 name,
                 weight=weight,
@@ -311,6 +311,29 @@ class KVPool:
                 cap=None if cap is None else parse_size(cap, "kv_cap"),
             )
         self._deliver()
+
+    def least_bytes(self, name: str) -> int:
+        """What the longest sequence and the pinned prefixes of a member need."""
+        return self._loans[name].least_bytes
+
+    def check(
+        self,
+        name: str,
+        least_bytes: int,
+        *,
+        weight: float,
+        floor: int | str | None,
+        cap: int | str | None,
+        size: int | str | None = None,
+    ) -> None:
+        """Check the terms of one that is no member now, and needs ``least_bytes`` when it is.
+
+        ``size``: what the pool is going to have. Whether the floor fits next to those of others is
+        known when it joins. Raises :class:`~vmserve.errors.ConfigurationError`.
+        """
+        pool = Shares(self.size_bytes if size is None else parse_size(size, "size"))
+        cap_bytes = None if cap is None else parse_size(cap, "kv_cap")
+        pool.join(name, weight=weight, floor=_raised(name, floor, least_bytes), cap=cap_bytes)
 
     def resize(self, size: int | str) -> None:
         """Change the pool's size while it is used. Less holds when the members have answered.
@@ -368,3 +391,19 @@ class KVPool:
             with self._lock:
                 if not loan.granted.done():
                     loan.granted.set_result(None)
+
+
+def _raised(name: str, floor: int | str | None, least_bytes: int) -> int:
+    """``floor``, or ``least_bytes`` if that is more or there is none."""
+    floor_bytes = least_bytes if floor is None else parse_size(floor, "kv_floor")
+    if floor_bytes < least_bytes:
+        logger.warning("%s: it has that", _too_low(name, floor_bytes, least_bytes))
+    return max(floor_bytes, least_bytes)
+
+
+def _too_low(name: str, floor_bytes: int, least_bytes: int) -> str:
+    """What is said of a floor with which a model could not serve its longest request."""
+    return (
+        f"{name}: a floor of {format_size(floor_bytes)} does not hold its longest sequence and "
+        f"pinned prefixes: {format_size(least_bytes)} or more"
+    )

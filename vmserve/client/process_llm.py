@@ -139,6 +139,7 @@ class ProcessLLM(ClientCore):
         self._gone = asyncio.Event()
         self._restarts = RestartBudget(self._supervision.restarts)
         self._num_restarts = 0
+        self._retry_seconds: float | None = None
         #: Called when an engine has ended, for whatever reason.
         self.on_lost: Callable[[], None] = lambda: None
         #: Called when :attr:`errored` or :attr:`is_suspect` has changed, and with how many more
@@ -188,6 +189,11 @@ class ProcessLLM(ClientCore):
     def is_suspect(self) -> bool:
         """Whether the engine owes an answer for much longer than it has of late."""
         return self._is_suspect
+
+    @property
+    def retry_seconds(self) -> float | None:
+        """The pause before an engine that has died is started again; None if it is not."""
+        return self._retry_seconds if self._died else None
 
     @property
     def pid(self) -> int:
@@ -292,6 +298,7 @@ class ProcessLLM(ClientCore):
         The tokenizer and the list of pinned prefixes stay.
         """
         await self.shutdown(timeout)
+        self._died = False  # nor is it started again by itself, if it was dead
 
     async def wake(self) -> None:
         """Start the engine again after :meth:`sleep` or its death, and pin its prefixes.
@@ -369,6 +376,7 @@ class ProcessLLM(ClientCore):
         logger.error("the engine's process has ended (%s)", describe_end(status))
         while (pause := self._restarts.take()) is not None:
             self._num_restarts += 1
+            self._retry_seconds = pause
             await asyncio.sleep(pause)
             logger.info(
                 "starting the engine again (%d more times if it dies again within %g minutes)",
@@ -382,6 +390,7 @@ class ProcessLLM(ClientCore):
             else:
                 logger.info("the engine serves again")
                 return
+        self._retry_seconds = None
         self._final.set()
 
     async def _restart(self) -> None:

@@ -53,6 +53,9 @@ class AdminService:
             if served.memory is None:
                 limit = await served.engine.set_kv_cache_memory(size)
             elif body.model is None:
+                for each in self._models:
+                    if each.memory is not None:
+                        each.memory.check_pool(size)
                 served.memory.pool.resize(size)
                 limit = served.memory.pool.size_bytes
             else:

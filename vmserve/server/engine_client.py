@@ -84,6 +84,8 @@ class EngineClient(Protocol):
 
     ``stats`` is as of the engine's last word, ``fetch_stats`` of now. ``num_running`` and
     ``max_num_running``, requests that run and that can at most, cost nothing to ask for.
+    ``retry_seconds``: how long after its death, at least, an engine is started again; None: not by
+    itself.
     """
 
     @property
@@ -106,6 +108,9 @@ class EngineClient(Protocol):
 
     @property
     def max_num_running(self) -> int: ...
+
+    @property
+    def retry_seconds(self) -> float | None: ...
 
     def serve(
         self, prompt: Prompt, params: GenerationParams, *, request_id: str, terms: RequestTerms

@@ -146,7 +146,8 @@ class Generation:
         Raises :class:`~vmserve.errors.DeadlineError`, and :class:`ApiError` 503 for a model that
         does not start.
         """
-        if self._served.is_awake and self._use.enters_now():
+        served = self._served
+        if served.is_awake and not served.is_dead and self._use.enters_now():
             return
         seconds = _shorter(self._terms.timeout, self._served.engine.resolved.request_timeout)
         began = time.monotonic()

@@ -83,6 +83,8 @@ class Replica(Protocol):
     def is_suspect(self) -> bool: ...
     @property
     def num_running(self) -> int: ...
+    @property
+    def retry_seconds(self) -> float | None: ...
     def facts(self) -> Mapping[str, Any]: ...
     async def start(self) -> None: ...
     def check(
@@ -302,6 +304,12 @@ class FleetLLM:
     def errored(self) -> bool:
         """Whether no engine serves requests now."""
         return all(member.client.errored for member in self._members.values())
+
+    @property
+    def retry_seconds(self) -> float | None:
+        """The shortest pause before an engine that has died is started again; None if none is."""
+        pauses = (member.client.retry_seconds for member in self.members)
+        return min((pause for pause in pauses if pause is not None), default=None)
 
     async def start(self) -> None:
         """Begin to listen to all engines. Every call begins with it."""

@@ -111,6 +111,7 @@ class RemoteLLM(ProcessLLM):
 
     async def _after_death(self) -> None:
         logger.error("lost the engine at %s; connecting again", self.address)
+        self._retry_seconds = _LONGEST_PAUSE_SECONDS
         await until_connected(self._restart)
         self._num_restarts += 1
         logger.info("connected to the engine at %s again", self.address)

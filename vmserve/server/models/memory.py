@@ -29,6 +29,8 @@ class PoolShare:
         self.pool = pool
         self._name = name
         self._terms: dict[str, Any] = {"weight": weight, "floor": floor, "cap": cap}
+        #: What it needed when it was awake last; 0: it never was.
+        self._least_bytes = 0
 
     async def join(self, client: object, pinned: Sequence[int] = ()) -> None:
         """Borrow for the engine of ``client``, which will have so many tokens ``pinned``.
@@ -40,6 +42,8 @@ class PoolShare:
 
     def leave(self) -> None:
         """Give all back. The engine must have ended."""
+        if self._name in self.pool:
+            self._least_bytes = self.pool.least_bytes(self._name)
         self.pool.leave(self._name)
 
     def change(self, **terms: Any) -> int:
@@ -47,14 +51,25 @@ class PoolShare:
 
         Returns the cap in bytes. Raises :class:`~vmserve.errors.ConfigurationError`.
         """
+        changed = self._terms | terms
         if self._name in self.pool:
             self.pool.set(self._name, **terms)
-        self._terms |= terms
+        else:
+            self.pool.check(self._name, self._least_bytes, **changed)
+        self._terms = changed
         member = self.state()
         cap = self._terms["cap"]
         if member is not None:
             return member.cap_bytes
         return self.pool.size_bytes if cap is None else parse_size(cap, "kv_cap")
+
+    def check_pool(self, size: int | str) -> None:
+        """Check that a pool of this size holds the model, if it sleeps now, when it wakes.
+
+        Raises :class:`~vmserve.errors.ConfigurationError`.
+        """
+        if self._name not in self.pool:
+            self.pool.check(self._name, self._least_bytes, **self._terms, size=size)
 
     @property
     def weight(self) -> float:

@@ -215,8 +215,11 @@ class ServedModel:
         """Wait until there is an engine, which is started if there is none.
 
         Several requests wait for one start, and any of them may leave. Raises :class:`ApiError` 503
-        with the reason if it does not start, and at once if it did not a moment ago.
+        with the reason if it does not start, at once if it did not a moment ago, and while an
+        engine that has died is not back.
         """
+        if self.is_dead and self.is_awake:
+            raise self._absence()
         if self.is_awake:
             return
         began = self._clock()
@@ -229,6 +232,12 @@ class ServedModel:
         finally:
             self.num_waiting -= 1
             self.waited_seconds += self._clock() - began
+
+    def _absence(self) -> ApiError:
+        """The error of an engine that has died, and may be started again by itself."""
+        seconds = self.engine.retry_seconds
+        headers = {} if seconds is None else {"retry-after": str(math.ceil(seconds))}
+        return ApiError(503, "The engine has stopped and cannot serve requests.", headers=headers)
 
     # -- its process ------------------------------------------------------------------
 
@@ -256,10 +265,11 @@ class ServedModel:
         """End the engine's process; running requests have ``timeout`` seconds, and later ones wake
         the model again."""
         async with self._changing:
-            if self._state != "ready":
-                return
-            self._state = "asleep"
-            await self._end(timeout)
+            was_ready, self._state = self._state == "ready", "asleep"
+            self._failure = None  # what failed is not tried again before its next request
+            self.forgive()
+            if was_ready:
+                await self._end(timeout)
         logger.info("the model %s sleeps", self.name)
 
     async def leave(self, timeout: float) -> None:
