@@ -112,7 +112,10 @@ def test_failed_lines_are_finished_unless_they_are_retried(tmp_path: Path) -> No
     source = write(tmp_path / "in", lines)
     run_batch(source, target)
     ok = next(text for text in target.read_text().splitlines() if '"a"' in text)
+    left = tmp_path / ".out.part"  # by a run that was killed
+    left.write_text("half")
     assert run_batch(source, target).num_before == 4
+    assert not left.exists()
     write(source, [line("a"), line("b"), line("new"), line("c", model="other")])
     with pytest.raises(ConfigurationError, match="1 of its lines answer no line"):
         run_batch(source, target)  # line 3 was refused, and is another one now

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tracemalloc
@@ -240,6 +242,55 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         quantize(source, tmp_path / "results" / "new", 4)
     assert raised.value.filename == str(tmp_path / "results" / "new")
     assert list((tmp_path / "results").iterdir()) == []
+
+
+#: The command, which stops where it has begun to write.
+STUCK = """
+import signal, sys
+from vmserve import __main__
+from vmserve.models import quantize
+
+def write(path, *rest):
+    path.write_bytes(b"half")
+    print("writing", flush=True)
+    while True:
+        signal.pause()
+
+quantize._write = write
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests were started with
+__main__._INTERRUPT = signal.default_int_handler
+__main__.main()
+"""
+
+
+def test_a_run_that_is_ended_leaves_nothing_and_a_killed_one_until_the_next(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    command = ["quantize", "embedded", "--to", "q8", "--output", str(output)]
+
+    def begin() -> subprocess.Popen[str]:
+        run = subprocess.Popen(
+            [sys.executable, "-c", STUCK, *command], stdout=subprocess.PIPE, text=True
+        )
+        assert run.stdout is not None
+        assert run.stdout.readline() == "writing\n"
+        return run
+
+    for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)):
+        with begin() as run:
+            run.send_signal(number)
+            assert run.wait(60) == status
+        assert bool(list(tmp_path.iterdir())) == (number is signal.SIGKILL)
+    with begin() as run:
+        with pytest.raises(ConfigurationError, match="out: another run writes it"):
+            quantize(resolve_model(None), output, 8)
+        assert len(list(tmp_path.iterdir())) == 1
+        run.kill()
+    quantize(resolve_model(None), output, 8)
+    assert list(tmp_path.iterdir()) == [output]
+    assert (output / "model.safetensors").stat().st_size > len(b"half")
+    umask = os.umask(0)
+    os.umask(umask)
+    assert output.stat().st_mode & 0o777 == 0o777 & ~umask
 
 
 def test_command(tmp_path: Path) -> None:

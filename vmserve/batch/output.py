@@ -15,6 +15,7 @@ import msgspec
 
 from vmserve.batch.lines import LINE_START, Index, digest_of
 from vmserve.errors import ConfigurationError, VmserveError
+from vmserve.file_locks import lock_for_writing
 
 __all__ = ["Output"]
 
@@ -54,27 +55,20 @@ class Output:
     def __init__(self, path: Path, *, overwrite: bool = False) -> None:
         is_standard = str(path) == "-"
         self._path = path if is_standard else path.resolve()
+        self._beside = self._path.with_name(f".{self._path.name}.part")
         self._fd = os.dup(1) if is_standard else os.open(path, _FLAGS, 0o666)
         try:
             self.is_file = not is_standard and stat.S_ISREG(os.fstat(self._fd).st_mode)
             if self.is_file:
-                self._lock()
+                # A run that retries replaces the file: what was opened before is another one.
+                lock_for_writing(self._fd, self._path, self._path)
+                self._beside.unlink(missing_ok=True)  # of a run that was killed
                 if overwrite:
                     os.ftruncate(self._fd, 0)
             self._size = os.fstat(self._fd).st_size
         except BaseException:
             os.close(self._fd)
             raise
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A run that retries replaces the file: what was opened before is another one.
-            if os.path.samestat(os.fstat(self._fd), self._path.stat()):
-                return
-        except BlockingIOError:
-            pass
-        raise ConfigurationError(f"{self._path}: another run writes it: wait for its end")
 
     def resume(self, index: Index, *, retry_failed: bool) -> int:
         """Note in ``index`` what is finished and cut a last line that a kill has torn.
@@ -120,16 +114,16 @@ class Output:
 
     def _drop_failed(self) -> None:
         """Replace the file by one without them, so that a kill leaves one or the other."""
-        beside = self._path.with_name(self._path.name + ".part")
-        fd = os.open(beside, _FLAGS | os.O_TRUNC, 0o666)
+        fd = os.open(self._beside, _FLAGS | os.O_EXCL, 0o666)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.fchmod(fd, stat.S_IMODE(os.fstat(self._fd).st_mode))
             with open(fd, "wb", closefd=False) as file:
                 file.writelines(line for line, reply in self._replies() if reply.succeeded)
             os.fsync(fd)
-            beside.replace(self._path)
+            self._beside.replace(self._path)
         except BaseException:
+            self._beside.unlink(missing_ok=True)
             os.close(fd)
             raise
         os.close(self._fd)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.file_locks import lock_for_writing
 from vmserve.host_arrays import as_float32
 from vmserve.json_files import read_json
 from vmserve.models.config import ModelConfig
@@ -158,20 +158,28 @@ def _described(bits: int, ignored: list[str]) -> dict[str, Any]:
 
 @contextmanager
 def _appearing(output: Path) -> Iterator[Path]:
-    """Yield a directory beside ``output`` that gets its name at the end, and goes on an error."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+    """Yield a directory next to ``output`` that gets its name at the end, and goes on an error.
+
+    What a killed run has left there is removed first. Raises
+    :class:`~vmserve.errors.ConfigurationError` if one that lives writes it.
+    """
+    made = output.with_name(f".{output.name}.partial")
+    made.mkdir(parents=True, exist_ok=True)
+    directory = os.open(made, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        yield made
-        umask = os.umask(0)
-        os.umask(umask)
-        made.chmod(0o777 & ~umask)
-        made.rename(output)
-    except BaseException as error:
-        shutil.rmtree(made, ignore_errors=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(output)
-        raise
+        lock_for_writing(directory, made, output)
+        try:
+            for left in made.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            yield made
+            made.rename(output)
+        except BaseException as error:
+            shutil.rmtree(made, ignore_errors=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(output)
+            raise
+    finally:
+        os.close(directory)
 
 
 def _copy_others(source: Path, target: Path) -> None:
