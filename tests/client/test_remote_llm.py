@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vmserve import ConfigurationError, EngineDeadError, SamplingParams
+from vmserve.cli.engine import _bind
 from vmserve.client.async_llm import AsyncLLM
 from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.fleet.remote import connect_engines
@@ -57,13 +59,14 @@ ENDLESS = SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True)
 
 @contextlib.contextmanager
 def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
-    """An address at which ``answer`` is called with one connection."""
+    """An address at which ``answer`` is called with each connection, one after another."""
 
     def accept() -> None:
         with contextlib.suppress(OSError):
-            sock, _ = listener.accept()
-            with sock:
-                answer(sock)
+            while True:
+                sock, _ = listener.accept()
+                with sock, contextlib.suppress(OSError, HandshakeError):
+                    answer(sock)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=accept)
@@ -506,6 +509,92 @@ def test_many_strangers_of_one_address_end_none_of_another() -> None:
         others = [come("10.0.0.2") for _ in range(40)]
         assert not is_ended(first)
         assert [is_ended(each) for each in others] == [True] * 25 + [False] * 15
+
+
+def test_those_who_have_said_something_are_not_ended_for_silent_ones() -> None:
+    door = _Strangers()
+    with contextlib.ExitStack() as stack:
+
+        def come(said: bytes = b"") -> tuple[socket.socket, socket.socket]:
+            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
+            theirs.sendall(said)
+            theirs.setblocking(False)
+            door.enter(ours, "10.0.0.1")
+            return ours, theirs
+
+        waiting, heard = come(b"vmserve"), come(b"vmserve")
+        heard[0].recv(100)
+        door.heard(heard[0])
+        silent = [come() for _ in range(40)]
+        for _, theirs in (waiting, heard, *silent[-14:]):
+            with pytest.raises(BlockingIOError):
+                theirs.recv(1)
+        assert all(theirs.recv(1) == b"" for _, theirs in silent[:-14])
+        door.leave(heard[0])
+        assert not door._heard
+
+
+def test_a_handshake_that_is_cut_short_is_tried_again() -> None:
+    met: list[socket.socket] = []
+
+    def busy(sock: socket.socket) -> None:
+        met.append(sock)
+        if len(met) == 3:
+            greet_server(sock, KEY, lambda: True, lambda: None)
+
+    with listening(busy) as address:
+        with pytest.raises(EngineDeadError, match="the engine closed the connection"):  # let in
+            Link(address, KEY).wait_ready(lambda *_: None)
+        assert len(met) == 3
+        del met[:]
+        met.extend([socket.socket()] * 3)
+        with pytest.raises(HandshakeError, match="too many others connect to it"):
+            Link(address, KEY).wait_ready(lambda *_: None)
+        met[0].close()
+
+
+@pytest.mark.timeout(300)
+def test_a_second_server_waits_for_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    with hosted() as (address, _), ThreadPoolExecutor(1) as threads:
+        first = RemoteLLM(address, KEY)
+        with pytest.raises(TakenError, match="serves another server"):
+            connect_engines([address], KEY)
+        second = threads.submit(connect_engines, [address], KEY, wait_seconds=250.0)
+
+        async def leave() -> None:
+            await until(lambda: "waiting up to 250 s" in caplog.text)
+            await first.shutdown()
+
+        asyncio.run(leave())
+        client, _ = second.result()
+        asyncio.run(client.shutdown())
+    assert caplog.text.count("waiting up to") == 1
+
+
+def test_a_fleet_does_without_an_engine_that_serves_another_server() -> None:
+    async def join(fleet: FleetLLM) -> None:
+        await fleet.start()
+        await first.shutdown()
+        await until(lambda: len(fleet.members) == 2)
+        await fleet.shutdown()
+
+    with hosted() as (taken, _), hosted() as (free, _):
+        first = RemoteLLM(taken, KEY)
+        fleet, _ = connect_engines([taken, free], KEY)
+        assert isinstance(fleet, FleetLLM)
+        asyncio.run(join(fleet))
+
+
+def test_an_engine_at_a_name_that_is_loopback_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a machine's own name is, with 127.0.1.1 in its /etc/hosts."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    for host, is_told in (("node7", True), ("localhost", False), ("127.0.0.1", False)):
+        caplog.clear()
+        _bind(host, 0).close()
+        assert ("other machines cannot reach" in caplog.text) == is_told
 
 
 def take(address: str) -> RemoteLLM:

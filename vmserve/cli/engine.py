@@ -15,6 +15,7 @@ import typer
 
 from vmserve.cli.options import with_engine_options
 from vmserve.errors import ConfigurationError
+from vmserve.hosts import warn_of_loopback
 from vmserve.logs import LOG_FORMATS, configure_logging
 
 __all__ = ["engine_command"]
@@ -76,6 +77,7 @@ def _bind(host: str, port: int) -> socket.socket:
         raise ConfigurationError(
             f"listen: cannot listen on {host}:{port}: {error.strerror or error}"
         ) from error
+    warn_of_loopback(host, str(address[0]), "give --listen an address, or 0.0.0.0:PORT")
     return listener
 
 
@@ -99,7 +101,7 @@ def _serve(options: dict[str, Any], listener: socket.socket, key: bytes) -> None
         # Loaded objects stay until the end: the garbage collector need not visit them.
         gc.collect()
         gc.freeze()
-        listener.listen()
+        listener.listen(socket.SOMAXCONN)
         where, port = listener.getsockname()[:2]
         logger.info("loaded in %.1f s; listening on %s:%d", time.monotonic() - began, where, port)
         host.run()

@@ -83,6 +83,16 @@ class EngineChoice:
         ),
     ] = None
 
+    engine_wait: Annotated[
+        float,
+        Option(
+            "How long to wait at the start for an --engine that serves another server.",
+            PROCESSES,
+            Bounds(0, 86_400),
+            unit="seconds",
+        ),
+    ] = 60.0
+
     def __post_init__(self) -> None:
         check_options(self)
         if self.engine_key_file is not None and not self.engines:
@@ -173,7 +183,12 @@ class EngineChoice:
             key, tokenizer = self._remote(options)
             logger.info("connecting to the engine at %s", ", ".join(self.engines))
             found = connect_engines(
-                self.engines, key, policy, supervision=supervision, tokenizer=tokenizer
+                self.engines,
+                key,
+                policy,
+                supervision=supervision,
+                tokenizer=tokenizer,
+                wait_seconds=self.engine_wait,
             )
             meanwhile()
             return found

@@ -24,12 +24,13 @@ from vmserve.cli.engines import EngineChoice
 from vmserve.cli.options import ENGINE_OPTIONS, parameters_of, with_parameters
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.errors import ConfigurationError
+from vmserve.hosts import is_loopback
 from vmserve.imports import import_quickly
 from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.options import Option, check_options, declared_options, read_text
 from vmserve.server.auth import KeyRing, read_key_file
-from vmserve.server.config import API, LIMITS, NETWORK, PROCESSES, ServerConfig, is_loopback
+from vmserve.server.config import API, LIMITS, NETWORK, PROCESSES, ServerConfig
 from vmserve.server.listen import (
     ConnectionLimits,
     bind,

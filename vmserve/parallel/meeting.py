@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import os
 import secrets
+import selectors
 import socket
+import time
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch.distributed as distributed
 
-from vmserve.errors import DriverError
+from vmserve.errors import DriverError, VmserveError
+from vmserve.hosts import warn_of_loopback
 from vmserve.parallel.launched import Placement
 from vmserve.parallel.link import TcpLink
 
@@ -24,6 +29,10 @@ _distributed: Any = distributed
 _KEY = "rank-0"
 #: In which all ranks have to come.
 _SECONDS = 600
+#: In which one that has begun to say who it is has to end.
+_HELLO_SECONDS = 5.0
+#: Connections that have not said who they are. One that is too many ends the oldest.
+_MOST_SILENT = 64
 
 
 def local_store() -> tuple[Any, int]:
@@ -65,33 +74,70 @@ class Host:
         self.address = socket.gethostbyname(placement.host)
         self._size = placement.size
         self._token = secrets.token_hex(16)
+        warn_of_loopback(placement.host, self.address, "set MASTER_ADDR to an address")
         self._listener = socket.create_server((self.address, 0))
-        self._listener.settimeout(_SECONDS)
+        #: The listener, and connections that have said nothing, in the order in which they came.
+        self._listener.setblocking(False)
+        self._door = selectors.DefaultSelector()
+        self._door.register(self._listener, selectors.EVENT_READ)
+        self._silent: deque[socket.socket] = deque()
         #: Those that came before they were asked for.
         self._waiting: dict[tuple[str, int], TcpLink] = {}
         self.store.set(_KEY, f"{self._listener.getsockname()[1]} {self._token}")
 
     def accept(self, what: str, rank: int) -> TcpLink:
-        """The connection of a rank; "orders" or "memory"."""
+        """The connection of a rank; "orders" or "memory". Nobody else's keeps it waiting."""
+        end = time.monotonic() + _SECONDS
         while (what, rank) not in self._waiting:
-            try:
-                sock, _ = self._listener.accept()
-            except TimeoutError:
+            ready = self._door.select(max(0.0, end - time.monotonic()))
+            if not ready:
                 raise DriverError(
                     f"rank {rank} of {self._size} did not come within {_SECONDS} s: did it start?"
-                ) from None
-            link = TcpLink(sock)
-            hello, _ = link.receive()
-            match hello:
-                case [str(token), str(kind), int(number)] if secrets.compare_digest(
-                    token, self._token
-                ):
-                    self._waiting[kind, number] = link
-                case _:  # not of these ranks
-                    link.close()
+                )
+            for key, _ in ready:
+                if key.data is None:
+                    self._admit()
+                elif key.data in self._silent:
+                    self._hear(self._dismiss(key.data))
         return self._waiting.pop((what, rank))
 
+    def _admit(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return  # it has gone again
+        self._silent.append(sock)
+        self._door.register(sock, selectors.EVENT_READ, sock)
+        if len(self._silent) > _MOST_SILENT:
+            self._dismiss(self._silent[0]).close()
+
+    def _dismiss(self, sock: socket.socket) -> socket.socket:
+        """Return one of the silent connections, which nobody listens to any more."""
+        self._silent.remove(sock)
+        self._door.unregister(sock)
+        return sock
+
+    def _hear(self, sock: socket.socket) -> None:
+        """Keep the connection of a rank, end one of others."""
+        link = TcpLink(sock)
+        sock.settimeout(_HELLO_SECONDS)
+        try:
+            hello, _ = link.receive()
+        except (VmserveError, msgspec.DecodeError):
+            hello = None
+        match hello:
+            case [str(token), str(kind), int(number)] if secrets.compare_digest(
+                token.encode(), self._token.encode()
+            ):
+                sock.settimeout(None)
+                self._waiting[kind, number] = link
+            case _:
+                link.close()
+
     def close(self) -> None:
+        while self._silent:
+            self._dismiss(self._silent[0]).close()
+        self._door.close()
         self._listener.close()
 
 

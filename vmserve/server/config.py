@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,18 +15,10 @@ from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.tools.reasoning import REASONING_PARSERS
 from vmserve.tools.registry import PARSERS, check_parser
 
-__all__ = ["ServerConfig", "is_loopback"]
+__all__ = ["ServerConfig"]
 
 _ORIGIN: Final = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\sA-Z/*]+")
 _HOST: Final = re.compile(r"\*|[^\sA-Z/:*\[\]]+")
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether ``host`` can be reached from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 #: Groups of the server's options.

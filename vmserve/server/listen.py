@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from vmserve.errors import ConfigurationError, VmserveError
+from vmserve.hosts import warn_of_loopback
 from vmserve.server.config import ServerConfig
 from vmserve.server.limits import MAX_SEND_BYTES
 
@@ -87,6 +88,7 @@ def bind(config: ServerConfig) -> socket.socket:
     except (OSError, UnicodeError) as error:
         listener.close()
         raise cannot_bind(f"{config.host}:{config.port}", error) from error
+    warn_of_loopback(config.host, listener.getsockname()[0], "give --host an address, or 0.0.0.0")
     return listener
 
 

@@ -15,7 +15,8 @@ from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vmserve.server.config import ServerConfig, is_loopback
+from vmserve.hosts import is_loopback
+from vmserve.server.config import ServerConfig
 from vmserve.server.errors import ApiError
 
 __all__ = ["Cors", "OriginPolicy"]

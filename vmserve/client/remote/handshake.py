@@ -27,6 +27,7 @@ from vmserve.version import __version__
 
 __all__ = [
     "HANDSHAKE_SECONDS",
+    "CutShortError",
     "HandshakeError",
     "SessionKeys",
     "TakenError",
@@ -51,6 +52,10 @@ _PROOF_BYTES = 32
 
 class HandshakeError(VmserveError):
     """The other side cannot be talked to; the message says why, and names no secret."""
+
+
+class CutShortError(HandshakeError):
+    """The other side ended the connection before it said anything that can be understood."""
 
 
 class TakenError(HandshakeError):
@@ -113,9 +118,13 @@ def greet_engine(sock: socket.socket, key: bytes) -> SessionKeys:
 
 
 def greet_server(
-    sock: socket.socket, key: bytes, claim: Callable[[], bool], release: Callable[[], None]
+    sock: socket.socket,
+    key: bytes,
+    claim: Callable[[], bool],
+    release: Callable[[], None],
+    heard: Callable[[], None] = lambda: None,
 ) -> SessionKeys:
-    """Do the engine's part on an accepted socket.
+    """Do the engine's part on an accepted socket. ``heard`` is called when the server has begun.
 
     ``claim`` is asked, once the server has proved that it knows the key, whether it may have the
     engine; ``release`` is called if it went away before it heard so. Raises :class:`HandshakeError`
@@ -123,6 +132,7 @@ def greet_server(
     """
     stream = _Deadline(sock, "the server")
     theirs = stream.receive(_HELLO.size)
+    heard()
     if not theirs.startswith(_MAGIC):
         raise HandshakeError("what connected is no vmserve server")
     ephemeral = X25519PrivateKey.generate()
@@ -230,7 +240,8 @@ class _Deadline:
                 f"{self._whose} did not answer within {HANDSHAKE_SECONDS:g} s: is it vmserve?"
             )
         if isinstance(error, ConnectionError):
-            return HandshakeError(
-                f"{self._whose} closed the connection: is it vmserve of this version?"
+            return CutShortError(
+                f"{self._whose} closed the connection during the handshake: too many others "
+                "connect to it, or it is no vmserve"
             )
         return HandshakeError(f"the connection failed: {error.strerror or error}")

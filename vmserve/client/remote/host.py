@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import select
 import socket
 import threading
 import time
@@ -127,7 +128,11 @@ class EngineHost:
             try:
                 prepare_socket(sock)
                 keys = greet_server(
-                    sock, self._key, lambda: self._seat.acquire(blocking=False), self._seat.release
+                    sock,
+                    self._key,
+                    lambda: self._seat.acquire(blocking=False),
+                    self._seat.release,
+                    heard=lambda: self._strangers.heard(sock),
                 )
             finally:
                 self._strangers.leave(sock)
@@ -170,13 +175,15 @@ class EngineHost:
 class _Strangers:
     """Connections that have proved nothing yet. One that is too many ends another.
 
-    That is the oldest one of the address that has most: whoever opens many only shuts out himself.
+    That is one of the address that has most: whoever opens many only shuts out himself. Of those it
+    is the oldest that has said nothing, which a server does at once, or else the oldest.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         #: In the order in which they came.
         self._hosts: dict[socket.socket, str] = {}
+        self._heard: set[socket.socket] = set()
 
     def enter(self, sock: socket.socket, host: str) -> None:
         with self._lock:
@@ -184,14 +191,30 @@ class _Strangers:
             if len(self._hosts) <= _MOST_STRANGERS:
                 return
             [(busiest, _)] = Counter(self._hosts.values()).most_common(1)
-            oldest = next(each for each, its in self._hosts.items() if its == busiest)
-            del self._hosts[oldest]
+            its = [each for each, whose in self._hosts.items() if whose == busiest]
+            ended = next((each for each in its if not self._has_spoken(each)), its[0])
+            self._forget(ended)
             with contextlib.suppress(OSError):
-                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+                ended.shutdown(socket.SHUT_RDWR)  # its thread closes it
+
+    def heard(self, sock: socket.socket) -> None:
+        """It has said something; its thread may have had to wait for a processor to hear it."""
+        with self._lock:
+            if sock in self._hosts:
+                self._heard.add(sock)
+
+    def _has_spoken(self, sock: socket.socket) -> bool:
+        waiting = select.poll()
+        waiting.register(sock, select.POLLIN)
+        return sock in self._heard or bool(waiting.poll(0))
 
     def leave(self, sock: socket.socket) -> None:
         with self._lock:
-            self._hosts.pop(sock, None)
+            self._forget(sock)
+
+    def _forget(self, sock: socket.socket) -> None:
+        self._hosts.pop(sock, None)
+        self._heard.discard(sock)
 
 
 class _Guest:

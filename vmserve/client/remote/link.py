@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -17,6 +18,7 @@ from vmserve.client.messages import Answer, Ask, FromEngine, Ready, ToEngine
 from vmserve.client.process import ProcessTransport
 from vmserve.client.remote.handshake import (
     HANDSHAKE_SECONDS,
+    CutShortError,
     HandshakeError,
     SessionKeys,
     TakenError,
@@ -31,6 +33,8 @@ __all__ = ["Link", "Place", "parse_address", "prepare_socket"]
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
+#: Before a handshake that was cut short is tried again.
+_PAUSES_SECONDS = (0.1, 0.3, 1.0)
 
 #: Where an engine listens: ``HOST:PORT``, or what finds out, which may block and raise an error.
 Place: TypeAlias = str | Callable[[], str]
@@ -70,10 +74,20 @@ class Link:
     def wait_ready(self, progress: Callable[[str, int, int], None]) -> Ready:
         """Connect, prove the key and hear of the model.
 
-        Raises :class:`~vmserve.errors.EngineDeadError` if there is no such engine.
+        A handshake that is cut short, as where many connect at once, is tried again. Raises
+        :class:`~vmserve.errors.EngineDeadError` if there is no such engine, and
+        :class:`~vmserve.client.remote.handshake.HandshakeError`.
         """
         if not isinstance(self._place, str):
             self.address = self._place()
+        for pause in _PAUSES_SECONDS:
+            try:
+                return self._enter()
+            except CutShortError:
+                time.sleep(pause)
+        return self._enter()
+
+    def _enter(self) -> Ready:
         try:
             where = parse_address(self.address, "engine")
             sock = socket.create_connection(where, HANDSHAKE_SECONDS)
@@ -92,7 +106,7 @@ class Link:
                     raise EngineDeadError(f"it began with a {type(other).__name__}")
         except VmserveError as error:
             sock.close()
-            kinds = (EngineDeadError, TakenError, HandshakeError)
+            kinds = (EngineDeadError, TakenError, CutShortError, HandshakeError)
             kind = next((each for each in kinds if isinstance(error, each)), EngineDeadError)
             raise kind(f"{self.address}: {error}") from error
 
