@@ -14,7 +14,7 @@ import pytest
 from tests.batch.killed import line, replies, run_batch, write
 from tests.helpers import run_python, start_python
 from tests.server.conftest import Running
-from vmserve.batch.lines import MAX_LINE_BYTES, read_lines
+from vmserve.batch.lines import MAX_LINE_BYTES, Index, read_lines
 from vmserve.batch.output import Output
 from vmserve.batch.run import Figures
 from vmserve.cli.main import main
@@ -76,7 +76,6 @@ def test_lines_that_the_server_never_sees(tmp_path: Path) -> None:
         ({**good, "custom_id": "models", "url": "/v1/models"}, "invalid_url"),
         ({"custom_id": "none", "method": "POST", "url": CHAT}, "missing_required_parameter"),
         (line("streams", stream=True), "invalid_stream"),
-        (good, "duplicate_custom_id"),
         (line("long", prompt="x" * MAX_LINE_BYTES), "line_too_long"),
     ]
     blank = " \n"
@@ -88,7 +87,25 @@ def test_lines_that_the_server_never_sees(tmp_path: Path) -> None:
     for number, (_, code) in enumerate(bad, start=3):
         assert found.pop(str(number))["error"]["code"] == code
     assert set(found) == {"good", "last"}
-    assert (figures.num_succeeded, figures.num_failed, figures.num_lines) == (2, len(bad), 14)
+    assert (figures.num_succeeded, figures.num_failed, figures.num_lines) == (2, len(bad), 13)
+
+
+def test_two_lines_with_one_custom_id_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out"
+    wrong = {**line("b"), "method": "GET"}  # its reply would have the name, too
+    for again in (line("b"), wrong):
+        source = write(tmp_path / "in", [line("a"), {}, "\n", line("b"), line("c"), again, {}])
+        told = "line 6 of the input has the custom_id of line 4, and 1 in all"
+        with source.open("rb") as file, pytest.raises(ConfigurationError, match=told):
+            Index(read_lines(file))
+    target.write_text("precious")
+    monkeypatch.setattr("sys.argv", ["vmserve", "batch", str(source), str(target), "--overwrite"])
+    with pytest.raises(SystemExit):
+        main()
+    assert told in capsys.readouterr().err
+    assert target.read_text() == "precious"
 
 
 def test_a_torn_line_is_asked_again(tmp_path: Path) -> None:

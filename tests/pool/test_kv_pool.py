@@ -208,6 +208,24 @@ def test_beams_that_need_more_than_the_floor_wait_for_it() -> None:
         assert pool.state()[0].granted_bytes > LEAST
 
 
+def test_what_running_requests_hold_is_told() -> None:
+    pool = KVPool("32MiB")
+    seen: list[tuple[int, int]] = []
+    with LLM(kv_pool=pool, **OPTIONS) as one:
+        step = one.engine.step
+
+        def watched() -> Any:
+            stats = one.engine.memory.stats()
+            seen.append((pool.state()[0].used_bytes, stats.used_pages * stats.page_bytes))
+            return step()
+
+        one.engine.step = watched  # type: ignore[method-assign]
+        tokens(one, 300)
+        assert all(told > 0 for told, _ in seen[8:])
+        assert all(told <= 2 * holds and holds <= 2 * told for told, holds in seen[32:])
+        assert pool.state()[0].used_bytes == 0
+
+
 def test_steady_load_sends_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = []
     pool = KVPool("32MiB")

@@ -99,6 +99,7 @@ def test_several_models(parse_several: Callable[..., Sequence[ModelSpec]], tmp_p
         preload = false
         dtype = "float32"
         chat_template = "{template}"
+        idle_unload = 60
         pin_prefix = ["{template}"]
         [models."org/d"]
         """
@@ -114,8 +115,9 @@ def test_several_models(parse_several: Callable[..., Sequence[ModelSpec]], tmp_p
     assert (a.weight, a.kv_floor, a.kv_cap, a.preload) == (1, None, None, True)
     assert (c.weight, c.kv_floor, c.kv_cap, c.preload) == (2, "64MiB", 10**9, False)
     assert (c.prefixes, d.prefixes) == ({template: "{{ messages }}"}, {})
-    server = ServerConfig(served_model_names=("a",), tool_call_parser="hermes")
+    server = ServerConfig(served_model_names=("a",), tool_call_parser="hermes", idle_unload=600.0)
     config = c.config(server)
+    assert (config.idle_unload, d.config(server).idle_unload) == (60, 600)
     assert config.served_model_names == ("c",)
     assert (config.chat_template, config.tool_call_parser) == ("{{ messages }}", "hermes")
 

@@ -13,6 +13,7 @@ import pytest
 from tests.helpers import until
 from tests.server.conftest import Running, error_of
 from vmserve import AsyncLLM
+from vmserve.client.remote.handshake import read_key
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.server.auth import ApiKey, KeyRing, read_key_file
 from vmserve.server.config import ServerConfig
@@ -21,7 +22,7 @@ from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
 #: Routes that need no key, whatever the options are.
-OPEN = {("GET", "/health")}
+OPEN = {("GET", "/health"), ("GET", "/live")}
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -47,6 +48,20 @@ def test_every_route_needs_a_key(start: Start) -> None:
                 assert response.status_code == 401, (method, path)
                 assert error_of(response, path)["type"] == "authentication_error"
                 assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_files_with_keys_that_others_may_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice:sixteen letters are enough")
+    for read in (read_key_file, lambda path: read_key(path, "api_key_file")):
+        for mode, is_told in ((0o600, False), (0o400, False), (0o644, True), (0o640, True)):
+            caplog.clear()
+            file.chmod(mode)
+            read(file)
+            told = f"api_key_file: other users may use {file} (mode {mode:04o}): chmod 600 it"
+            assert (told in caplog.text) == is_told
 
 
 def test_a_key_file(tmp_path: Path) -> None:

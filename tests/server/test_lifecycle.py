@@ -240,7 +240,7 @@ def test_admitted_requests_finish(held: Any) -> None:
         assert response.status_code == 503
         assert "shutting down" in error_of(response)["message"]
         assert response.headers["retry-after"] == "5"
-    for path in ("/metrics", "/load", "/v1/kv"):
+    for path in ("/live", "/metrics", "/load", "/v1/kv"):
         assert server.http.get(path).status_code == 200
     assert load(server) == 2
     server.on_loop(engine.pause.set)

@@ -49,6 +49,7 @@ def test_the_routes_of_the_contract_are_there() -> None:
         "/detokenize",
         "/health",
         "/invocations",
+        "/live",
         "/load",
         "/metrics",
         "/openapi.json",
@@ -90,7 +91,7 @@ def test_every_route_but_health_and_the_live_page_needs_a_key(
     wrong = [{}, {"authorization": "Bearer third"}, {"authorization": "Basic first"}]
     for headers in [*wrong, {"authorization": "first"}, {"authorization": "Bearer"}]:
         response = keyed.http.request(method, prefix + path, headers=headers)
-        if path in {"/health", *LIVE_PAGE_PATHS}:
+        if path in {"/health", "/live", *LIVE_PAGE_PATHS}:
             assert response.status_code == 200
             continue
         assert response.status_code == 401
@@ -194,6 +195,7 @@ def test_unix_socket(start: Start, tmp_path: Path) -> None:
 def test_status_routes(shared: Running) -> None:
     for method, path in (
         ("GET", "/health"),
+        ("GET", "/live"),
         ("GET", "/ping"),
         ("POST", "/ping"),
         ("GET", "/ready"),
@@ -214,7 +216,8 @@ def test_a_dead_engine(start: Start) -> None:
         assert response.status_code == 503
         assert "stopped" in error_of(response)["message"]
     server.error("/v1/completions", {"prompt": "x"}, 503)
-    assert server.http.get("/metrics").status_code == 200
+    for path in ("/live", "/metrics"):
+        assert server.http.get(path).status_code == 200
 
 
 def test_wrong_routes_and_methods(shared: Running) -> None:

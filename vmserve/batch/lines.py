@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from vmserve.errors import ConfigurationError
 from vmserve.server.limits import MAX_BODY_BYTES
 from vmserve.server.wire import dump_json
 
@@ -21,7 +22,6 @@ __all__ = [
     "Refusal",
     "Request",
     "digest_of",
-    "duplicate",
     "parse_line",
     "read_lines",
     "refusal_line",
@@ -108,11 +108,6 @@ def parse_line(line: bytes) -> Request | Refusal:
     return Request(custom_id, given.url, body)
 
 
-def duplicate(custom_id: str) -> Refusal:
-    message = "custom_id must be unique: a line before this one has the same."
-    return Refusal("duplicate_custom_id", message, custom_id)
-
-
 def reply_line(custom_id: str, request_id: str, status: int, body: bytes) -> bytes:
     """Make the line of a reply. ``body``: compact JSON."""
     return b'%b,"response":{"status_code":%d,"request_id":%b,"body":%b},"error":null}\n' % (
@@ -141,7 +136,8 @@ class Index:
     """Which lines of an input there are, in 18 bytes a line.
 
     ``is_left[i]``: line ``i + 1`` waits for its reply; blank lines never do. ``is_refused[i]``: the
-    server does not see it, or its custom_id is that of a line before it.
+    server does not see it. Raises :class:`~vmserve.errors.ConfigurationError` for two lines with
+    one custom_id, whose replies nobody could tell apart.
     """
 
     def __init__(self, lines: Iterable[bytes]) -> None:
@@ -150,13 +146,19 @@ class Index:
             parsed = parse_line(line)
             left.append(bool(line))
             refused.append(bool(line) and isinstance(parsed, Refusal))
-            digests += digest_of(parsed.custom_id) if isinstance(parsed, Request) else _NO_DIGEST
+            digests += _NO_DIGEST if parsed.custom_id is None else digest_of(parsed.custom_id)
         self.is_left = np.frombuffer(left, np.bool_)
         self.is_refused = np.frombuffer(refused, np.bool_)
         self._digests = _as_digests(digests)
-        requests = np.flatnonzero(self.is_left & ~self.is_refused)
-        _, firsts = np.unique(self._digests[requests], return_index=True)
-        self.is_refused[np.delete(requests, firsts)] = True
+        named = np.flatnonzero(self._digests != b"")
+        _, firsts, which = np.unique(self._digests[named], return_index=True, return_inverse=True)
+        again = np.delete(np.arange(len(named)), firsts)
+        if len(again):
+            first, second = named[firsts[which[again[0]]]] + 1, named[again[0]] + 1
+            raise ConfigurationError(
+                f"line {second} of the input has the custom_id of line {first}, and {len(again):,} "
+                "in all have one of a line before: give each line its own"
+            )
         self.num_lines = self.num_left
 
     @property

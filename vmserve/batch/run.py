@@ -15,7 +15,6 @@ from vmserve.batch.lines import (
     Index,
     Refusal,
     Request,
-    duplicate,
     parse_line,
     refusal_line,
     reply_line,
@@ -195,13 +194,9 @@ class Batch:
 
 def _left(lines: Iterable[bytes], index: Index) -> Iterator[tuple[int, Request | Refusal]]:
     """Yield what is left, with numbers from 1."""
-    flags = zip(index.is_left, index.is_refused, strict=True)
-    for number, (line, (is_left, is_refused)) in enumerate(zip(lines, flags, strict=False), 1):
+    for number, (line, is_left) in enumerate(zip(lines, index.is_left, strict=False), 1):
         if is_left:
-            parsed = parse_line(line)
-            if is_refused and isinstance(parsed, Request):
-                parsed = duplicate(parsed.custom_id)
-            yield number, parsed
+            yield number, parse_line(line)
 
 
 class _Reply(NamedTuple):

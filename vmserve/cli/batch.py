@@ -136,8 +136,8 @@ def batch_command(
         file = stack.enter_context(_open_input(source))
         if target.exists() and os.path.samestat(os.fstat(file.fileno()), target.stat()):
             raise ConfigurationError(f"{target} is the input itself: give another output")
-        output = stack.enter_context(contextlib.closing(Output(target, overwrite=overwrite)))
         index = Index(read_lines(file))
+        output = stack.enter_context(contextlib.closing(Output(target, overwrite=overwrite)))
         num_failed = output.resume(index, retry_failed=retry_failed) if output.is_file else 0
         figures = Figures(index.num_lines, index.num_lines - index.num_left, num_failed)
         if index.num_left:

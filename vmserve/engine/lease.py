@@ -2,13 +2,15 @@
 
 The pool (:mod:`vmserve.client.lending`) sends orders, which are carried out between two steps. The
 engine tells it what it has and wants, and rarely: when it becomes short and when it is not any
-more, when requests begin and end, and when it can give back what it could not before.
+more, when requests begin and end, when what they hold is much more or less than was told, and when
+it can give back what it could not before.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vmserve.errors import DriverError, OutOfMemoryError
@@ -148,6 +150,7 @@ class Lease:
         if is_idle != told.is_idle:
             self._asked_at = None
             self._tell(self._holding(0, is_short=False, is_idle=is_idle))
+            self._next_use = 0  # requests that have just begun hold nothing yet
             return
         self._num_looks += 1
         if told.committed_bytes > self._limit_bytes:
@@ -191,7 +194,8 @@ class Lease:
         self._tell(self._holding(wanted, is_short=is_short))
 
     def _look_at_use(self) -> None:
-        """Ask for more where the prefix cache would fill it; offer what was refused."""
+        """Ask for more where the prefix cache would fill it; offer what was refused; tell what
+        requests hold if that is half more or less than was told."""
         now = self._holding(0, is_short=False)
         told = self._told
         step = now.limit_bytes // _LOOKS
@@ -200,6 +204,8 @@ class Lease:
             self._tell(now)
         elif now.committed_bytes + step > now.limit_bytes and told.wanted_bytes <= now.limit_bytes:
             self._tell(self._holding(now.limit_bytes + 4 * step, is_short=False))
+        elif abs(now.used_bytes - told.used_bytes) > told.used_bytes // 2:
+            self._tell(replace(now, wanted_bytes=told.wanted_bytes))
 
     def _tell_if_lower(self) -> None:
         committed = self._committed_bytes

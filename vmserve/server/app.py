@@ -140,6 +140,7 @@ def _add_routes(app: FastAPI, context: ServerContext) -> None:
     get("/v1/kv", info.kv)
     get("/v1/kv/live", view.data)
     get("/health", info.health)
+    get("/live", info.live)
     get("/ready", info.health)
     get("/ping", info.health)
     post("/ping", info.health)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from vmserve.errors import ConfigurationError
 from vmserve.options import read_text
+from vmserve.private_files import warn_if_shared
 
 __all__ = ["ApiKey", "Caller", "KeyLimits", "KeyRing", "read_key_file"]
 
@@ -128,6 +129,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     Raises :class:`~vmserve.errors.ConfigurationError`, which never shows a key.
     """
     lines = read_text(path, "api_key_file").splitlines()
+    warn_if_shared(path, "api_key_file")
     keys = [
         _parse(path, number, line.strip())
         for number, line in enumerate(lines, start=1)

@@ -115,7 +115,8 @@ class ServerConfig:
         str | None, Option("Private key (PEM) of the certificate.", NETWORK, metavar="PATH")
     ] = None
     open_status_routes: Annotated[
-        bool, Option("Answer /ping, /ready and /version without a key, like /health.", NETWORK)
+        bool,
+        Option("Answer /ping, /ready and /version without a key, like /health and /live.", NETWORK),
     ] = False
     shutdown_timeout: Annotated[
         float,

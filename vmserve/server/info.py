@@ -52,6 +52,10 @@ class InfoService:
         }
         return _json({"engines": engines}) if engines else Response()
 
+    async def live(self, request: Request) -> Response:
+        """200 as long as the process answers, whatever its engines do, also while it drains."""
+        return Response()
+
     async def version(self, request: Request) -> Response:
         return _json({"version": __version__})
 

@@ -58,9 +58,9 @@ _WITHOUT_VERSION: Final = frozenset(
 _BELOW_WITHOUT_VERSION: Final = ("/models/", "/responses/")
 #: What operators look at must answer while requests drain.
 _ANSWERED_WHILE_DRAINING: Final = (
-    frozenset({"/metrics", "/load", "/v1/kv", "/v1/kv/live", "/version"}) | LIVE_PAGE_PATHS
+    frozenset({"/live", "/metrics", "/load", "/v1/kv", "/v1/kv/live", "/version"}) | LIVE_PAGE_PATHS
 )
-_ALWAYS_OPEN: Final = frozenset({"/health"}) | LIVE_PAGE_PATHS
+_ALWAYS_OPEN: Final = frozenset({"/health", "/live"}) | LIVE_PAGE_PATHS
 #: Headers that decide who calls.
 _ONCE: Final = (b"authorization", b"x-api-key", b"host", b"origin")
 _STATUS_PATHS: Final = frozenset({"/ping", "/ready", "/version"})

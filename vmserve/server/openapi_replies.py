@@ -262,6 +262,7 @@ REPLIES: Final[dict[str, Reply]] = {
         ),
     ),
     "/health": Reply("200 while the engine runs", "server", None),
+    "/live": Reply("200 as long as the process answers", "server", None),
     "/ready": Reply("200 while the engine runs", "server", None),
     "/ping": Reply("200 while the engine runs", "server", None),
     "/version": Reply("The package's version", "server", _object(version=_TEXT)),

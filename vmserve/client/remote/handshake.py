@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from vmserve.errors import ConfigurationError, VmserveError
+from vmserve.private_files import warn_if_shared
 from vmserve.version import __version__
 
 __all__ = [
@@ -93,6 +94,7 @@ def read_key(path: Path, option: str) -> bytes:
             f"{option}: the key in {path} must have {_SHORTEST_KEY} to {_LONGEST_KEY} bytes: make "
             "one with `openssl rand -hex 32`"
         )
+    warn_if_shared(path, option)
     return key
 
 

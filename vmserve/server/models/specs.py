@@ -81,7 +81,7 @@ class ModelSpec:
 #: Options that a model has beside those of its engine.
 _OWN: Final = declared_options(ModelSpec)
 #: Options of the server that each model may have for itself.
-_HTTP: Final = ("chat_template", "tool_call_parser", "reasoning_parser")
+_HTTP: Final = ("chat_template", "tool_call_parser", "reasoning_parser", "idle_unload")
 _PINS: Final = "pin_prefix"
 
 
