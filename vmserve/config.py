@@ -26,6 +26,7 @@ __all__ = [
     "KVRegime",
     "ResolvedConfig",
     "ZeroPolicy",
+    "asked_itemsize",
     "resolve",
 ]
 
@@ -614,7 +615,7 @@ def resolve(
         activations += state_copy_bytes(model, max_num_seqs)
     weights = weight_bytes(
         model,
-        _itemsize(config, model),
+        asked_itemsize(config, model),
         stored_bytes=stored_bytes,
         quantization=config.quantization,
     )
@@ -699,7 +700,7 @@ def _swap_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """
     size = parse_size(config.swap_space, "swap_space")
     if config.kv_cache_dtype == "auto":
-        block = config.block_size * model.kv_elements * _itemsize(config, model)
+        block = config.block_size * model.kv_elements * asked_itemsize(config, model)
     else:
         shape = (model.kv_heads, model.head_dim)
         vectors = config.block_size * (model.kv_elements // (shape[0] * shape[1]))
@@ -756,7 +757,8 @@ def _gpu_limit_bytes(config: EngineConfig, gpu_bytes: int, taken: _Taken) -> int
     return left
 
 
-def _itemsize(config: EngineConfig, model: ModelConfig) -> int:
+def asked_itemsize(config: EngineConfig, model: ModelConfig) -> int:
+    """Bytes of a number of the type that is asked for."""
     if config.dtype == "auto":
         return model.dtype.itemsize
     return 2 if config.dtype in ("bfloat16", "float16", "half") else 4

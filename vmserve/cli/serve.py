@@ -432,8 +432,10 @@ async def _serve_several(
     from vmserve.server.models.loading import ModelLoader  # noqa: PLC0415 - as above
     from vmserve.server.run import stop_on_signals  # noqa: PLC0415 - as above
 
-    loader = ModelLoader(config, keys, shared, supervision, show_tokenizer=show_tokenizer)
-    models = await loader.load_all(specs)
+    loader = ModelLoader(
+        config, keys, shared, supervision, show_tokenizer=show_tokenizer, specs=specs
+    )
+    models = await loader.load_all()
     _freeze()
     stop = asyncio.Event()
     with stop_on_signals(stop):

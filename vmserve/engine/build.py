@@ -18,11 +18,11 @@ from vmserve.engine.parts import (
     cost_model,
     create_memory,
     kv_dtype,
-    linear_backend,
     most_pairs,
     widest_window,
 )
 from vmserve.engine.persistence import computed_by, persist
+from vmserve.engine.weights import linear_backend
 from vmserve.host_arrays import trim_memory
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
@@ -107,7 +107,7 @@ def _build(
     tokenizer = load_tokenizer(texts)
     runtime = runtime or open_runtime(config.device, config.kv_driver)
     native_dtype = choose_native(
-        linear_backend(config, runtime),
+        linear_backend(config, runtime.device_type, wants_graphs=runtime.wants_graphs),
         config.quantization,
         config.dtype,
         model_config,

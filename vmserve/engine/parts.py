@@ -36,7 +36,6 @@ __all__ = [
     "cost_model",
     "create_memory",
     "kv_dtype",
-    "linear_backend",
     "most_pairs",
     "widest_window",
 ]
@@ -175,20 +174,6 @@ def most_pairs(resolved: ResolvedConfig, model: ModelConfig, runtime: DeviceRunt
     of_pair = 2 * _q_heads(model) * model.head_dim * num_full
     times = 1 if resolved.fair_sharing else 2
     return times * resolved.max_num_batched_tokens * max(1, model.num_weights // of_pair)
-
-
-def linear_backend(config: EngineConfig, runtime: DeviceRuntime) -> str:
-    """Resolve "auto": torch, unless one native call can run the decoder on this device.
-
-    The native decoder runs on a CPU, with our own attention kernels. Other kernels, other devices
-    and captured layers need torch.
-    """
-    others = config.attention_backend not in ("auto", "cpu")
-    if config.linear_backend == "auto" and (
-        others or runtime.device_type != "cpu" or runtime.wants_graphs
-    ):
-        return "torch"
-    return config.linear_backend
 
 
 def attends_natively(config: EngineConfig, backends: Mapping[Regime, AttentionBackend]) -> bool:

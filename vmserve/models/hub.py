@@ -6,7 +6,7 @@ import os
 import pwd
 import re
 from pathlib import Path
-from typing import Final
+from typing import Final, overload
 
 from vmserve.errors import ConfigurationError
 from vmserve.models.gguf.reader import is_gguf
@@ -42,8 +42,13 @@ def is_embedded(model: str | None) -> bool:
     return model is None or (model in names and not Path(model).exists())
 
 
-def resolve_model(model: str | None) -> Path:
-    """Return the directory of a model, or its GGUF file.
+@overload
+def resolve_model(model: str | None) -> Path: ...
+@overload
+def resolve_model(model: str | None, *, download: bool) -> Path | None: ...
+def resolve_model(model: str | None, *, download: bool = True) -> Path | None:
+    """Return the directory of a model, or its GGUF file; without ``download`` None for one that the
+    cache does not have.
 
     ``model``: that inside the package (:func:`is_embedded`); an existing directory; a GGUF file, or
     a directory that holds one, or ``hub-id:FILE.gguf`` in the local Hugging Face cache; the name of
@@ -73,9 +78,13 @@ def resolve_model(model: str | None) -> Path:
     # Only now: the hub's client is slow to import.
     from vmserve.models.hub_download import cached, downloaded  # noqa: PLC0415
 
-    directory = cached(model) or downloaded(model)
-    _check_readable(directory)
-    return directory
+    found = cached(model)
+    if found is None:
+        if not download:
+            return None
+        found = downloaded(model)
+    _check_readable(found)
+    return found
 
 
 def _pulled(name: str) -> Path:

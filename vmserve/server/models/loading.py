@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,9 @@ from typing import Any, Final
 
 from vmserve.client.lending import KVPool
 from vmserve.client.process_llm import ProcessLLM, Supervision
-from vmserve.config import CPU_KV_SHARE, LEAST
-from vmserve.errors import ConfigurationError
+from vmserve.config import CPU_KV_SHARE, LEAST, MIN_KV_BYTES, EngineConfig
+from vmserve.engine.weights import model_weight_bytes
+from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.memory.limits import available_memory
 from vmserve.server.auth import KeyRing
 from vmserve.server.config import ServerConfig
@@ -33,7 +35,8 @@ _GPU: Final = Path("/dev/nvidiactl")
 class ModelLoader:
     """Makes served models. ``keys``: those of ``config``. ``shared``: options of the engine that
     all models have unless they say otherwise; its ``kv_cache_memory`` is the memory of all of them
-    together, if there is no ``pool`` yet.
+    together, if there is no ``pool`` yet. ``specs``: models for which that needs memory beside
+    their weights, since all may be awake at once.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """
@@ -47,22 +50,24 @@ class ModelLoader:
         *,
         show_tokenizer: bool = False,
         pool: KVPool | None = None,
+        specs: Sequence[ModelSpec] = (),
     ) -> None:
         self._config = config
         self._keys = keys
         self._supervision = supervision
         self._show_tokenizer = show_tokenizer
         self._shared = shared
-        self.pool = KVPool(_pool_bytes(shared)) if pool is None else pool
+        self._specs = specs
+        self.pool = KVPool(_pool_bytes(shared, specs)) if pool is None else pool
 
-    async def load_all(self, specs: Sequence[ModelSpec]) -> Models:
+    async def load_all(self) -> Models:
         """Make all models, and load those that are not left for their first request.
 
         One after the other: each measures what its steps take. Raises what loading raises.
         """
-        models = Models([self._served(spec) for spec in specs], self.make, self.pool)
+        models = Models([self._served(spec) for spec in self._specs], self.make, self.pool)
         try:
-            for spec, model in zip(specs, models, strict=True):
+            for spec, model in zip(self._specs, models, strict=True):
                 if spec.preload:
                     await model.load()
         except BaseException:
@@ -123,25 +128,54 @@ async def share_memory(served: ServedModel) -> KVPool:
     return pool
 
 
-def _pool_bytes(shared: Mapping[str, Any]) -> int:
-    """Return how much memory the KV caches of all models have together.
+def _pool_bytes(shared: Mapping[str, Any], specs: Sequence[ModelSpec]) -> int:
+    """Return how much memory the KV caches of all models have together: what is asked, or a share
+    of what the weights of all leave.
 
-    Raises :class:`~vmserve.errors.ConfigurationError`.
+    On a CPU, weights and caches that are more than is free are logged as a warning, as those of a
+    single model are. Raises :class:`~vmserve.errors.ConfigurationError`.
     """
     given = shared.get("kv_cache_memory")
-    if given is not None:
+    on_gpu = shared.get("device") == "cuda" or (shared.get("device") != "cpu" and _GPU.exists())
+    if given is not None and on_gpu:
         return parse_size(given, "kv_cache_memory")
-    if shared.get("device") == "cuda" or (shared.get("device") != "cpu" and _GPU.exists()):
+    if on_gpu:
         raise ConfigurationError(
             "kv_cache_memory: several models share a GPU's memory: say how much of it their KV "
             "caches may take together, e.g. --kv-cache-memory 16GiB"
         )
     free, whose = available_memory()
-    size = int(CPU_KV_SHARE * free)
-    logger.info(
-        "KV caches of up to %s for all models: %g %% of the memory that is free (%s)",
-        format_size(size),
-        100 * CPU_KV_SHARE,
-        whose,
-    )
+    known = {spec.name: _weight_bytes(spec) for spec in specs}
+    weights = {name: num_bytes for name, num_bytes in known.items() if num_bytes is not None}
+    left = free - sum(weights.values())
+    size = max(MIN_KV_BYTES, int(CPU_KV_SHARE * left))
+    if given is not None:
+        size = parse_size(given, "kv_cache_memory")
+    else:
+        logger.info(
+            "KV caches of up to %s for all models: %g %% of the memory that is free beside their "
+            "weights (%s)",
+            format_size(size),
+            100 * CPU_KV_SHARE,
+            whose,
+        )
+    if size > left and weights:
+        logger.warning(
+            "all models awake take %s of weights (%s) and up to %s of KV cache, and %s are free "
+            "(%s): the system may swap or end processes; lower --kv-cache-memory, use smaller "
+            "models or --quantization int8, or serve fewer: --idle-unload gives back the memory of "
+            "those that are not used",
+            format_size(sum(weights.values())),
+            ", ".join(f"{format_size(each)} {name}" for name, each in weights.items()),
+            format_size(size),
+            format_size(free),
+            whose,
+        )
     return size
+
+
+def _weight_bytes(spec: ModelSpec) -> int | None:
+    """None for a model that is not at hand, or cannot be used: loading it says why."""
+    with contextlib.suppress(VmserveError, OSError):
+        return model_weight_bytes(EngineConfig.from_options(dict(spec.engine)))
+    return None
