@@ -212,6 +212,8 @@ def test_what_running_requests_hold_is_told() -> None:
     pool = KVPool("32MiB")
     seen: list[tuple[int, int]] = []
     with LLM(kv_pool=pool, **OPTIONS) as one:
+        tokens(one, 300)
+        assert pool.state()[0].granted_bytes > 12 * LEAST  # so that it is not short again
         step = one.engine.step
 
         def watched() -> Any:

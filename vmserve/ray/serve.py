@@ -15,7 +15,7 @@ from vmserve.server.config import ServerConfig
 from vmserve.server.dialect import check_template
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = ["ServedEngine", "deployment"]
 
@@ -47,10 +47,17 @@ class ServedEngine:
         self._engine = engine = await ProcessLLM.load(
             self._model, supervision=Supervision(), **self._engine_options
         )
+
+        async def tell(message: Message) -> None:
+            # Whoever hears that all has ended ends this process, or its event loop.
+            if message["type"].startswith("lifespan.shutdown."):
+                await engine.shutdown()
+            await send(message)
+
         try:
             check_template(engine.tokenizer, self._config.chat_template)
             self._app = create_app(engine, self._config)
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, tell)
         finally:
             await engine.shutdown()
 
