@@ -51,7 +51,7 @@ class InvalidRequestError(VmserveError, ValueError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """A text of which even the beginning has more tokens than the limit; the rest was not read."""
+    """A prompt of more tokens than the limit; of a long text only the beginning was read."""
 
 
 class ConfigurationError(VmserveError, ValueError):

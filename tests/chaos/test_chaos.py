@@ -181,13 +181,13 @@ def test_an_engine_that_is_killed_and_one_that_hangs(tmp_path: Path) -> None:
         for stream in streams:
             stream.join()
             assert stream.error is not None
-            assert stream.error["code"] == 503
+            assert stream.error["status"] == 503
         assert "the engine hangs" not in server.said  # the streams ended with the process
         for path in ("/health", "/ready"):
             assert server.http.get(path).status_code == 503
         refused = server.http.post("/v1/completions", json=SHORT)
         assert refused.status_code == 503
-        assert set(refused.json()["error"]) == {"message", "type", "param", "code"}
+        assert set(refused.json()["error"]) == {"message", "type", "param", "code", "status"}
         until(lambda: server.http.get("/ready").status_code == 200, 300, "it is back")
         second = server.engine
         assert second.pid != first.pid

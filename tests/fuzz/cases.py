@@ -20,7 +20,7 @@ __all__ = ["Tally", "fuzz", "fuzz_operation", "operations"]
 #: Answers that tell of the server's state, not of a fault.
 _ALLOWED = frozenset({503, 504})
 _TIMEOUT_SECONDS = 60
-_ERROR_KEYS = {"message", "type", "param", "code"}
+_ERROR_KEYS = {"message", "type", "param", "code", "status"}
 _ANTHROPIC_ERROR_KEYS = {"message", "type"}
 
 
@@ -118,7 +118,7 @@ def _error_faults(path: str, status: int, response: Any) -> Iterator[str]:
         as_described = not body and error.keys() == _ERROR_KEYS
     if not as_described:
         yield f"the error has another shape: {response.content[:200]!r}"
-    elif error.get("code", status) != status:
-        yield f"the error's code is {error['code']}, the status {status}"
+    elif error.get("status", status) != status:
+        yield f"the error's status is {error['status']}, the answer's {status}"
     if len(response.content) > 2048:
         yield f"the error has {len(response.content)} bytes"

@@ -17,6 +17,7 @@ from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.context import ServerContext
 from vmserve.server.engine_client import EngineClient
+from vmserve.server.errors import CODES
 from vmserve.server.listen import bind, url_of
 from vmserve.server.models.registry import Models
 from vmserve.server.run import serve
@@ -148,8 +149,9 @@ def error_of(response: httpx.Response, path: str = "") -> Body:
         assert set(error) == {"type", "message"}
         return error
     assert set(body) == {"error"}
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["code"] == response.status_code
+    assert set(error) == {"message", "type", "param", "code", "status"}
+    assert error["code"] in (None, *CODES)
+    assert error["status"] == response.status_code
     return error
 
 

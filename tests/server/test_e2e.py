@@ -246,13 +246,13 @@ def test_a_time_limit(real: Running) -> None:
     endless = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "request_timeout": 0.1}
     late = real.post(COMPLETIONS, endless)
     assert late.status_code == 504
-    assert error_of(late)["code"] == 504
+    assert error_of(late)["status"] == 504
     assert "within its 0.1 seconds" in error_of(late)["message"]
     pieces: list[str] = []
     while not pieces:  # within twice the time, on a machine that is busy
         endless["request_timeout"] *= 2  # type: ignore[operator]
         *pieces, last = real.events(COMPLETIONS, endless)
-        assert json.loads(last)["error"]["code"] == 504
+        assert json.loads(last)["error"]["status"] == 504
     assert kv(real)["num_seqs"] == 0
 
 

@@ -71,5 +71,5 @@ def test_what_the_engine_is_asked(start: Start) -> None:
 )
 def test_what_is_wrong_is_refused(shared: Running, change: Body, param: str, word: str) -> None:
     error = error_of(shared.post(PATH, {"input": "Hi", **change}))
-    assert (error["code"], error["param"]) == (400, param)
+    assert (error["status"], error["param"]) == (400, param)
     assert word in error["message"]

@@ -155,7 +155,7 @@ def test_a_client_that_sends_all_before_it_reads(start: Start, path: str, status
         urllib.request.urlopen(sent, timeout=60)
     with refused.value as answer:
         assert answer.status == status
-        assert json.loads(answer.read())["error"]["code"] == status
+        assert json.loads(answer.read())["error"]["status"] == status
 
 
 def test_a_client_that_never_reads_is_cut(start: Start) -> None:
@@ -322,7 +322,7 @@ def test_a_head_that_does_not_arrive(
             raw.sendall(sent)
             answer = everything(raw)
             assert answer.startswith(b"HTTP/1.1 408")
-            assert b'"code":408' in answer
+            assert b'"status":408' in answer
 
 
 def test_a_line_per_request_with_its_id(start: Start, caplog: pytest.LogCaptureFixture) -> None:

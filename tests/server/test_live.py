@@ -84,7 +84,7 @@ def test_the_page_of_a_server_with_keys_asks_for_one(start: Start) -> None:
         assert "secret" not in response.text
     for page in ("/", "/docs"):
         assert 'data-key="required"' in server.http.get(page).text
-    assert error_of(server.http.get("/v1/kv/live"))["code"] == 401
+    assert error_of(server.http.get("/v1/kv/live"))["status"] == 401
 
 
 def test_under_a_root_path(start: Start) -> None:
@@ -231,7 +231,7 @@ def test_a_dead_engine_is_an_error(start: Start) -> None:
     engine = ScriptedEngine()
     server = start(engine)
     engine.errored = True
-    assert error_of(server.http.get("/v1/kv/live"))["code"] == 503
+    assert error_of(server.http.get("/v1/kv/live"))["status"] == 503
     assert server.http.get("/").status_code == 200
 
 

@@ -186,6 +186,8 @@ def test_an_error_in_a_stream(start: Start) -> None:
     last = text.strip().split("\n\n")[-1]
     assert last.startswith("event: error\ndata: {")
     assert "secret" not in last
+    event = json.loads(last.partition("data: ")[2])
+    assert (event["type"], event["code"], event["status"]) == ("error", None, 500)
 
 
 INPUTS: list[Any] = [None, "", [], ["x"], 5, [{"role": 5, "content": "x"}]]

@@ -246,7 +246,7 @@ def test_errors_before_the_first_byte_are_http_errors(shared: Running, path: str
 
 
 @pytest.mark.parametrize(
-    ("fault", "code"),
+    ("fault", "status"),
     [
         (EngineDeadError("dead"), 503),
         (RuntimeError("secret /path"), 500),
@@ -255,7 +255,7 @@ def test_errors_before_the_first_byte_are_http_errors(shared: Running, path: str
 )
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_errors_after_the_first_byte_are_events(
-    start: Start, path: str, fault: Exception, code: int
+    start: Start, path: str, fault: Exception, status: int
 ) -> None:
     engine = ScriptedEngine()
     engine.fail = fault
@@ -264,7 +264,7 @@ def test_errors_after_the_first_byte_are_events(
     events = list(start(engine).events(path, body))
     assert "[DONE]" not in events
     error = json.loads(events[-1])["error"]
-    assert error["code"] == code
+    assert (error["code"], error["status"]) == (None, status)
     assert "secret" not in error["message"]
     assert text_of([json.loads(event) for event in events[:-1]]) != ""
     assert engine.running == {}

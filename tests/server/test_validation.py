@@ -3,15 +3,18 @@
 import gzip
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.server.conftest import Running, error_of
+from vmserve.server.errors import ApiError, error_body
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
+Start = Callable[..., Running]
 INT64 = 2**63 - 1
 
 BOTH: list[tuple[dict[str, Any], str, str]] = [
@@ -306,3 +309,35 @@ def test_several_errors_are_told_together(shared: Running) -> None:
     assert error["param"] == "n"
     assert "top_p" in error["message"]
     assert "and 2 more" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        (COMPLETIONS, {"prompt": "x" * 300}, 400, "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": [3] * 300}, 400, "context_length_exceeded"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 9000}]}, 400,
+         "context_length_exceeded"),
+        (COMPLETIONS, {"prompt": "x", "n": "2"}, 400, "invalid_type"),
+        (COMPLETIONS, {"prompt": "x", "n": 0}, 400, "invalid_value"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"999": 1}}, 400, "invalid_value"),
+        ("/v1/kv/memory", {}, 404, None),
+        ("/detokenize", {}, 400, "missing_required_parameter"),
+        (COMPLETIONS, {"prompt": "x", "model": "y"}, 404, "model_not_found"),
+        (CHAT, {"messages": HI, "web_search_options": {}}, 400, "unsupported_parameter"),
+        (CHAT, {"messages": HI, "structural_tag": {}}, 400, "unsupported_parameter"),
+    ],
+)  # fmt: skip
+def test_codes_are_openai_s_words(
+    shared: Running, path: str, body: dict[str, Any], status: int, code: str | None
+) -> None:
+    """Clients in typed languages read a string or null, and fail on a number."""
+    error = error_of(shared.post(path, body))
+    assert (error["status"], error["code"]) == (status, code)
+
+
+def test_codes_of_keys_and_limits(start: Start) -> None:
+    server = start(api_keys=("secret",))
+    assert error_of(server.http.get("/v1/models"))["code"] == "invalid_api_key"
+    assert error_body(ApiError(429, ""))["error"]["code"] == "rate_limit_exceeded"
+    assert error_body(ApiError(503, ""))["error"]["code"] is None

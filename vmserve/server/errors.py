@@ -1,4 +1,4 @@
-"""Turn exceptions into ``{"error": {message, type, param, code}}``, or into
+"""Turn exceptions into ``{"error": {message, type, param, code, status}}``, or into
 Anthropic's ``{"type": "error", "error": {type, message}}`` for its routes."""
 
 from __future__ import annotations
@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException as StarletteHTTPException
@@ -18,6 +18,7 @@ from vmserve.errors import (
     EngineDeadError,
     InvalidRequestError,
     OutOfMemoryError,
+    PromptTooLongError,
     RankLostError,
     UnsupportedError,
 )
@@ -25,8 +26,10 @@ from vmserve.server.limits import MAX_MESSAGE_BYTES
 from vmserve.server.wire import JSON_TYPE, dump_json
 
 __all__ = [
+    "CODES",
     "ApiError",
     "ClientDisconnectedError",
+    "UnservedError",
     "anthropic_error_body",
     "below_minimum",
     "error_body",
@@ -53,6 +56,19 @@ _TYPES = {
     504: "GatewayTimeoutError",
 }
 
+#: ``error.code`` is one of OpenAI's strings, which clients compare, or None (decision 0087).
+CODES: Final = (
+    "context_length_exceeded",
+    "invalid_api_key",
+    "invalid_type",
+    "invalid_value",
+    "missing_required_parameter",
+    "model_not_found",
+    "rate_limit_exceeded",
+    "unsupported_parameter",
+)
+#: Of errors that say none themselves.
+_CODES_BY_STATUS: Final = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 #: Anthropic's names of errors; other statuses are an "api_error".
 _ANTHROPIC_TYPES = {
@@ -67,7 +83,7 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An HTTP error. ``status`` is the HTTP status and the error's code."""
+    """An HTTP error. ``status``: of HTTP. ``code``: one of :data:`CODES`; None: by the status."""
 
     def __init__(
         self,
@@ -75,21 +91,27 @@ class ApiError(Exception):
         message: str,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.headers = dict(headers or {})
+        self.code = code or _CODES_BY_STATUS.get(status)
 
 
 class ClientDisconnectedError(Exception):
     """The client left: there is no one to answer."""
 
 
-def not_implemented(what: str, param: str, remedy: str) -> InvalidRequestError:
-    """Make the error for a field that is known and not served."""
-    return InvalidRequestError(f"{what} is not implemented yet: {remedy}", param)
+class UnservedError(InvalidRequestError):
+    """A field that is known and not served."""
+
+
+def not_implemented(what: str, param: str, remedy: str) -> UnservedError:
+    """Make the error for a field that may be served later."""
+    return UnservedError(f"{what} is not implemented yet: {remedy}", param)
 
 
 def below_minimum(name: str, least: int, value: int) -> InvalidRequestError:
@@ -109,7 +131,7 @@ def to_api_error(error: BaseException) -> ApiError:
         case ValidationError():
             return _from_validation(error)
         case InvalidRequestError():
-            return ApiError(400, str(error), error.param)
+            return ApiError(400, str(error), error.param, code=_code_of(error))
         case UnsupportedError():
             return ApiError(400, str(error))
         case ChatTemplateError():  # of the model's own: the start has warned of it
@@ -135,7 +157,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
             "message": _shorten(error.message),
             "type": _TYPES.get(error.status) or HTTPStatus(error.status).phrase.replace(" ", ""),
             "param": error.param,
-            "code": error.status,
+            "code": error.code,
+            "status": error.status,
         }
     }
 
@@ -157,6 +180,16 @@ def error_response(error: BaseException, path: str = "") -> Response:
     return Response(
         dump_json(shape(found)), found.status, headers=found.headers, media_type=JSON_TYPE
     )
+
+
+def _code_of(error: InvalidRequestError) -> str | None:
+    match error:
+        case PromptTooLongError():
+            return "context_length_exceeded"
+        case UnservedError():
+            return "unsupported_parameter"
+        case _:
+            return "invalid_value" if error.param else None
 
 
 def _shorten(text: str) -> str:
@@ -183,7 +216,13 @@ def _from_validation(error: ValidationError) -> ApiError:
     ]
     if len(details) > len(texts):
         texts.append(f"and {len(details) - len(texts)} more")
-    return ApiError(400, "; ".join(texts), names[0] or None)
+    code = "invalid_value"
+    if details[0]["type"] == "missing":
+        code = "missing_required_parameter"
+    elif details[0]["type"].endswith("_type"):
+        code = "invalid_type"
+    param = names[0] or None
+    return ApiError(400, "; ".join(texts), param, code=code if param else None)
 
 
 def _field_name(loc: tuple[int | str, ...]) -> str:

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
-from vmserve.server.errors import has_anthropic_errors
+from vmserve.server.errors import CODES, has_anthropic_errors
 from vmserve.server.models.registry import Models
 from vmserve.server.openapi_replies import REPLIES, REPLY_SCHEMAS, Reply
 from vmserve.server.protocol import (
@@ -48,12 +48,13 @@ _ERROR: Final[dict[str, Any]] = {
     "properties": {
         "error": {
             "type": "object",
-            "required": ["message", "type", "param", "code"],
+            "required": ["message", "type", "param", "code", "status"],
             "properties": {
                 "message": {"type": "string"},
                 "type": {"type": "string"},
                 "param": {"type": ["string", "null"]},
-                "code": {"type": "integer"},
+                "code": {"enum": [*CODES, None]},
+                "status": {"type": "integer", "description": "As of HTTP."},
             },
         }
     },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from vmserve.errors import InvalidRequestError
+from vmserve.errors import InvalidRequestError, PromptTooLongError
 from vmserve.options import declared_options
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.sampling.tokens import token_list
@@ -184,9 +184,9 @@ def check_max_tokens(max_tokens: int | None, max_model_len: int, name: str = "ma
 
 
 def check_prompt(num_prompt: int, max_model_len: int, name: str = "prompt") -> None:
-    """Raises :class:`InvalidRequestError` for a prompt that leaves no room for one token."""
+    """Raises :class:`PromptTooLongError` for a prompt that leaves no room for one token."""
     if num_prompt >= max_model_len:
-        raise InvalidRequestError(
+        raise PromptTooLongError(
             f"This model's maximum context length is {max_model_len} tokens, but the prompt has "
             f"{num_prompt}: it is longer than the model's context length less one token for the "
             "answer. Shorten it, or set truncate_prompt_tokens",
@@ -208,9 +208,9 @@ def check_length(prompt: Any, request: Truncated, max_model_len: int) -> None:
         raise far_too_long(what, max_model_len, str(len(prompt)), "prompt")
 
 
-def far_too_long(what: str, max_model_len: int, num: str, param: str) -> InvalidRequestError:
+def far_too_long(what: str, max_model_len: int, num: str, param: str) -> PromptTooLongError:
     """For what is so long that it is not read to its end to be truncated; it has ``num`` tokens."""
-    return InvalidRequestError(
+    return PromptTooLongError(
         f"{what} that is to be truncated may have {MAX_CONTEXTS} times the context, "
         f"{max_model_len} tokens, and this one has {num}: leave out what would be cut off",
         param,

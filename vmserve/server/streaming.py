@@ -132,9 +132,7 @@ class EventStream(Response):
         body = error_body(error)
         if not self._named:
             return body
-        inner = body["error"]
-        fields = {"code": str(inner["code"]), "message": inner["message"], "param": inner["param"]}
-        return {"type": "error", "sequence_number": num_sent, **fields}
+        return {**body["error"], "type": "error", "sequence_number": num_sent}
 
 
 def about_bytes(*, text: int = 0, ids: int = 0, logprobs: int = 0, choices: int = 0) -> int:

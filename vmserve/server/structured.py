@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from vmserve.errors import InvalidRequestError
+from vmserve.server.errors import UnservedError
 from vmserve.server.protocol import ConstrainedRequest
 from vmserve.structured.spec import StructuredOutputsParams
 
@@ -36,7 +37,7 @@ def structured_outputs(request: ConstrainedRequest) -> StructuredOutputsParams |
     """Return the constraint, or None for any text. Raises :class:`InvalidRequestError`."""
     for name, remedy in _UNSERVED.items():
         if _is_given(getattr(request, name)):
-            raise InvalidRequestError(f"{name} is not served: {remedy}", name)
+            raise UnservedError(f"{name} is not served: {remedy}", name)
     asked = {
         "structured_outputs": _of_field(request.structured_outputs),
         "response_format": schema_of_format(request.response_format, "response_format"),

@@ -80,7 +80,7 @@ class Models:
             return self._by_name[name]
         except KeyError:
             message = f"The model `{name[:200]}` does not exist."
-            raise ApiError(404, message, "model") from None
+            raise ApiError(404, message, "model", code="model_not_found") from None
 
     def _insert(self, model: ServedModel) -> None:
         leaving = {name for each in self._leaving for name in each.config.served_model_names}
