@@ -166,15 +166,17 @@ class ScriptedEngine:
     repeat if they do not end. ``shape``: max_model_len, max_logprobs, max_num_seqs, vocab_size,
     request_timeout. :func:`position` has the log-probabilities.
 
-    What a test sets: ``pause``, an event that holds all requests after ``pause_after`` tokens;
-    ``fail``, which each request then raises; ``errored``, as of an engine that has died, and
-    ``retry_seconds`` of one that is started again; ``died``, whose result ends :meth:`until_dead`.
-    What it reads: ``requests``, ``running``, and the ids in ``finished`` and ``aborted``.
+    What a test sets: ``identity``, as of weights and settings; ``pause``, an event that holds all
+    requests after ``pause_after`` tokens; ``fail``, which each request then raises; ``errored``, as
+    of an engine that has died, and ``retry_seconds`` of one that is started again; ``died``, whose
+    result ends :meth:`until_dead`. What it reads: ``requests``, ``running``, and the ids in
+    ``finished`` and ``aborted``.
     """
 
     def __init__(self, text: str = "hello", **shape: Any) -> None:
         self.tokenizer = ByteTokenizer()
         self.resolved = self.model_config = _Shape(**shape)
+        self.identity = "scripted"
         self.default_sampling: dict[str, Any] = {}
         self.reply = scripted(text)
         self.errored = False

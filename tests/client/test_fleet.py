@@ -143,6 +143,15 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))  # type: ignore[arg-type]
 
 
+def test_its_identity_is_that_of_all_engines_that_may_answer() -> None:
+    engines = [Engine(), Engine()]
+    assert fleet_of(*engines).identity == engines[0].identity
+    engines[1].identity = "another processor"
+    mixed = fleet_of(*engines).identity
+    assert mixed == fleet_of(*reversed(engines)).identity
+    assert mixed not in {engine.identity for engine in engines}
+
+
 def test_a_conversation_stays_with_its_engine_and_others_spread() -> None:
     async def test() -> None:
         one, other = Engine(), Engine()

@@ -39,7 +39,6 @@ from vmserve.client.remote.host import EngineHost, _Strangers
 from vmserve.client.remote.identity import (
     SentFile,
     digest_of,
-    fingerprint,
     tokenizer_files,
     write_files,
 )
@@ -48,6 +47,7 @@ from vmserve.client.remote.remote_llm import RemoteLLM
 from vmserve.client.remote.sealed import BrokenSealError, Opener, Sealer
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
+from vmserve.models.content import fingerprint
 from vmserve.models.hub import resolve_model
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -726,7 +726,7 @@ def test_a_host_that_stops_answering_keeps_no_request(tmp_path: Path) -> None:
 
 def test_engines_with_other_weights_are_refused_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     with hosted() as (first, _):
-        monkeypatch.setattr("vmserve.client.remote.host.fingerprint", lambda path: "others")
+        monkeypatch.setattr("vmserve.engine.build.fingerprint", lambda path, gguf=None: "others")
         with hosted() as (second, _):
             with pytest.raises(ConfigurationError, match="content of the weights"):
                 connect_engines([first, second], KEY)

@@ -20,11 +20,11 @@ def last_prompt(running: Running) -> str:
 def test_the_whole_reply(shared: Running) -> None:
     reply = shared.chat(request_id="r1")
     assert reply.pop("created") > 1_700_000_000
+    assert reply.pop("system_fingerprint").startswith("fp_")
     assert reply == {
         "id": "chatcmpl-r1",
         "object": "chat.completion",
         "model": "fake",
-        "system_fingerprint": None,
         "choices": [
             {
                 "index": 0,

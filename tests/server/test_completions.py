@@ -19,11 +19,11 @@ def last_params(running: Running) -> Any:
 def test_the_whole_reply(shared: Running) -> None:
     reply = shared.complete(request_id="r1")
     assert reply.pop("created") > 1_700_000_000
+    assert reply.pop("system_fingerprint").startswith("fp_")
     assert reply == {
         "id": "cmpl-r1",
         "object": "text_completion",
         "model": "fake",
-        "system_fingerprint": None,
         "choices": [
             {
                 "index": 0,

@@ -30,6 +30,7 @@ def test_completion_chunks(shared: Running) -> None:
     chunks = shared.stream(COMPLETIONS, {"prompt": "Hi", "request_id": "r", "max_tokens": 2})
     created = chunks[0]["created"]
     head = {"id": "cmpl-r", "object": "text_completion", "created": created, "model": "fake"}
+    head["system_fingerprint"] = chunks[0]["system_fingerprint"]
     choice = {"index": 0, "logprobs": None, "stop_reason": None}
     assert chunks == [
         {**head, "choices": [{**choice, "text": "h", "finish_reason": None}]},
@@ -99,6 +100,7 @@ def test_chat_chunks(shared: Running) -> None:
     chunks = shared.stream(CHAT, {**CHAT_BODY, "request_id": "r", "max_tokens": 2})
     created = chunks[0]["created"]
     head = {"id": "chatcmpl-r", "created": created, "model": "fake"}
+    head["system_fingerprint"] = chunks[0]["system_fingerprint"]
     head["object"] = "chat.completion.chunk"
     role = {"role": "assistant", "content": ""}
     choice = {"index": 0, "logprobs": None, "finish_reason": None}
@@ -285,3 +287,20 @@ def test_the_official_client_reads_streams(shared: Running) -> None:
     for piece in client.chat.completions.create(model="fake", messages=messages, stream=True):
         text += piece.choices[0].delta.content or ""
     assert text == "hello"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_every_chunk_has_the_fingerprint_of_the_whole_reply(start: Start, path: str) -> None:
+    engine = ScriptedEngine()
+    server = start(engine)
+    body = {"prompt": "x", "messages": CHAT_BODY["messages"]}
+    seen = set()
+    for identity in ("one", "another"):
+        engine.identity = identity
+        told = server.ok(path, body)["system_fingerprint"]
+        chunks = server.stream(path, {**body, "stream_options": {"include_usage": True}})
+        assert {chunk["system_fingerprint"] for chunk in chunks} == {told}
+        seen.add(told)
+    assert len(seen) == 2
+    engine.identity = ""
+    assert server.ok(path, body)["system_fingerprint"] is None

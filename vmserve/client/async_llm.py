@@ -45,6 +45,7 @@ class AsyncLLM(ClientCore):
         config = EngineConfig.from_options({"model": model, **engine_options})
         self._engine = engine = LLMEngine(config, progress=progress)
         self.model_config: ModelConfig = engine.model_config
+        self.identity = engine.identity
         defaults = engine.model_config.default_sampling
         super().__init__(config, engine.resolved, engine.limits, engine.tokenizer, defaults)
         self._died = False

@@ -147,8 +147,9 @@ class Progress(_Message, frozen=True):
 class Ready(_Message, frozen=True):
     """The engine takes requests. ``resolved``: fields of :class:`vmserve.config.ResolvedConfig`.
 
-    ``tokenizer``: where its files are. An engine on another machine has their digest there, the
-    model's name, and a fingerprint of the weights' files.
+    ``tokenizer``: where its files are. An engine on another machine has their digest there, and the
+    model's name. ``weights``: a digest of their files. ``identity``: of that, and of the settings
+    that can change an answer's bits.
     """
 
     resolved: dict[str, Any]
@@ -159,6 +160,7 @@ class Ready(_Message, frozen=True):
     stats: dict[str, float | int]
     name: str = ""
     weights: str = ""
+    identity: str = ""
 
 
 class Refused(_Message, frozen=True):

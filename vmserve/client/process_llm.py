@@ -127,6 +127,7 @@ class ProcessLLM(ClientCore):
         resolved = ResolvedConfig(**ready.resolved)
         super().__init__(config, resolved, ready.limits, tokenizer, ready.default_sampling)
         self.model_config = ready.model
+        self.identity = ready.identity
         self._stats: dict[str, float | int] = ready.stats
         self._connecting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -402,6 +403,7 @@ class ProcessLLM(ClientCore):
             process.close()
             raise
         self._know({**ready.stats, **self._own_stats()})
+        self.identity = ready.identity
         self._ending = False
         self._final.clear()
         await self._connect()

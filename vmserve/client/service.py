@@ -311,6 +311,8 @@ def ready_message(engine: LLMEngine) -> Ready:
         default_sampling=dict(model.default_sampling),
         tokenizer=str(Path(resolve_model(engine.config.tokenizer or str(path)))),
         stats=engine.stats(),
+        weights=engine.weights,
+        identity=engine.identity,
     )
 
 

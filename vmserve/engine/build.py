@@ -21,13 +21,14 @@ from vmserve.engine.parts import (
     most_pairs,
     widest_window,
 )
-from vmserve.engine.persistence import computed_by, persist
+from vmserve.engine.persistence import computed_by, identity_of, persist, settings_of
 from vmserve.engine.weights import linear_backend
 from vmserve.host_arrays import trim_memory
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
 from vmserve.models import choose_native, load_model, resolve_model
 from vmserve.models.config import ModelConfig
+from vmserve.models.content import fingerprint
 from vmserve.models.gguf.reader import GgufModel
 from vmserve.models.loader import stored_bytes
 from vmserve.parallel.launched import placement
@@ -59,7 +60,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """The parts of an engine. ``clock``: seconds, for the times of requests and steps."""
+    """The parts of an engine. ``clock``: seconds, for the times of requests and steps.
+
+    ``weights``: a digest of their files. ``identity``: of that, and of the settings that can change
+    an answer's bits.
+    """
 
     resolved: ResolvedConfig
     model_config: ModelConfig
@@ -79,6 +84,8 @@ class EngineParts:
     draft_model: DraftModel | None = None
     #: The other ranks, if there are any.
     ranks: Ranks | None = None
+    weights: str = ""
+    identity: str = ""
 
 
 def build(
@@ -184,9 +191,12 @@ def _build(
     )
     if ranks is not None:
         ranks.begin(memory)
+    computed = computed_by(
+        runtime, backends, config.quantization, native=native, num_ranks=num_ranks
+    )
+    settings = settings_of(memory, resolved, model_config, dtype, computed)
     if resolved.kv_persist is not None:
-        computed = computed_by(runtime, backends, config.quantization, native=native)
-        persist(memory, resolved, model_config, path, dtype, computed)
+        persist(memory, resolved, path, settings)
         if choice is not None and draft_model is not None:
             persist_draft(draft_model, choice, config, resolved, runtime)
     if resolved.kv_limit_bytes == LEAST_BYTES:
@@ -223,6 +233,8 @@ def _build(
         preemption,
         TenantShares() if resolved.fair_sharing else None,
     )
+    opened = model_config.native_only
+    weights = fingerprint(path, opened if isinstance(opened, GgufModel) else None)
     views = runtime.views(memory)
     kernels = {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime}
     graphs = None
@@ -251,6 +263,8 @@ def _build(
         drafter=_drafter(config, draft_model),
         draft_model=draft_model,
         ranks=ranks,
+        weights=weights,
+        identity=identity_of(weights, model_config, settings),
     )
 
 

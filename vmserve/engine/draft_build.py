@@ -12,7 +12,7 @@ from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.dtypes import DType
 from vmserve.engine.draft_model import DraftModel
 from vmserve.engine.parts import create_memory, kv_dtype, widest_window
-from vmserve.engine.persistence import computed_by, persist
+from vmserve.engine.persistence import computed_by, persist, settings_of
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 from vmserve.models import asked_dtype, load_model, resolve_model
@@ -173,4 +173,5 @@ def persist_draft(
     Raises as :func:`~vmserve.engine.persistence.persist`.
     """
     computed = computed_by(runtime, {Regime.PAGED: CpuBackend()}, config.quantization, native=True)
-    persist(draft.memory, resolved, choice.config, choice.path, choice.dtype, computed)
+    settings = settings_of(draft.memory, resolved, choice.config, choice.dtype, computed)
+    persist(draft.memory, resolved, choice.path, settings)

@@ -130,6 +130,8 @@ class LLMEngine:
         parts = parts or build(config, progress, runtime)
         self.config = config
         self.model_config = parts.model_config
+        self.weights = parts.weights
+        self.identity = parts.identity
         self.tokenizer = parts.tokenizer
         self.resolved = parts.resolved
         self.memory = parts.memory

@@ -1,8 +1,11 @@
-"""Open the store in which cached prefixes outlive the engine (decision 0079)."""
+"""What numbers depend on besides tokens, and the store in which cached prefixes outlive the engine
+(decision 0079)."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from vmserve.models.content import content_digest
 from vmserve.runner.runtime import DeviceRuntime
 from vmserve.telemetry.counters import merged_stats
 
-__all__ = ["computed_by", "persist", "persist_figures"]
+__all__ = ["computed_by", "identity_of", "persist", "persist_figures", "settings_of"]
 
 #: Of the layout, what says where a token's numbers lie; pages may have any size.
 _PLACES = ("num_layers", "kv_heads", "head_dim", "dtype", "layers_per_group", "split_kv",
@@ -30,14 +33,12 @@ _PLACES = ("num_layers", "kv_heads", "head_dim", "dtype", "layers_per_group", "s
 def persist(
     memory: MemoryManager,
     resolved: ResolvedConfig,
-    model: ModelConfig,
     path: Path,
-    dtype: DType,
-    computed: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> None:
     """Let the memory keep its blocks in ``resolved.kv_persist`` and find those that are there.
 
-    ``path``: the model's files. ``computed``: :func:`computed_by`. Raises
+    ``path``: the model's files. ``settings``: :func:`settings_of`. Raises
     :class:`~vmserve.errors.ConfigurationError` for a directory or a limit that cannot be used.
     """
     from vmserve.version import __version__  # noqa: PLC0415 - slow to import
@@ -49,19 +50,12 @@ def persist(
             "leave --kv-persist out, or --kv-driver"
         )
     directory = Path(resolved.kv_persist)
-    layout = {name: getattr(memory.layout, name) for name in _PLACES}
     identity = {
         "model": path.name,
         "content": content_digest(path, directory),
-        "dtype": str(dtype),
-        "layout": {name: str(value) for name, value in layout.items()},
-        "token_stride": memory.layout.token_stride,
-        "kinds": [str(dataclasses.astuple(kind)) for kind in memory.kinds],
-        # Of these alone, the longest sequence chooses the factors of all.
-        "rope_len": resolved.max_model_len if "longrope" in repr(model.network) else None,
         "version": __version__,
         "build": core_digest(),
-        **computed,
+        **settings,
     }
     stores = open_stores(
         directory,
@@ -73,14 +67,50 @@ def persist(
     memory.persist_to(stores)
 
 
+def settings_of(
+    memory: MemoryManager,
+    resolved: ResolvedConfig,
+    model: ModelConfig,
+    dtype: DType,
+    computed: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What else than the files, the version and the build a block's numbers depend on, for JSON.
+
+    ``computed``: :func:`computed_by`.
+    """
+    layout = {name: getattr(memory.layout, name) for name in _PLACES}
+    return {
+        "dtype": str(dtype),
+        "layout": {name: str(value) for name, value in layout.items()},
+        "token_stride": memory.layout.token_stride,
+        "kinds": [str(dataclasses.astuple(kind)) for kind in memory.kinds],
+        # Of these alone, the longest sequence chooses the factors of all.
+        "rope_len": resolved.max_model_len if "longrope" in repr(model.network) else None,
+        **computed,
+    }
+
+
+def identity_of(weights: str, model: ModelConfig, settings: Mapping[str, Any]) -> str:
+    """A digest of the same with little read of the files: ``weights`` is their fingerprint.
+
+    The version is left out: who shows the digest knows it.
+    """
+    told = {**settings, "weights": weights, "network": repr(model.network)}
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+
 def computed_by(
     runtime: DeviceRuntime,
     backends: Mapping[Any, AttentionBackend],
     quantization: str,
     *,
     native: bool,
+    num_ranks: int = 1,
 ) -> dict[str, Any]:
-    """What computes: kernels round differently, so blocks are only for those that made them."""
+    """What computes: kernels round differently, so blocks are only for those that made them.
+
+    Of ``num_ranks`` ranks, torch's sums have an order of their own.
+    """
     kernels = set()
     for backend in backends.values():
         isa = f" {backend.isa}" if isinstance(backend, CpuBackend) else ""
@@ -89,6 +119,7 @@ def computed_by(
         "attention": sorted(kernels),
         "layers": "native" if native else _torch_kernels(runtime.device_type),
         "quantization": quantization,
+        **({} if native or num_ranks == 1 else {"ranks": num_ranks}),
     }
 
 

@@ -1,4 +1,4 @@
-"""A digest of a model's files: of the weights, and of what says how they are computed."""
+"""Digests of a model's files: of the weights, and of what says how they are computed."""
 
 from __future__ import annotations
 
@@ -6,13 +6,36 @@ import hashlib
 import json
 from pathlib import Path
 
-from vmserve.models.gguf.reader import is_gguf, open_gguf
+from vmserve.models.gguf.reader import GgufModel, is_gguf, open_gguf
 from vmserve.private_files import write_private
 
-__all__ = ["content_digest"]
+__all__ = ["content_digest", "fingerprint"]
 
 _WEIGHTS = frozenset({".safetensors", ".bin", ".gguf"})
 _CONFIGS = ("config.json", "quantize_config.json", "quantization_config.json")
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 4096
+
+
+def fingerprint(path: Path, gguf: GgufModel | None = None) -> str:
+    """Return a digest of the weights' files: their lengths, and pieces spread over each.
+
+    It tells models apart, not a model from one that somebody changed on purpose. ``gguf``: the
+    model of ``path``, if it is open already.
+    """
+    files = _files(path) if gguf is None else sorted(file.path for file in gguf.files)
+    digest = hashlib.sha256()
+    for each in files:
+        if each.suffix not in _WEIGHTS:
+            continue
+        size = each.stat().st_size
+        digest.update(size.to_bytes(8, "big"))
+        with each.open("rb") as file:
+            for index in range(_SAMPLES):
+                file.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()[:32]
 
 
 def content_digest(path: Path, memo: Path | None = None) -> str:

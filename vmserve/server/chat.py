@@ -268,7 +268,12 @@ class _Reply:
         self._role = started.chat.role
         self._use = started.use
         self._echo = started.chat.echo if body.echo else ""
-        self._head = {"id": reply_id, "created": int(time.time()), "model": started.model}
+        self._head = {
+            "id": reply_id,
+            "created": int(time.time()),
+            "model": started.model,
+            "system_fingerprint": started.served.fingerprint,
+        }
         self._has_metrics = context.config.per_request_metrics and (body.n or 1) == 1
         as_ids = body.return_tokens_as_token_ids
         if as_ids is None:
@@ -286,7 +291,6 @@ class _Reply:
         reply: dict[str, Any] = {
             **self._head,
             "object": "chat.completion",
-            "system_fingerprint": None,
             "choices": map(self._choice, result.outputs),  # written one by one
             "usage": Usage.of([result], tells_drafts=body.prediction is not None).as_dict(),
             "prompt_logprobs": None

@@ -197,6 +197,7 @@ class _Reply:
             "object": "text_completion",
             "created": int(time.time()),
             "model": served.name,
+            "system_fingerprint": served.fingerprint,
         }
         as_ids = body.return_tokens_as_token_ids
         if as_ids is None:
@@ -215,7 +216,7 @@ class _Reply:
             for index, result in enumerate(results)
             for choice in result.outputs
         )
-        reply = {**self._head, "system_fingerprint": None, "choices": choices}
+        reply = {**self._head, "choices": choices}
         reply["usage"] = Usage.of(results, tells_drafts=self._body.prediction is not None).as_dict()
         if self._has_metrics and results[0].outputs:
             num_tokens = len(results[0].outputs[0].token_ids)

@@ -45,6 +45,10 @@ _DRAFTS: Final = {
     "description": "Where tokens of the answer were drafted, or the request has a `prediction`.",
 }
 
+_FINGERPRINT: Final[Schema] = {
+    "type": ["string", "null"],
+    "description": "Changes with the weights, the version and settings that can change bits.",
+}
 _USAGE: Final = _object(
     prompt_tokens=_INT,
     completion_tokens=_INT,
@@ -62,6 +66,7 @@ REPLY_SCHEMAS: Final[dict[str, Schema]] = {
         object={"const": "text_completion"},
         created=_INT,
         model=_TEXT,
+        system_fingerprint=_FINGERPRINT,
         choices=_list(
             _object(
                 **_CHOICE,
@@ -78,6 +83,7 @@ REPLY_SCHEMAS: Final[dict[str, Schema]] = {
         object={"const": "chat.completion"},
         created=_INT,
         model=_TEXT,
+        system_fingerprint=_FINGERPRINT,
         choices=_list(_object(**_CHOICE, message=_MESSAGE, logprobs={"type": ["object", "null"]})),
         usage=_ref("Usage"),
     ),

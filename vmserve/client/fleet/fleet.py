@@ -70,6 +70,7 @@ class Replica(Protocol):
 
     resolved: ResolvedConfig
     model_config: Any
+    identity: str
     tokenizer: Tokenizer
     on_lost: Callable[[], None]
     on_change: Callable[[], None]
@@ -183,6 +184,11 @@ class FleetLLM:
     @property
     def members(self) -> list[Member]:
         return list(self._members.values())
+
+    @property
+    def identity(self) -> str:
+        """The members', and all of them where machines differ: any may answer."""
+        return "+".join(sorted({member.client.identity for member in self._members.values()}))
 
     def _add(self, client: Replica) -> Member:
         _check_same(self._facts, client.facts())

@@ -32,14 +32,14 @@ from vmserve.client.remote.handshake import (
     TakenError,
     greet_server,
 )
-from vmserve.client.remote.identity import digest_of, fingerprint, tokenizer_files
+from vmserve.client.remote.identity import digest_of, tokenizer_files
 from vmserve.client.remote.link import prepare_socket
 from vmserve.client.remote.remote_llm import LINK_SERIAL
 from vmserve.client.remote.sealed import BrokenSealError, Opener, Sealer
 from vmserve.client.service import EngineService, check_question, ready_message
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, EngineDeadError
-from vmserve.models.hub import EMBEDDED_NAME, resolve_model
+from vmserve.models.hub import EMBEDDED_NAME
 
 __all__ = ["EngineHost"]
 
@@ -73,7 +73,6 @@ class EngineHost:
             self._digest = ""
         model = engine.config.model
         self._name = EMBEDDED_NAME if model is None else Path(model).name
-        self._weights = fingerprint(Path(resolve_model(model)))
         #: Servers that may have the engine; None: stop.
         self._guests: queue.SimpleQueue[tuple[socket.socket, SessionKeys, str] | None] = (
             queue.SimpleQueue()
@@ -154,7 +153,6 @@ class EngineHost:
                 ready_message(self._engine),
                 tokenizer=self._digest,
                 name=self._name,
-                weights=self._weights,
             )
         )
         reader = threading.Thread(target=guest.read, name="vmserve-messages", daemon=True)

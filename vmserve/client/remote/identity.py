@@ -1,4 +1,4 @@
-"""What a server on another machine needs of a model: its tokenizer's files and a fingerprint."""
+"""What a server on another machine needs of a model: its tokenizer's files."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import NamedTuple
 from vmserve.errors import ConfigurationError
 from vmserve.models.gguf.reader import is_gguf, open_gguf
 
-__all__ = ["MOST_TOKENIZER_BYTES", "SentFile", "digest_of", "fingerprint", "tokenizer_files",
-           "write_files"]  # fmt: skip
+__all__ = ["MOST_TOKENIZER_BYTES", "SentFile", "digest_of", "tokenizer_files", "write_files"]
 
 #: Of all files of a tokenizer together.
 MOST_TOKENIZER_BYTES = 64 << 20
 _SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
-_WEIGHTS = frozenset({".safetensors", ".gguf", ".bin"})
 _MOST_FILES = 64
-_SAMPLES = 64
-_SAMPLE_BYTES = 4096
 
 
 class SentFile(NamedTuple):
@@ -91,20 +87,3 @@ def write_files(files: Sequence[SentFile], directory: Path) -> Path:
         if is_gguf(directory / name):
             path = directory / name
     return path
-
-
-def fingerprint(path: Path) -> str:
-    """Return a digest of the weights' files: their lengths, and pieces spread over each.
-
-    It tells models apart, not a model from one that somebody changed on purpose.
-    """
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in _WEIGHTS)
-    digest = hashlib.sha256()
-    for each in files:
-        size = each.stat().st_size
-        digest.update(size.to_bytes(8, "big"))
-        with each.open("rb") as file:
-            for index in range(_SAMPLES):
-                file.seek(max(0, size - _SAMPLE_BYTES) * index // (_SAMPLES - 1))
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:32]

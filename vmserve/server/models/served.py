@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import hashlib
 import logging
 import math
 import re
@@ -22,6 +24,7 @@ from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.models.memory import PoolShare
 from vmserve.server.prefixes import Pinner, Prefixes
 from vmserve.server.telemetry import Histogram, Telemetry
+from vmserve.version import __version__
 
 __all__ = ["ModelState", "ServedModel"]
 
@@ -125,6 +128,12 @@ class ServedModel:
     def fleet(self) -> FleetLLM | None:
         """Its engines, if it may have several."""
         return self._engine if isinstance(self._engine, FleetLLM) else None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """OpenAI's ``system_fingerprint``; None if the engine does not know its weights."""
+        identity = self.engine.identity
+        return _fingerprint(identity) if identity else None
 
     @property
     def is_loaded(self) -> bool:
@@ -403,6 +412,12 @@ class ServedModel:
         )
         self._retry_at = self._clock() + self._pause
         self._pause = min(2 * self._pause, _LONGEST_RETRY_SECONDS)
+
+
+@functools.lru_cache(maxsize=64)
+def _fingerprint(identity: str) -> str:
+    """Engines have the server's version."""
+    return f"fp_{hashlib.sha256(f'{__version__} {identity}'.encode()).hexdigest()[:12]}"
 
 
 def without_directories(text: str) -> str:
