@@ -107,6 +107,18 @@ def test_response_format(real: Running, path: str) -> None:
         jsonschema.validate(json.loads(text), WEATHER)
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_enforced_is_named(shared: Running, path: str, stream: bool) -> None:
+    """pydantic writes a set as an array of unique items, which no grammar can remember."""
+    asked = {"prompt": "x", "messages": MESSAGES, "input": "x", "stream": stream}
+    for items, told in (({"type": "string"}, "uniqueItems"), ({"enum": ["a", "b"]}, None)):
+        schema = {"type": "array", "items": items, "uniqueItems": True}
+        reply = shared.post(path, {**asked, "structured_outputs": {"json": schema}})
+        assert reply.status_code == 200, reply.text
+        assert reply.headers.get("x-vmserve-unenforced") == told
+
+
 def test_token_strings_join_to_the_content(real: Running) -> None:
     body = {"messages": MESSAGES, "logprobs": True, "structured_outputs": {"regex": "ab{2}c"}}
     [choice] = real.ok(CHAT, body)["choices"]

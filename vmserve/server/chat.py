@@ -34,6 +34,7 @@ from vmserve.server.params import (
 from vmserve.server.protocol import ChatCompletionRequest, TokenizeRequest
 from vmserve.server.scope import unless_disconnected
 from vmserve.server.streaming import Chunk, EventStream, about_bytes, json_reply
+from vmserve.server.structured import tell_unenforced, unenforced_by
 from vmserve.server.tools import ToolUse, message_of, tool_use, with_reasoning
 from vmserve.server.tracing import trace_of
 from vmserve.server.usage import Usage, per_request_metrics
@@ -115,6 +116,8 @@ class _PreparedChat(NamedTuple):
     chat: RenderedChat
     use: ToolUse
     job: Job
+    #: Keywords of the schema that the answer need not follow.
+    unenforced: list[str]
 
 
 class ChatService:
@@ -160,9 +163,10 @@ class ChatService:
         """
         context = self._context
         served = await context.model_of(request, asked)
-        body, chat, use, job = await context.run_aside(
+        body, chat, use, job, unenforced = await context.run_aside(
             request, lambda: _prepare(served, make_body())
         )
+        tell_unenforced(request, unenforced)
         terms = terms_of(request, body, served)
         trace = trace_of(request)
         if trace is not None:
@@ -191,7 +195,7 @@ def _prepare(served: ServedModel, body: ChatCompletionRequest) -> _PreparedChat:
     job = _job(served, body, chat, use)
     if served.dialect.thinks and job.params.structured_outputs in (None, use.loose):
         use = with_reasoning(use, chat.text)
-    return _PreparedChat(body, chat, use, job)
+    return _PreparedChat(body, chat, use, job, unenforced_by(job.params))
 
 
 def _render(served: ServedModel, body: ChatCompletionRequest) -> tuple[RenderedChat, ToolUse]:

@@ -41,6 +41,7 @@ from vmserve.server.streaming import (
     about_bytes,
     json_reply,
 )
+from vmserve.server.structured import tell_unenforced, unenforced_by
 from vmserve.server.tracing import trace_of
 from vmserve.server.usage import Usage, per_request_metrics
 from vmserve.server.wire import TextTemplate, dump_parts
@@ -71,7 +72,8 @@ class CompletionService:
         served = await context.model_of(request, body)
         options = stream_options(body, context.config.force_include_usage)
         _check(body)
-        jobs = await context.run_aside(request, lambda: self._jobs(served, body))
+        jobs, unenforced = await context.run_aside(request, lambda: self._jobs(served, body))
+        tell_unenforced(request, unenforced)
         reply = _Reply(
             context, served, body, options, jobs, body.request_id or request.state.request_id
         )
@@ -94,12 +96,14 @@ class CompletionService:
             context, request, results, lambda: reply.full(results), reply.echoed_bytes(results)
         )
 
-    def _jobs(self, served: ServedModel, body: CompletionRequest) -> list[Job]:
+    def _jobs(self, served: ServedModel, body: CompletionRequest) -> tuple[list[Job], list[str]]:
+        """Also the keywords of a schema that answers need not follow."""
         check_length(body.prompt, body, served.max_model_len)
         prompts = split_prompts(body.prompt)
         params = _params(served, body)
         check_repeated(params, len(prompts))
-        return [self._job(served, prompt, body, params) for prompt in prompts]
+        jobs = [self._job(served, prompt, body, params) for prompt in prompts]
+        return jobs, unenforced_by(params)
 
     def _job(
         self,

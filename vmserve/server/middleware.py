@@ -106,7 +106,8 @@ class Boundary:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
+                told = (b"x-request-id", request_id.encode()), *scope["state"].get("headers", ())
+                headers = [*message.get("headers", []), *told]
                 message = {**message, "headers": headers}
             await send(message)
 

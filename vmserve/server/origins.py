@@ -99,7 +99,7 @@ class Cors(CORSMiddleware):
             allow_origins=["*"] if policy.allows_all_origins else [],
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id"],
+            expose_headers=["x-request-id", "x-vmserve-unenforced"],
         )
         self._policy = policy
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from starlette.requests import Request
+
 from vmserve.errors import InvalidRequestError
+from vmserve.sampling import GenerationParams
 from vmserve.server.errors import UnservedError
 from vmserve.server.protocol import ConstrainedRequest
 from vmserve.structured.spec import StructuredOutputsParams
 
-__all__ = ["format_fields", "schema_of_format", "structured_outputs"]
+__all__ = [
+    "format_fields",
+    "schema_of_format",
+    "structured_outputs",
+    "tell_unenforced",
+    "unenforced_by",
+]
 
 #: Other servers' fields, and which of the kinds of structured_outputs each is.
 _FOREIGN: Final = {
@@ -51,6 +60,18 @@ def structured_outputs(request: ConstrainedRequest) -> StructuredOutputsParams |
         first, second, *_ = found
         raise _both(second, first)
     return next(iter(found.values()), None)
+
+
+def unenforced_by(params: GenerationParams) -> list[str]:
+    """Keywords of a schema that an answer need not follow. Takes long: run it aside."""
+    wanted = params.as_sampling().structured_outputs
+    return [] if wanted is None else wanted.unenforced
+
+
+def tell_unenforced(request: Request, names: list[str]) -> None:
+    """Name these keywords in a header of the reply."""
+    if names:
+        request.state.headers = [(b"x-vmserve-unenforced", ", ".join(names).encode())]
 
 
 def _both(one: str, other: str) -> InvalidRequestError:

@@ -10,6 +10,7 @@ import json
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
+from vmserve.structured.schemas import mentions_rewritten, rewritten
 from vmserve.structured.spec import Constraint
 
 __all__ = ["JSON_OPTIONS", "PARSER_LIMITS", "BadGrammarError", "to_grammar", "vetted"]
@@ -34,6 +35,8 @@ def to_grammar(constraint: Constraint) -> str:
     kind, text = constraint
     try:
         if kind == "json":
+            if mentions_rewritten(text):
+                text = json.dumps(rewritten(json.loads(text))[0], ensure_ascii=False)
             return str(LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS))  # type: ignore[arg-type]
         if kind == "regex":
             return str(LLMatcher.grammar_from_regex(text))

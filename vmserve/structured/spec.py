@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from vmserve.errors import InvalidRequestError
+from vmserve.structured.schemas import mentions_rewritten, rewritten
 
 __all__ = ["MAX_SPEC_BYTES", "MAX_SPEC_DEPTH", "Constraint", "StructuredOutputsParams"]
 
@@ -85,6 +86,14 @@ class StructuredOutputsParams:
             return Constraint("regex", self.regex)
         assert self.grammar is not None
         return Constraint("grammar", self.grammar)
+
+    @property
+    def unenforced(self) -> list[str]:
+        """Keywords of the JSON schema that an answer need not follow. Takes long: run it aside."""
+        if self.json is None:
+            return []
+        assert isinstance(self.json, str)
+        return rewritten(json.loads(self.json))[1] if mentions_rewritten(self.json) else []
 
 
 NAMES = tuple(each.name for each in fields(StructuredOutputsParams) if each.name != "param")

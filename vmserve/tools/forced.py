@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from vmserve.structured.schemas import rewritten
 from vmserve.structured.spec import StructuredOutputsParams
 from vmserve.tools.base import CallArguments, CallBegins, Event, JsonEnd
 
@@ -50,7 +51,7 @@ def call_rules(
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"], ensure_ascii=False)
-        schema = parameters_of(tool) | {"x-guidance": options}
+        schema = rewritten(parameters_of(tool))[0] | {"x-guidance": options}
         head = _quoted(f"{begin}{_NAME}{name}{_ARGUMENTS}")
         rules.append(f"call_{i}: {head} arguments_{i} {_quoted('}' + end)}")
         rules.append(f"arguments_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
