@@ -99,6 +99,10 @@ _TOOL: Final = {"type": "function", "function": {"name": "f", "parameters": {"ty
 _TOOLS: Final = [
     {**_TOOL, "function": {"name": f"f{i}", "parameters": {"type": "object"}}} for i in range(1000)
 ]
+_CALLS: Final = [
+    {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+    {"role": "function", "name": "f", "content": "x"},
+]
 _FLAT_TOOLS: Final = [{"type": "function", **tool["function"]} for tool in _TOOLS]  # type: ignore[dict-item]
 _CLAUDE_TOOLS: Final = [{"name": f"f{i}", "input_schema": {"type": "object"}} for i in range(1000)]
 
@@ -378,6 +382,14 @@ FIELDS: Final[Mapping[str, Entry]] = {
         chat(tools=_TOOLS, ends=_EITHER),
         chat(tools=_TOOLS, tool_choice="required", **_MOST, ends=_EITHER),
     ),
+    "functions": (
+        chat(functions=[tool["function"] for tool in _TOOLS], ends=_EITHER),
+        chat(functions=[{"name": "f"}] * 60_000, ends=_REFUSED),
+        chat(messages=_user() + _CALLS * 30_000, functions=[{"name": "f"}], ends=_EITHER),
+    ),
+    "function_call": (
+        chat(functions=[{"name": "f"}], function_call={"x": "y" * _TEXT}, ends=_REFUSED),
+    ),
     "tool_choice": (chat(tools=[_TOOL], tool_choice={"x": "y" * _TEXT}, ends=_REFUSED),),
     "ResponsesRequest.tools": (
         response(tools=[{**tool, "description": "d" * 3000} for tool in _FLAT_TOOLS]),
@@ -462,7 +474,6 @@ FIELDS: Final[Mapping[str, Entry]] = {
     # -- refused whatever they hold
     "prompt_embeds": (completion(prompt_embeds="x" * _TEXT, ends=_REFUSED),),
     "chat_template": (chat(chat_template="x" * _TEXT, ends=_REFUSED),),
-    "functions": (chat(functions=[{"name": "f"}] * 60_000, ends=_REFUSED),),
     "audio": (chat(audio={"x": "y" * _TEXT}, ends=_REFUSED),),
     "web_search_options": (chat(web_search_options={"x": "y" * _TEXT}, ends=_REFUSED),),
     "conversation": (

@@ -123,10 +123,3 @@ def test_calls_that_are_enforced_go_without_another_constraint(
     structured = engine.requests[-1][1].structured_outputs
     assert structured is not None
     assert structured.constraint.kind == "grammar"
-
-
-def test_functions_are_tools_by_now(served: tuple[ScriptedEngine, Running]) -> None:
-    _, running = served
-    body = {**ROUTES["/v1/chat/completions"], "functions": [{"name": "now"}]}
-    error = running.error("/v1/chat/completions", body)
-    assert (error["param"], "use tools" in error["message"]) == ("functions", True)

@@ -15,6 +15,7 @@ from vmserve.server.body import read_model
 from vmserve.server.choices import StreamedChoice, begun_with, with_echo
 from vmserve.server.context import NamesModel, ServerContext
 from vmserve.server.errors import below_minimum, not_implemented
+from vmserve.server.functions import as_function_call
 from vmserve.server.generation import Generation, Job, Piece, terms_of
 from vmserve.server.limits import MAX_CONTEXTS
 from vmserve.server.logprobs import LogprobShape, Position, chat_logprobs, prompt_logprobs
@@ -246,8 +247,6 @@ def _check(body: ChatCompletionRequest) -> None:
         raise below_minimum("max_tokens", 1, 0)
     if body.top_logprobs is not None and not body.logprobs:  # also 0, as OpenAI has it
         raise InvalidRequestError("top_logprobs needs logprobs to be true", "top_logprobs")
-    if body.functions:
-        raise not_implemented("functions", "functions", "use tools, which replaced it")
     if body.web_search_options is not None:
         raise not_implemented("web search", "web_search_options", "leave it out")
     modalities = body.modalities
@@ -318,6 +317,7 @@ class _Reply:
         reason: str | None = choice.finish_reason
         if reader is not None:
             said = message_of(with_echo(self._echo, reader.read(choice.text, is_last=True)))
+            said = as_function_call(said) if self._use.are_functions else said
             reason = self._reason(reader.reason(reason))
         return {
             "index": choice.index,
@@ -397,7 +397,7 @@ class _Reply:
     ) -> dict[str, Any]:
         choice = {
             "index": index,
-            "delta": delta,
+            "delta": as_function_call(delta) if self._use.are_functions else delta,
             "logprobs": self._logprobs(piece),
             "finish_reason": reason,
             "stop_reason": piece.stop_reason,
@@ -429,7 +429,11 @@ class _Reply:
     def _reason(self, reason: str | None) -> str | None:
         """Return the finish_reason: "stop", as OpenAI's, for a call of a function that the request
         named."""
-        return "stop" if reason == "tool_calls" and self._use.is_named else reason
+        if reason != "tool_calls":
+            return reason
+        if self._use.is_named:
+            return "stop"
+        return "function_call" if self._use.are_functions else reason
 
     def _logprobs(self, part: CompletionOutput | Piece) -> dict[str, Any] | None:
         if not self._body.logprobs:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vmserve.errors import InvalidRequestError
+from vmserve.server.functions import messages_with_tools
 from vmserve.server.limits import SIZES
 from vmserve.text.chat_template import check_messages
 
@@ -13,7 +14,8 @@ __all__ = ["check_tools", "content_text", "conversation"]
 
 
 def conversation(messages: Any) -> list[Mapping[str, Any]]:
-    """The messages, checked. One without content, such as a tool call, gets an empty one.
+    """The messages, checked, with calls of functions as those of tools. One without content, such
+    as a call, gets an empty one.
 
     Raises :class:`InvalidRequestError` for what is no list of objects with a role, and for
     content other than text.
@@ -28,7 +30,7 @@ def conversation(messages: Any) -> list[Mapping[str, Any]]:
         if message.get("content") is None:
             # Templates would write None as a word.
             message["content"] = ""
-    return list(checked)
+    return messages_with_tools(checked)
 
 
 def content_text(message: Mapping[str, Any]) -> str:

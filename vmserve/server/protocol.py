@@ -242,8 +242,11 @@ class ChatCompletionRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     reasoning_effort: Annotated[str | None, sized("reasoning_effort")] = None
 
+    # What tools were called before.
+    functions: Anything = None
+    function_call: Anything = None
+
     chat_template: NotServed = None
-    functions: NotServed = None
     audio: NotServed = None
     web_search_options: NotServed = None
     modalities: Anything = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vmserve.errors import InvalidRequestError
+from vmserve.server.functions import in_old_words, with_tools
 from vmserve.server.messages import check_tools
 from vmserve.server.protocol import ChatCompletionRequest
 from vmserve.structured.spec import StructuredOutputsParams
@@ -43,6 +44,8 @@ class ToolUse:
     keeps_special_tokens: bool = False
     #: Templates of some models take ids of nine letters and digits only.
     short_ids: bool = False
+    #: The request has functions, as tools were called before: so has the reply.
+    are_functions: bool = False
 
     def reader(self) -> AnswerReader | None:
         """Make a reader; each choice needs its own."""
@@ -67,6 +70,16 @@ def tool_use(body: ChatCompletionRequest, parser: str, *, are_told: bool) -> Too
 
     Raises :class:`InvalidRequestError`.
     """
+    given = with_tools(body)
+    if given is body:
+        return _tool_use(body, parser, are_told)
+    try:
+        return replace(_tool_use(given, parser, are_told), are_functions=True)
+    except InvalidRequestError as error:
+        raise in_old_words(error) from error
+
+
+def _tool_use(body: ChatCompletionRequest, parser: str, are_told: bool) -> ToolUse:
     tools = check_tools(body.tools, body.tool_choice)
     choice = "auto" if body.tool_choice is None else body.tool_choice
     if tools is None or choice == "none":
