@@ -120,11 +120,23 @@ _BOMB: Final = (
     + "\n"
     + "\n".join(f"x{i}: (/[a-z]{{1,{40 + i}}}/ | x{(i + 1) % 40})+" for i in range(40))
 )
+_CUSTOM: Final = {"name": "f", "description": "x"}
+_LARK: Final = {"type": "grammar", "syntax": "lark", "definition": _BOMB}
 _SCHEMA: Final = {
     "type": "object",
     "properties": {f"p{i}": {"type": "string", "maxLength": 40} for i in range(900)},
 }
 _REGEX: Final = "(" + "|".join(f"[a-z]{{1,{i % 50 + 1}}}{i}" for i in range(2000)) + ")+"
+_CUSTOM_TOOLS: Final = [
+    {
+        "type": "custom",
+        "custom": {
+            "name": f"f{i}",
+            "format": {"type": "grammar", "syntax": "regex", "definition": f"[a-z]{{1,{i + 1}}}"},
+        },
+    }
+    for i in range(1000)
+]
 _CHOICES: Final = [f"choice {i} of many" for i in range(2500)]
 _MOST: Final = {"n": MAX_CHOICES, "max_tokens": 16}
 
@@ -381,6 +393,12 @@ FIELDS: Final[Mapping[str, Entry]] = {
     "tools": (
         chat(tools=_TOOLS, ends=_EITHER),
         chat(tools=_TOOLS, tool_choice="required", **_MOST, ends=_EITHER),
+        chat(tools=_CUSTOM_TOOLS, tool_choice="required", **_MOST, ends=_EITHER),
+        chat(
+            tools=[{"type": "custom", "custom": {**_CUSTOM, "format": _LARK}}],
+            tool_choice="required",
+            ends=_EITHER,
+        ),
     ),
     "functions": (
         chat(functions=[tool["function"] for tool in _TOOLS], ends=_EITHER),

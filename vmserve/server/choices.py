@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vmserve.server.generation import ChoiceBuffer, Piece
-from vmserve.server.tools import AnswerReader
+from vmserve.server.tools import AnswerReader, call_text
 from vmserve.server.wire import TextTemplate
 from vmserve.types import CompletionOutput
 
@@ -61,9 +61,8 @@ def _fitted(deltas: list[dict[str, Any]], num_tokens: int) -> list[dict[str, Any
         too_many = len(fitted) + len(deltas) - place > num_tokens
         parts = delta.get("tool_calls", [{"id": ""}])
         if too_many and fitted and "id" not in parts[0] and "tool_calls" in fitted[-1]:
-            fitted[-1]["tool_calls"][0]["function"]["arguments"] += parts[0]["function"][
-                "arguments"
-            ]
+            said, key = call_text(parts[0])
+            call_text(fitted[-1]["tool_calls"][0])[0][key] += said[key]
         else:
             fitted.append(delta)
     return fitted

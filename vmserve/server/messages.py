@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vmserve.errors import InvalidRequestError
+from vmserve.server.custom_tools import calls_as_functions, custom_tool, function_of
 from vmserve.server.functions import messages_with_tools
 from vmserve.server.limits import SIZES
 from vmserve.text.chat_template import check_messages
@@ -14,8 +15,8 @@ __all__ = ["check_tools", "content_text", "conversation"]
 
 
 def conversation(messages: Any) -> list[Mapping[str, Any]]:
-    """The messages, checked, with calls of functions as those of tools. One without content, such
-    as a call, gets an empty one.
+    """The messages, checked, with all calls as those of tools that are functions. One without
+    content, such as a call, gets an empty one.
 
     Raises :class:`InvalidRequestError` for what is no list of objects with a role, and for
     content other than text.
@@ -30,7 +31,7 @@ def conversation(messages: Any) -> list[Mapping[str, Any]]:
         if message.get("content") is None:
             # Templates would write None as a word.
             message["content"] = ""
-    return messages_with_tools(checked)
+    return calls_as_functions(messages_with_tools(checked))
 
 
 def content_text(message: Mapping[str, Any]) -> str:
@@ -40,7 +41,10 @@ def content_text(message: Mapping[str, Any]) -> str:
 
 
 def check_tools(tools: Any, tool_choice: Any) -> list[Mapping[str, Any]] | None:
-    """The tools exactly as sent. Raises :class:`InvalidRequestError`."""
+    """The tools exactly as sent, but custom ones as functions.
+
+    Raises :class:`InvalidRequestError`.
+    """
     if tools is None:
         if tool_choice not in (None, "none"):
             raise InvalidRequestError("tool_choice needs tools", "tool_choice")
@@ -54,12 +58,22 @@ def check_tools(tools: Any, tool_choice: Any) -> list[Mapping[str, Any]] | None:
             "none",
             "tools",
         )
+    shown = []
     for index, tool in enumerate(tools):
-        function = tool.get("function")
+        custom = custom_tool(index, tool)
+        shown.append(tool if custom is None else function_of(custom))
+        function = shown[-1].get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            kind = tool.get("type", "function")
+            if kind != "function":
+                raise InvalidRequestError(
+                    f"tools[{index}] is of type {str(kind)[:40]!r}: only tools of type function "
+                    "and custom are served",
+                    "tools",
+                )
             raise InvalidRequestError(f"tools[{index}] must have a function with a name", "tools")
         _check_function(index, function)
-    return tools
+    return shown
 
 
 def _check_function(index: int, function: dict[str, Any]) -> None:

@@ -44,8 +44,12 @@ def _add(messages: list[dict[str, Any]], place: int, item: dict[str, Any]) -> No
         case "message":
             messages.append(_message(place, item))
         case "function_call":
-            _add_call(messages, place, item)
-        case "function_call_output":
+            function = {key: _text(place, item, key) for key in ("name", "arguments")}
+            _add_call(messages, place, item, {"type": "function", "function": function})
+        case "custom_tool_call":
+            custom = {key: _text(place, item, key) for key in ("name", "input")}
+            _add_call(messages, place, item, {"type": "custom", "custom": custom})
+        case "function_call_output" | "custom_tool_call_output":
             messages.append(
                 {
                     "role": "tool",
@@ -57,8 +61,8 @@ def _add(messages: list[dict[str, Any]], place: int, item: dict[str, Any]) -> No
             pass  # what a model thought is not shown to it again
         case other:
             raise InvalidRequestError(
-                f"input[{place}] is of type {str(other)[:40]!r}: there are message, "
-                "function_call and function_call_output",
+                f"input[{place}] is of type {str(other)[:40]!r}: there are message, function_call, "
+                "custom_tool_call and their outputs",
                 "input",
             )
 
@@ -72,13 +76,11 @@ def _message(place: int, item: dict[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": _content(place, "content", item.get("content"))}
 
 
-def _add_call(messages: list[dict[str, Any]], place: int, item: dict[str, Any]) -> None:
+def _add_call(
+    messages: list[dict[str, Any]], place: int, item: dict[str, Any], call: dict[str, Any]
+) -> None:
     """Add a call to the message of the calls or the text before it."""
-    function = {
-        "name": _text(place, item, "name"),
-        "arguments": _text(place, item, "arguments"),
-    }
-    call = {"id": _text(place, item, "call_id"), "type": "function", "function": function}
+    call = {"id": _text(place, item, "call_id"), **call}
     if messages and messages[-1]["role"] == "assistant":
         messages[-1].setdefault("tool_calls", []).append(call)
     else:
@@ -115,7 +117,7 @@ def _content(place: int, name: str, content: Any) -> Any:
 
 
 def chat_tools(tools: Any) -> list[dict[str, Any]] | None:
-    """Functions as chats have them; none is None. Raises :class:`InvalidRequestError`."""
+    """Tools as chats have them; none is None. Raises :class:`InvalidRequestError`."""
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -123,13 +125,13 @@ def chat_tools(tools: Any) -> list[dict[str, Any]] | None:
     shaped = []
     for place, tool in enumerate(tools):
         kind = tool.get("type")
-        if kind != "function":
+        if kind not in ("function", "custom"):
             raise InvalidRequestError(
-                f"tools[{place}] is of type {str(kind)[:40]!r}: only functions can be called",
+                f"tools[{place}] is of type {str(kind)[:40]!r}: only tools of type function and "
+                "custom are served",
                 "tools",
             )
-        function = {key: value for key, value in tool.items() if key != "type"}
-        shaped.append({"type": "function", "function": function})
+        shaped.append({"type": kind, kind: {key: tool[key] for key in tool if key != "type"}})
     return shaped
 
 
@@ -137,8 +139,8 @@ def chat_tool_choice(choice: Any) -> Any:
     """A choice as chats have it."""
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
+    if (kind := choice.get("type")) in ("function", "custom") and "name" in choice:
+        return {"type": kind, kind: {"name": choice["name"]}}
     if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
         tools = [chat_tool_choice(each) for each in choice["tools"]]
         return {**choice, "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
@@ -156,15 +158,15 @@ def message_item(text: str, status: str, item_id: str | None = None) -> dict[str
     }
 
 
-def call_item(
-    name: str, arguments: str, call_id: str, status: str, item_id: str | None = None
-) -> dict[str, Any]:
+def call_item(name: str, key: str, call_id: str, status: str) -> dict[str, Any]:
+    """A call, still without what it has as ``key``: "arguments" of a function, else "input"."""
+    kind, prefix = ("function_call", "fc") if key == "arguments" else ("custom_tool_call", "ctc")
     return {
-        "type": "function_call",
-        "id": item_id or f"fc_{secrets.token_hex(12)}",
+        "type": kind,
+        "id": f"{prefix}_{secrets.token_hex(12)}",
         "call_id": call_id,
         "name": name,
-        "arguments": arguments,
+        key: "",
         "status": status,
     }
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from vmserve.server.response_items import call_item, message_item, reasoning_item
+from vmserve.server.tools import call_text
 
 __all__ = ["OutputItems"]
 
 Events = list[tuple[str, dict[str, Any]]]
+#: By what a call has.
+_CALL_EVENTS: Final = {
+    "arguments": "response.function_call_arguments",
+    "input": "response.custom_tool_call_input",
+}
 
 
 class OutputItems:
@@ -29,12 +35,12 @@ class OutputItems:
         if delta.get("content"):
             events += self._text(delta["content"])
         for part in delta.get("tool_calls", ()):
-            function = part["function"]
+            said, key = call_text(part)
             if "id" in part:
                 events += self._close("completed")
-                events += self._open(call_item(function["name"], "", part["id"], "in_progress"))
-            if function["arguments"]:
-                events.append(self._grow("arguments", function["arguments"]))
+                events += self._open(call_item(said["name"], key, part["id"], "in_progress"))
+            if said[key]:
+                events.append(self._grow(key, said[key]))
         return events
 
     def finish(self, status: str) -> Events:
@@ -75,9 +81,9 @@ class OutputItems:
 
     def _grow(self, what: str, text: str) -> tuple[str, dict[str, Any]]:
         item = self.items[-1]
-        if what == "arguments":
-            item["arguments"] += text
-            return "response.function_call_arguments.delta", {**self._place(), "delta": text}
+        if what in _CALL_EVENTS:
+            item[what] += text
+            return f"{_CALL_EVENTS[what]}.delta", {**self._place(), "delta": text}
         item["content"][0]["text"] += text
         fields = {**self._part(), "delta": text, "logprobs": []}
         return "response.output_text.delta", fields
@@ -91,7 +97,12 @@ class OutputItems:
         done = ("response.output_item.done", {"output_index": len(self.items) - 1, "item": item})
         if item["type"] == "function_call":
             fields = {**self._place(), "name": item["name"], "arguments": item["arguments"]}
-            return [("response.function_call_arguments.done", fields), done]
+            return [(f"{_CALL_EVENTS['arguments']}.done", fields), done]
+        if item["type"] == "custom_tool_call":
+            return [
+                (f"{_CALL_EVENTS['input']}.done", {**self._place(), "input": item["input"]}),
+                done,
+            ]
         [part] = item["content"]
         if item["type"] == "reasoning":
             return [("response.reasoning_text.done", {**self._part(), "text": part["text"]}), done]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vmserve.errors import InvalidRequestError
+from vmserve.server.custom_tools import CustomTool, InputText, custom_tool
 from vmserve.server.functions import in_old_words, with_tools
 from vmserve.server.messages import check_tools
 from vmserve.server.protocol import ChatCompletionRequest
@@ -19,7 +20,7 @@ from vmserve.tools.reasoning import ReasoningParser, TextParser, begins_in_thoug
 from vmserve.tools.registry import PARSERS, ParserFactory
 from vmserve.tools.told import optional_calls
 
-__all__ = ["AnswerReader", "ToolUse", "message_of", "tool_use", "with_reasoning"]
+__all__ = ["AnswerReader", "ToolUse", "call_text", "message_of", "tool_use", "with_reasoning"]
 
 Tool = Mapping[str, Any]
 _ID_ALPHABET = string.ascii_letters + string.digits
@@ -46,12 +47,16 @@ class ToolUse:
     short_ids: bool = False
     #: The request has functions, as tools were called before: so has the reply.
     are_functions: bool = False
+    #: Tools whose calls have a text as input; and whether the answer is that text alone.
+    custom: frozenset[str] = frozenset()
+    is_input: bool = False
 
     def reader(self) -> AnswerReader | None:
         """Make a reader; each choice needs its own."""
         if self.make_parser is None:
             return None
-        return AnswerReader(self.make_parser(), self.parallel, self.short_ids)
+        inputs = None if self.is_input else InputText
+        return AnswerReader(self.make_parser(), self.parallel, self.short_ids, self.custom, inputs)
 
 
 def with_reasoning(use: ToolUse, prompt: str) -> ToolUse:
@@ -84,7 +89,24 @@ def _tool_use(body: ChatCompletionRequest, parser: str, are_told: bool) -> ToolU
     choice = "auto" if body.tool_choice is None else body.tool_choice
     if tools is None or choice == "none":
         return ToolUse(None if are_told else tools)
-    parallel = body.parallel_tool_calls is not False
+    custom = {
+        made.name: made
+        for place, tool in enumerate(body.tools)
+        if (made := custom_tool(place, tool)) is not None
+    }
+    use = _use_of(tools, choice, custom, body.parallel_tool_calls is not False, parser, are_told)
+    return replace(use, custom=frozenset(custom))
+
+
+def _use_of(
+    tools: list[Tool],
+    choice: Any,
+    custom: Mapping[str, CustomTool],
+    parallel: bool,
+    parser: str,
+    are_told: bool,
+) -> ToolUse:
+    """``choice``: of these tools, any but "none"."""
     is_mistral = parser == "mistral"
     allowed = tools
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
@@ -101,17 +123,43 @@ def _tool_use(body: ChatCompletionRequest, parser: str, are_told: bool) -> ToolU
             short_ids=is_mistral,
         )
     if choice == "required":
+        for each in allowed:
+            tool = custom.get(each["function"]["name"])
+            if tool is None or tool.syntax != "lark":
+                continue
+            if len(allowed) == 1:
+                return _input_alone(tools, tool, parallel, is_mistral)
+            raise InvalidRequestError(
+                f"tool_choice: a Lark grammar, as {tool.name[:80]!r} has, is enforced only for the "
+                "one tool that may be called: name it, or write a regex",
+                "tool_choice",
+            )
         wanted = forced_calls(allowed, parallel=parallel)
         return ToolUse(tools, ForcedCallParser, wanted, parallel=parallel, short_ids=is_mistral)
-    tool = _named(tools, choice)
-    name = tool["function"]["name"]
+    named = _named(tools, choice)
+    name = named["function"]["name"]
+    if name in custom and custom[name].syntax == "lark":
+        use = _input_alone(tools, custom[name], parallel, is_mistral)
+        return replace(use, is_named=True)
     return ToolUse(
         tools,
         lambda: NamedCallParser(name),
-        named_call(tool),
+        named_call(named),
         parallel=parallel,
         is_named=True,
         short_ids=is_mistral,
+    )
+
+
+def _input_alone(tools: list[Tool], tool: CustomTool, parallel: bool, short_ids: bool) -> ToolUse:
+    """The answer is the input of ``tool``: no grammar of JSON texts has a grammar within."""
+    return ToolUse(
+        tools,
+        lambda: NamedCallParser(tool.name),
+        StructuredOutputsParams(grammar=tool.definition, param="tools"),
+        parallel=parallel,
+        short_ids=short_ids,
+        is_input=True,
     )
 
 
@@ -132,12 +180,13 @@ def _allowed(tools: list[Tool], choice: dict[str, Any]) -> tuple[Any, list[Tool]
 
 
 def _named(tools: list[Tool], choice: Any) -> Tool:
-    function = choice.get("function", choice) if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str) or choice.get("type", "function") != "function":
+    kind = choice.get("type", "function") if isinstance(choice, dict) else None
+    tool = choice.get(kind, choice) if kind in ("function", "custom") else None
+    name = tool.get("name") if isinstance(tool, dict) else None
+    if not isinstance(name, str):
         raise InvalidRequestError(
             'tool_choice must be "none", "auto", "required" or {"type": "function", "function": '
-            '{"name": ...}}',
+            '{"name": ...}}, or the same with "custom"',
             "tool_choice",
         )
     for tool in tools:
@@ -149,10 +198,23 @@ def _named(tools: list[Tool], choice: Any) -> Tool:
 class AnswerReader:
     """Convert the text of one choice to deltas of a message."""
 
-    def __init__(self, parser: ToolParser, parallel: bool, short_ids: bool) -> None:
+    def __init__(
+        self,
+        parser: ToolParser,
+        parallel: bool,
+        short_ids: bool,
+        custom: frozenset[str] = frozenset(),
+        make_input: Callable[[], InputText] | None = None,
+    ) -> None:
+        """``custom``: tools whose calls have an input, which ``make_input`` reads; None: the
+        arguments are the input."""
         self._parser = parser
         self._parallel = parallel
         self._short_ids = short_ids
+        self._custom = custom
+        self._make_input = make_input
+        self._is_custom = False
+        self._input: InputText | None = None
         self.num_calls = 0
 
     def read(self, text: str, is_last: bool) -> list[dict[str, Any]]:
@@ -168,11 +230,13 @@ class AnswerReader:
                 case Reasoning(text):
                     deltas.append({"reasoning_content": text})
                 case CallBegins(name):
+                    deltas += self._end_input()
                     self.num_calls += 1
                     deltas.append({"tool_calls": [self._begin(name)]})
                 case CallArguments(text):
-                    piece = {"index": self.num_calls - 1, "function": {"arguments": text}}
-                    deltas.append({"tool_calls": [piece]})
+                    deltas += self._arguments(text)
+        if is_last:
+            deltas += self._end_input()
         if not self._parallel:
             deltas = [delta for delta in deltas if _is_first(delta)]
         return _joined(deltas)
@@ -184,12 +248,33 @@ class AnswerReader:
         call_id = f"call_{secrets.token_hex(12)}"
         if self._short_ids:
             call_id = "".join(secrets.choice(_ID_ALPHABET) for _ in range(9))
-        return {
-            "index": self.num_calls - 1,
-            "id": call_id,
-            "type": "function",
-            "function": {"name": name, "arguments": ""},
-        }
+        head = {"index": self.num_calls - 1, "id": call_id}
+        self._is_custom = name in self._custom
+        if not self._is_custom:
+            return {**head, "type": "function", "function": {"name": name, "arguments": ""}}
+        if self._make_input is not None:
+            self._input = self._make_input()
+        return {**head, "type": "custom", "custom": {"name": name, "input": ""}}
+
+    def _arguments(self, text: str) -> list[dict[str, Any]]:
+        """The deltas of a piece of a call's arguments."""
+        if self._input is not None:
+            text = self._input.feed(text)
+            if not text:
+                return []
+        said = {"custom": {"input": text}} if self._is_custom else {"function": {"arguments": text}}
+        return [{"tool_calls": [{"index": self.num_calls - 1, **said}]}]
+
+    def _end_input(self) -> list[dict[str, Any]]:
+        """What is left of a custom call's input, if one has begun."""
+        given, self._input = self._input, None
+        left = "" if given is None else given.finish()
+        return self._arguments(left) if left else []
+
+
+def call_text(part: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What a delta says of a call, and the key under which its arguments or its input are."""
+    return (part["custom"], "input") if "custom" in part else (part["function"], "arguments")
 
 
 def _is_first(delta: dict[str, Any]) -> bool:
@@ -215,11 +300,12 @@ def message_of(deltas: list[dict[str, Any]]) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     for delta in deltas:
         for part in delta.get("tool_calls", ()):
+            said, key = call_text(part)
             if "id" in part:
-                function = dict(part["function"])
-                calls.append({"id": part["id"], "type": "function", "function": function})
+                kind = part["type"]
+                calls.append({"id": part["id"], "type": kind, kind: dict(said)})
             else:
-                calls[-1]["function"]["arguments"] += part["function"]["arguments"]
+                call_text(calls[-1])[0][key] += said[key]
     message: dict[str, Any] = {"content": content}
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
     if reasoning:
