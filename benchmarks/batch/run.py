@@ -8,7 +8,6 @@ import json
 import random
 import re
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-VMSERVE = [sys.executable, "-c", "from vmserve.cli.main import main; main()"]
+from vmserve.bench.lab.server import serving
+
 WORDS = ("once", "upon", "a", "time", "the", "fox", "walked", "home", "to", "see", "blue", "sky")
 
 
@@ -67,7 +67,9 @@ def by_batch(bodies: list[Any], options: list[str], connections: int) -> Run:
         before = children_cpu()
         files = [str(source), str(Path(folder) / "out"), "--format", "json"]
         ended = subprocess.run(
-            [*VMSERVE, "batch", *files, *options], stdout=subprocess.PIPE, check=True
+            [sys.executable, "-m", "vmserve", "batch", *files, *options],
+            stdout=subprocess.PIPE,
+            check=True,
         )
     summary = json.loads(ended.stdout)
     assert summary["num_succeeded"] == len(bodies)
@@ -86,23 +88,11 @@ def lines_of(bodies: list[Any]) -> Iterator[dict[str, Any]]:
 
 def by_serve(bodies: list[Any], options: list[str], connections: int) -> Run:
     before = children_cpu()
-    command = [*VMSERVE, "serve", "--port", "0", *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert server.stderr is not None
-        url = ""
-        while not url:
-            found = re.search(r"ready: serving .* at (\S+)", server.stderr.readline())
-            url = found.group(1) if found else ""
-        # Its log of requests must not fill the pipe.
-        drain = subprocess.Popen(["cat"], stdin=server.stderr, stdout=subprocess.DEVNULL)
+    with serving("--port", "0", *options) as (_, url):
         began = time.monotonic()
         tokens = asyncio.run(ask_all(url, bodies, connections))
         seconds = time.monotonic() - began
-        server.send_signal(signal.SIGINT)
-        server.wait()
-        cpu = children_cpu() - before
-        drain.wait()
-    return Run(seconds, cpu, tokens)
+    return Run(seconds, children_cpu() - before, tokens)
 
 
 async def ask_all(url: str, bodies: list[Any], connections: int) -> int:

@@ -13,7 +13,6 @@ import argparse
 import itertools
 import json
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,14 +23,10 @@ from typing import Any
 
 import httpx
 
+from vmserve.bench.lab.machine import free_port
+
 PROMPT = "Once upon a time there was a little fox named Mia."
 NUM_CLIENTS, NUM_TOKENS = 32, 64
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def wait_until_ready(

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import datetime
 import json
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -36,9 +33,10 @@ from typing import Any
 import httpx
 
 import vmserve
-from vmserve.bench.lab.machine import free_port, machine_info
+from vmserve.bench.lab.machine import machine_info
 from vmserve.bench.lab.report import keep, make_console, results_directory
 from vmserve.bench.lab.rounds import compare
+from vmserve.bench.lab.server import serving
 from vmserve.bench.lab.suite import chosen
 from vmserve.bench.lab.table import SectionResult, Table, markdown, print_table
 from vmserve.client.process_llm import ProcessLLM
@@ -242,31 +240,17 @@ def halves(args: argparse.Namespace) -> SectionResult:
     return SectionResult(data, (table,))
 
 
-class Server:
-    """``vmserve serve`` in a process of its own."""
+class Clients:
+    """Of one server, all at once."""
 
-    def __init__(self, args: argparse.Namespace, *options: str) -> None:
-        url = f"http://127.0.0.1:{free_port()}"
-        size = ("--max-model-len", args.max_model_len, "--max-num-seqs", 4 * _STREAMS)
-        words = ("serve", "--port", url.rpartition(":")[2], "--kv-cache-memory", "512MiB", *size)
-        command = [sys.executable, "-m", "vmserve", *map(str, (*words, *options))]
-        self._process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    def __init__(self, args: argparse.Namespace, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=600)
         self._threads = ThreadPoolExecutor(_STREAMS)
         self._max_tokens = args.max_tokens
         self._randomness = random.Random(3)
-        while not self._is_ready():
-            if self._process.poll() is not None:
-                raise SystemExit(f"a server did not start: {' '.join(command)}")
-            time.sleep(0.1)
 
-    def _is_ready(self) -> bool:
-        with contextlib.suppress(httpx.TransportError):
-            return self._http.get("/health").is_success
-        return False
-
-    def serve(self) -> None:
-        """Answer new prompts, all at once."""
+    def ask(self) -> None:
+        """Have new prompts answered."""
         prompts = [prompt(self._randomness) for _ in range(_STREAMS)]
         list(self._threads.map(self._answer, prompts))
 
@@ -277,8 +261,6 @@ class Server:
     def close(self) -> None:
         self._threads.shutdown()
         self._http.close()
-        self._process.terminate()
-        self._process.wait()
 
 
 def server(args: argparse.Namespace) -> SectionResult:
@@ -288,11 +270,14 @@ def server(args: argparse.Namespace) -> SectionResult:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         (directory / "one.toml").write_text(f"[models.one]\nmodel = {json.dumps(model)}\n")
         kinds = (("--model", model), ("--models-config", str(directory / "one.toml")))
+        size = ("--max-model-len", f"{args.max_model_len}", "--max-num-seqs", f"{4 * _STREAMS}")
         calls = []
         for options in kinds:
-            running = Server(args, *options)
-            stack.callback(running.close)
-            calls.append(running.serve)
+            words = ("--port", "0", "--kv-cache-memory", "512MiB", *size, *options)
+            _, url = stack.enter_context(serving(*words))
+            clients = Clients(args, url)
+            stack.callback(clients.close)
+            calls.append(clients.ask)
         result = compare(*calls, labels=("alone", "pool of one"), pairs=args.rounds)
     told = _STREAMS * args.max_tokens
     rates = (f"{told / each:,.0f}" for each in (result.median_a_s, result.median_b_s))

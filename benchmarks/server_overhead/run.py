@@ -34,10 +34,13 @@ from client import cpu_seconds, stream_all
 
 from vmserve import AsyncLLM, SamplingParams
 from vmserve.bench.lab.machine import cpu_model
+from vmserve.bench.lab.server import serving
 from vmserve.bench.lab.statistics import paired_effects
 from vmserve.client.process_llm import ProcessLLM
 
-WAYS = ("in-process", "process", "http, one process", "http")
+#: What the others are compared with.
+BASE = "in-process"
+WAYS = (BASE, "process", "http, one process", "http")
 #: Runs requests of so many tokens at once: seconds until the first token of any.
 SendAll = Callable[[list[list[int]], int], Awaitable[float]]
 #: And the processes: the one that is called, and the one that steps.
@@ -52,6 +55,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--singles", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--worker", choices=WAYS, default=None, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -68,10 +72,11 @@ def main() -> int:
 
 
 def compare(args: argparse.Namespace) -> dict[str, Any]:
-    rounds: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    ways = [way for way in WAYS if way in (BASE, *args.ways)]
+    rounds: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     order = random.Random(0)
     for number in range(args.rounds):
-        for way in order.sample(WAYS, len(WAYS)):
+        for way in order.sample(ways, len(ways)):
             rounds[way].append(run_worker(args, way))
             print(f"round {number + 1}, {way}: {rounds[way][-1]}", file=sys.stderr)
     return {
@@ -87,11 +92,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             way: {name: round(statistics.median(one[name] for one in all_), 3) for name in all_[0]}
             for way, all_ in rounds.items()
         },
-        "throughput_to_in_process": {
-            way: ratio(rounds[way], rounds["in-process"]) for way in WAYS[1:]
-        },
+        "throughput_to_in_process": {way: ratio(rounds[way], rounds[BASE]) for way in ways[1:]},
         "idle_ttft_above_in_process_ms": {
-            way: differences(rounds[way], rounds["in-process"]) for way in WAYS[1:]
+            way: differences(rounds[way], rounds[BASE]) for way in ways[1:]
         },
         "rounds": rounds,
     }
@@ -211,27 +214,17 @@ def sender(engine: Any) -> SendAll:
 @contextlib.asynccontextmanager
 async def over_http(args: argparse.Namespace, *more: str) -> AsyncIterator[Way]:
     options = engine_options(args)
-    command = [
-        *(sys.executable, "-c", "from vmserve.cli.main import main; main()", "serve"),
+    words = [
         *("--max-num-seqs", str(options["max_num_seqs"]), "--kv-regime", options["kv_regime"]),
         *("--max-model-len", str(options["max_model_len"]), "--no-enable-prefix-caching"),
         *(() if args.model is None else ("--model", args.model)),
         *more,
     ]
     with tempfile.TemporaryDirectory() as directory:
-        path, log = Path(directory) / "socket", Path(directory) / "log"
-        with log.open("w") as file:
-            process = subprocess.Popen([*command, "--uds", str(path)], stderr=file)
-        try:
-            while "ready:" not in log.read_text():
-                if process.poll() is not None:
-                    raise RuntimeError(f"the server did not start: {log.read_text()}")
-                await asyncio.sleep(0.1)
+        path = str(Path(directory) / "socket")
+        with serving(*words, "--uds", path) as (process, _):
             children = psutil.Process(process.pid).children()
-            yield http_sender(str(path)), process.pid, [*children, process][0].pid
-        finally:
-            process.terminate()
-            process.wait()
+            yield http_sender(path), process.pid, [*children, process][0].pid
 
 
 def over_http_in_one_process(
