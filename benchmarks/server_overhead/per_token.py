@@ -13,19 +13,22 @@ import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
 import statistics
 import sys
 import tempfile
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from client import cpu_seconds, stream_all
 
 from vmserve.client.process import EngineProcess
 from vmserve.client.process_llm import ProcessLLM
+from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.listen import bind
 from vmserve.server.run import serve
@@ -45,12 +48,19 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+class Cost(NamedTuple):
+    """``seconds``: of the server's processor, for each stream."""
+
+    seconds: float
+    events_per_token: float
+
+
 class ScriptedLLM(ProcessLLM):
     """A :class:`ProcessLLM` whose engine is scripted_engine.py."""
 
     def _spawn(self) -> EngineProcess:
         script = Path(__file__).with_name("scripted_engine.py")
-        return EngineProcess(self._options, 30, "text", [str(script)])
+        return EngineProcess(self._options, 30, "text", program=[str(script)])
 
 
 def main() -> int:
@@ -64,17 +74,19 @@ def main() -> int:
     os.environ["VMSERVE_STEP_SECONDS"] = str(args.step_ms / 1000)
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory) / "socket")
-        pid = os.fork()
-        if pid == 0:
-            asyncio.run(run_server(path))
-            os._exit(0)
+        server = multiprocessing.get_context("fork").Process(target=serve_at, args=(path,))
+        server.start()
         try:
-            report = measure(args, path, pid)
+            report = measure(args, path, server)
         finally:
-            os.kill(pid, 15)
-            os.waitpid(pid, 0)
+            server.terminate()
+            server.join()
     print(json.dumps(report, indent=1))
     return 0
+
+
+def serve_at(path: str) -> None:
+    asyncio.run(run_server(path))
 
 
 async def run_server(path: str) -> None:
@@ -82,52 +94,61 @@ async def run_server(path: str) -> None:
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(15, stop.set)
     config = ServerConfig(uds=path, served_model_names=("m",))
-    await serve(engine, config, bind(config), stop)
+    await serve(create_app(engine, config), bind(config), stop)
 
 
-def measure(args: argparse.Namespace, path: str, pid: int) -> dict[str, Any]:
-    while not Path(path).exists():
+def measure(args: argparse.Namespace, path: str, server: BaseProcess) -> dict[str, Any]:
+    while not listens(path):
+        if not server.is_alive():
+            raise SystemExit(f"the server did not start: exit status {server.exitcode}")
         time.sleep(0.05)
-    while True:
-        with contextlib.suppress(ConnectionRefusedError), socket.socket(socket.AF_UNIX) as probe:
-            probe.connect(path)
-            break
-        time.sleep(0.05)
-    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in args.kinds}
+    assert server.pid is not None
+    found: dict[str, list[tuple[Cost, Cost]]] = {kind: [] for kind in args.kinds}
     for kind in args.kinds:
-        cost(pid, path, kind, args.streams, 4)  # warm-up
+        cost(server.pid, path, kind, args.streams, 4)  # warm-up
     for _ in range(args.repeats):
         for kind in args.kinds:
             short, long = (
-                cost(pid, path, kind, args.streams, tokens) / args.streams
+                cost(server.pid, path, kind, args.streams, tokens)
                 for tokens in (FEW, FEW + args.tokens)
             )
             found[kind].append((short, long))
     return {kind: summary(pairs, args.tokens) for kind, pairs in found.items()}
 
 
-def summary(pairs: list[tuple[float, float]], num_tokens: int) -> dict[str, float]:
-    """Microseconds per token are what the longer answers cost more; least, and median."""
-    short, long = (min(values) for values in zip(*pairs, strict=True))
-    slopes = [(long - short) / num_tokens for short, long in pairs]
+def listens(path: str) -> bool:
+    with (
+        contextlib.suppress(FileNotFoundError, ConnectionRefusedError),
+        socket.socket(socket.AF_UNIX) as probe,
+    ):
+        probe.connect(path)
+        return True
+    return False
+
+
+def summary(pairs: list[tuple[Cost, Cost]], num_tokens: int) -> dict[str, float]:
+    """Microseconds per token are what the longer answers cost more; least, and median.
+
+    ``events_per_token``: fewer than 1 where the server was too slow for the interval, of the
+    longer answers; the least.
+    """
+    short, long = (min(one.seconds for one in costs) for costs in zip(*pairs, strict=True))
+    slopes = [(long.seconds - short.seconds) / num_tokens for short, long in pairs]
     return {
         "us_per_token": round(1e6 * (long - short) / num_tokens, 2),
         "us_per_token_median": round(1e6 * statistics.median(slopes), 2),
         "us_per_request": round(1e6 * (short - FEW * (long - short) / num_tokens), 1),
+        "events_per_token": round(min(long.events_per_token for _, long in pairs), 3),
     }
 
 
-def cost(pid: int, path: str, kind: str, num: int, num_tokens: int) -> float:
-    """Processor seconds of the server."""
+def cost(pid: int, path: str, kind: str, num: int, num_tokens: int) -> Cost:
     cpu = cpu_seconds(pid)
     target, body = BODIES[kind]
     told = {**body, "max_tokens": num_tokens, "ignore_eos": True}
     num_events, _ = stream_all(path, [(target, told)] * num)
     spent = cpu_seconds(pid) - cpu
-    if num_events < 0.95 * num * num_tokens:
-        # Tokens that the server was too slow for share an event.
-        print(f"{kind}: {num_events} events of {num * num_tokens} tokens", file=sys.stderr)
-    return spent
+    return Cost(spent / num, num_events / (num * num_tokens))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import threading
 import time
 
 from vmserve.client.codec import decode_to_engine, encode
-from vmserve.client.engine_main import _ready
 from vmserve.client.framing import receive_frame, send_frame
 from vmserve.client.messages import (
     Abort,
@@ -25,6 +24,7 @@ from vmserve.client.messages import (
     Shutdown,
     StepUpdate,
 )
+from vmserve.client.service import ready_message
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.text.update import ChoiceUpdate, RequestUpdate
@@ -36,7 +36,7 @@ def main() -> None:
     launch = decode_to_engine(receive_frame(sock) or b"")
     assert isinstance(launch, Launch)
     engine = LLMEngine(EngineConfig.from_options(launch.options))
-    send_frame(sock, encode(_ready(engine)))
+    send_frame(sock, encode(ready_message(engine)))
     engine.close()
     heard: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(sock, heard), daemon=True).start()
