@@ -40,12 +40,12 @@ class TimedCore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._core, name)
 
-    def forward(self, *args: Any) -> list[float]:
+    def forward(self, *args: Any) -> Any:
         began = time.perf_counter()
-        attention: list[float] = self._core.forward(*args)
+        result = self._core.forward(*args)
         self.seconds = time.perf_counter() - began
-        self.attention = sum(attention)
-        return attention
+        self.attention = sum(result[1])  # seconds of each part of the batch
+        return result
 
 
 @dataclass(slots=True)
