@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from vmserve.attention.cuda.compile import (
+    CompileError,
     KernelResources,
     compile_cubin,
     compiler_version,
@@ -138,8 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="where to write the rows as JSON")
     options = parser.parse_args(arguments)
     rows: list[Row] = []
-    for architecture, name in itertools.product(options.architectures, options.variants):
-        rows += measure(VARIANTS[name], architecture)
+    try:
+        for architecture, name in itertools.product(options.architectures, options.variants):
+            rows += measure(VARIANTS[name], architecture)
+    except CompileError as error:
+        sys.exit(f"compile_matrix.py: {' '.join(str(error).split())}")
     spilling = [row for row in rows if row.resources.spills]
     print(f"{compiler_version()}; r: registers of a thread; K: KiB of shared memory of a block")
     print(table(rows))

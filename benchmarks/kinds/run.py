@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=450)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.num_requests < 12:
+        parser.error("--num-requests: give 12 or more, or no prefix is shared")
     console = make_console()
     results: dict[str, SectionResult] = {}
     for name in chosen("section", arguments.section, ("waste", "capacity")):

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 from environments import NotInstalledError, ensure
 from launch import run_engine, variables
 from models import ensure_files, ensure_model_of
+from report import one_line
 from subjects import Subject
 
 from vmserve.bench.lab.machine import machine_info
@@ -132,7 +133,7 @@ def measure(options: argparse.Namespace) -> tuple[Json, list[Json]]:
                 files = ensure_files(made, subject, options.cache_dir, say)
             units.append((subject, environment, files))
         except NotInstalledError as error:
-            say(f"{subject.name} is not here: {error}")
+            say(f"{subject.name} is not here: {one_line(str(error))}")
     shape = {
         "layers": model.num_layers,
         "kv_heads": model.kv_heads,

@@ -170,10 +170,11 @@ def row(device: str, split: tuple[int, int], seeds: int, *, asks_again: bool) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--devices", nargs="+", choices=_DEVICES, default=list(_DEVICES))
     args = parser.parse_args()
     rows = tuple(
         row(device, split, args.seeds, asks_again=asks_again)
-        for device in _DEVICES
+        for device in args.devices
         for split in ((32, 32), (60, 4))
         for asks_again in (False, True)
     )

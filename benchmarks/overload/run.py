@@ -14,7 +14,7 @@ import datetime
 from vmserve.bench.lab.machine import machine_info
 from vmserve.bench.lab.report import keep, make_console, progress, results_directory
 from vmserve.bench.lab.table import markdown, print_table
-from vmserve.bench.overload import run
+from vmserve.bench.overload import LOADS, run
 from vmserve.simulation.devices import OPT_13B_A100, described
 
 
@@ -23,11 +23,20 @@ def main() -> None:
     parser.add_argument("--kind", default="simulated,real")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=3, help="Of the real engine.")
+    parser.add_argument("--loads", type=float, nargs="+", default=list(LOADS), help="Times a pool.")
+    parser.add_argument(
+        "--requests", type=int, help="Of each run; default: 600 simulated, 96 real."
+    )
     arguments = parser.parse_args()
     console = make_console()
     with progress("overload") as report:
         result = run(
-            arguments.kind.split(","), report, seed=arguments.seed, rounds=arguments.rounds
+            arguments.kind.split(","),
+            report,
+            seed=arguments.seed,
+            rounds=arguments.rounds,
+            loads=arguments.loads,
+            num_requests=arguments.requests,
         )
     for table in result.tables:
         print_table(console, table)

@@ -8,7 +8,10 @@ from __future__ import annotations
 import os
 import sys
 
-import llama_cpp
+try:
+    import llama_cpp
+except ImportError as error:
+    sys.exit(f"quantize_gguf.py: {error}: it runs in llama.cpp's environment, which run.py makes")
 
 FILE_TYPES = {
     "bf16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,

@@ -20,6 +20,8 @@ FORMATS = {
 
 def main(model: str, target: str, weights: str) -> None:
     exporter = Path(sys.executable).with_name("optimum-cli")
+    if not exporter.exists():
+        sys.exit("to_openvino.py: no optimum-cli is beside this interpreter: run.py installs one")
     command = [str(exporter), "export", "openvino", "--model", model]
     command += ["--task", "text-generation-with-past", "--weight-format", *FORMATS[weights], target]
     subprocess.run(command, check=True)

@@ -137,15 +137,18 @@ def main() -> None:
     first: list[tuple[str, ...]] = []
     cost: list[tuple[str, ...]] = []
     data: dict[str, Any] = {}
+    if options.beside_llama_cpp:  # before minutes go into measuring
+        import slot_files  # noqa: PLC0415 - needs httpx, cmake
+
+        environment = slot_files.installed()
     for model in options.models:
         name = Path(model).name
         told = restarts(model, options.tokens, options.rounds)
         first.append(first_row(name, told, told["runs"]["restored"][0]["cached"]))
         data[name] = {"restarts": told}
         if options.beside_llama_cpp:
-            from slot_files import restarts as slot_restarts  # noqa: PLC0415 - needs httpx, cmake
-
-            slots = slot_restarts(model, prompt(options.tokens, 2), prompt(40, 1), options.rounds)
+            prompts = prompt(options.tokens, 2), prompt(40, 1)
+            slots = slot_files.restarts(environment, model, *prompts, options.rounds)
             data[name]["llama.cpp"] = slots
             first.append(first_row(f"{name}, llama.cpp", slots, slots["cached"]))
         paid = steady(model, options.pairs)

@@ -15,14 +15,15 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
-from environments import SERVER, ensure, ensure_server
+from environments import SERVER, Environment, NotInstalledError, ensure, ensure_server
+from report import one_line
 from serving import POLL_S, ServerFailedError, server
 
 from vmserve.bench.lab.machine import free_port
 from vmserve.bench.lab.statistics import median
 from vmserve.models import resolve_model
 
-__all__ = ["restarts"]
+__all__ = ["installed", "restarts"]
 
 #: Where benchmarks/peers keeps what it builds.
 CACHE = Path(
@@ -33,7 +34,17 @@ NUM_THREADS = 2
 FILE = "prompt.bin"
 
 
-def restarts(model: str, prompt: list[int], warmup: list[int], rounds: int) -> dict[str, Any]:
+def installed() -> Environment:
+    """llama.cpp and its server, built now if they are not there; ends the process if that fails."""
+    try:
+        return ensure_server("llama.cpp", ensure("llama.cpp", CACHE, print), CACHE, print)
+    except NotInstalledError as error:
+        raise SystemExit(f"run.py: {one_line(str(error))}") from None
+
+
+def restarts(
+    environment: Environment, model: str, prompt: list[int], warmup: list[int], rounds: int
+) -> dict[str, Any]:
     """Seconds to the first token in a new server, computed and from the file of its slot, in turns.
 
     Restoring is a request of its own, and its time is part of the time to the first token.
@@ -41,8 +52,6 @@ def restarts(model: str, prompt: list[int], warmup: list[int], rounds: int) -> d
     file = resolve_model(model)
     if file.suffix != ".gguf":
         raise SystemExit(f"{model}: llama.cpp reads GGUF files, give one")
-    environment = ensure("llama.cpp", CACHE, print)
-    environment = ensure_server("llama.cpp", environment, CACHE, print)
     found: dict[str, list[dict[str, Any]]] = {"computed": [], "restored": []}
     with tempfile.TemporaryDirectory() as directory:
         arguments = [str(environment.tools[SERVER]), "-m", str(file), "--slot-save-path", directory]

@@ -28,6 +28,7 @@ from vmserve.simulation.devices import OPT_13B_A100, described
 from vmserve.simulation.requests import Asked, asked
 from vmserve.workloads.shapes import RequestShape, lognormal, shared_prefix, sharegpt
 
+KINDS = ("chat", "long", "shared-prefix", "beam", "n", "mix")
 REGIMES = ("virtual", "paged", "auto")
 #: Requests at once; long streams come one at a time.
 CLIENTS = 256
@@ -40,14 +41,14 @@ def long_streams(count: int, seed: int) -> list[RequestShape]:
     )
 
 
-def kinds(seed: int) -> dict[str, list[Asked]]:
-    """The traffic of one round."""
-    chat = asked(sharegpt(160, seed), seed=seed)
-    beams = asked(sharegpt(12, seed + 1), seed=seed + 1, beam_width=4)
-    samples = asked(sharegpt(48, seed + 2), seed=seed + 2, n=4)
+def kinds(seed: int, part: int) -> dict[str, list[Asked]]:
+    """The traffic of one round, or the ``part``-th part of it."""
+    chat = asked(sharegpt(160 // part, seed), seed=seed)
+    beams = asked(sharegpt(12 // part, seed + 1), seed=seed + 1, beam_width=4)
+    samples = asked(sharegpt(48 // part, seed + 2), seed=seed + 2, n=4)
     prefixes = asked(
         shared_prefix(
-            192,
+            192 // part,
             seed,
             num_groups=4,
             num_prefix_tokens=400,
@@ -56,7 +57,7 @@ def kinds(seed: int) -> dict[str, list[Asked]]:
         ),
         seed=seed + 3,
     )
-    streams = asked(long_streams(4, seed + 4), seed=seed + 4)
+    streams = asked(long_streams(max(2, 4 // part), seed + 4), seed=seed + 4)
     every = {
         "chat": chat,
         "long": streams,
@@ -108,12 +109,16 @@ def interval(ratios: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=4, help="Rounds of traffic, two or more.")
+    parser.add_argument("--quick", action="store_true", help="little of everything")
+    parser.add_argument("--workloads", nargs="+", choices=KINDS, default=list(KINDS))
     arguments = parser.parse_args()
     if arguments.seeds < 2:
         parser.error("--seeds: give two or more, or there is no interval")
+    part = 12 if arguments.quick else 1
     runs: dict[str, dict[str, list[dict[str, float]]]] = {}
     for seed in range(arguments.seeds):
-        for kind, requests in kinds(seed * 100).items():
+        every = kinds(seed * 100, part)
+        for kind, requests in ((kind, every[kind]) for kind in arguments.workloads):
             clients = 1 if kind == "long" else CLIENTS
             for regime in REGIMES:
                 result = serve(requests, regime, clients)

@@ -28,7 +28,7 @@ from vmserve.simulation.devices import OPT_13B_A100
 from vmserve.workloads.shapes import lognormal, prompts, sharegpt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from vmserve.bench.lab.report import Report
     from vmserve.workloads.shapes import RequestShape
@@ -42,6 +42,8 @@ Kind = Literal["simulated", "real"]
 #: Goal at 1, 2 and 4 times the pool, as a share of the best point.
 GOAL = 0.9
 
+#: Of a run.
+_NUM_REQUESTS: Mapping[Kind, int] = {"simulated": 600, "real": 96}
 _REAL_POOL_TOKENS = 1024
 _REAL_CONTEXT = 512
 
@@ -97,7 +99,7 @@ class _Window:
 
 
 def simulated(
-    load: float, preempts: Preempts, regime: Regime, *, num_requests: int = 600, seed: int = 0
+    load: float, preempts: Preempts, regime: Regime, *, num_requests: int, seed: int = 0
 ) -> Measured:
     device = OPT_13B_A100
     shapes = sharegpt(num_requests, seed)
@@ -135,7 +137,7 @@ def simulated(
 
 
 def real(
-    load: float, preempts: Preempts, regime: Regime, *, num_requests: int = 96, seed: int = 0
+    load: float, preempts: Preempts, regime: Regime, *, num_requests: int, seed: int = 0
 ) -> Measured:
     """Run the embedded model with a pool of 1,024 tokens and requests of 128 on average."""
     shapes = lognormal(
@@ -201,11 +203,20 @@ def _real_engine(preempts: Preempts, regime: Regime) -> LLMEngine:
     )
 
 
-def run(kinds: Sequence[Kind], report: Report, *, seed: int = 0, rounds: int = 3) -> SectionResult:
+def run(
+    kinds: Sequence[Kind],
+    report: Report,
+    *,
+    seed: int = 0,
+    rounds: int = 3,
+    loads: Sequence[float] = LOADS,
+    num_requests: int | None = None,
+) -> SectionResult:
     """Measure all loads, preemptions and regimes of each kind.
 
     ``rounds``: of the real engine, whose times differ from run to run; each serves the same
     requests at every load, in a drawn order. The simulated one has one: its times are computed.
+    ``num_requests``: of each run; None: those of the kind.
     """
     data: dict[str, Any] = {}
     tables = []
@@ -214,7 +225,9 @@ def run(kinds: Sequence[Kind], report: Report, *, seed: int = 0, rounds: int = 3
         def report_kind(done: float, index: int = index) -> None:
             report((index + done) / len(kinds))
 
-        cells = _measure(kind, 1 if kind == "simulated" else rounds, seed, report_kind)
+        count = num_requests or _NUM_REQUESTS[kind]
+        kind_rounds = 1 if kind == "simulated" else rounds
+        cells = _measure(kind, kind_rounds, seed, report_kind, loads, count)
         for (regime, preempts, load), runs in cells.items():
             name = f"{kind}, {regime}, {preempts}"
             data.setdefault(name, {})[f"{load:g}"] = [one.to_dict() for one in runs]
@@ -223,14 +236,19 @@ def run(kinds: Sequence[Kind], report: Report, *, seed: int = 0, rounds: int = 3
 
 
 def _measure(
-    kind: Kind, rounds: int, seed: int, report: Report
+    kind: Kind,
+    rounds: int,
+    seed: int,
+    report: Report,
+    loads: Sequence[float],
+    num_requests: int,
 ) -> dict[tuple[Regime, Preempts, float], list[Measured]]:
     function: Callable[..., Measured] = simulated if kind == "simulated" else real
     # The real engine takes seconds for each run: one regime there.
     regimes: tuple[Regime, ...] = ("paged", "virtual") if kind == "simulated" else ("paged",)
     both: tuple[Preempts, ...] = ("recompute", "swap")
     cells: dict[tuple[Regime, Preempts, float], list[Measured]] = {
-        cell: [] for cell in itertools.product(regimes, both, LOADS)
+        cell: [] for cell in itertools.product(regimes, both, loads)
     }
     if kind == "real":
         real(1.0, "recompute", "paged", num_requests=32, seed=seed)  # warm
@@ -239,7 +257,8 @@ def _measure(
     for _ in range(rounds):
         shuffle(order)
         for regime, preempts, load in order:
-            cells[regime, preempts, load].append(function(load, preempts, regime, seed=seed))
+            measured = function(load, preempts, regime, num_requests=num_requests, seed=seed)
+            cells[regime, preempts, load].append(measured)
             done += 1
             report(done / (rounds * len(order)))
     return cells
