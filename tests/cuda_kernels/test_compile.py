@@ -183,13 +183,3 @@ def test_the_source_has_every_header_once() -> None:
     assert text.count("extern __shared__") == 1
     assert "#include" not in text.replace("#include VMSERVE_EMULATED_PTX", "")
     assert "pragma once" not in text
-
-
-def test_the_compile_table_is_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "table.json"
-    arguments = ["--variants", "bf16-64-slots", "--architectures", "sm_90a", "--out", str(out)]
-    assert compile_matrix.main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert "vms_decode" in printed
-    assert "no kernel spills" in printed
-    assert out.read_text("utf-8").count('"registers"') == len(KERNELS)
