@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vmserve.bench.ab.experiment import Engines, Settings, WorkloadResult, run_workload
-from vmserve.bench.ab.plan import LoadOptions, make_workload, sources
+from vmserve.bench.ab.plan import LoadOptions, make_workloads, sources
 from vmserve.bench.ab.regret import LIMIT, Regret, regret
 from vmserve.bench.ab.results import (
     busy_warning,
@@ -92,7 +92,7 @@ def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[Wor
                     [name], None, None, num_requests=few if options.quick else num_requests
                 )
                 length = 256 if options.quick else max_len
-                workload = make_workload(source, LoadOptions(), max_len=length, scale=None)
+                [workload] = make_workloads(source, LoadOptions(), max_len=length, scale=None)
                 results.append(run_workload(engines, workload, settings, progress))
     return described, results
 

@@ -413,7 +413,7 @@ def test_durations() -> None:
 @pytest.mark.parametrize(
     ("options", "has_slo", "told"),
     [
-        (LoadOptions(concurrency=2, rate=1.0), False, "exclude each other"),
+        (LoadOptions(concurrency="2", rate=1.0), False, "exclude each other"),
         (LoadOptions(search=True, rate=1.0), True, "leave --rate"),
         (LoadOptions(search=True), False, "needs an objective"),
         (LoadOptions(burstiness=0.5), False, "give --rate"),

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from vmserve.bench.ab.jobs import Decoding, Job, Prompts, fit, generation_params, with_arrivals
+from vmserve.bench.ab.jobs import (
+    Decoding,
+    Job,
+    Prompts,
+    fit,
+    generation_params,
+    ideal_hit_rate,
+    with_arrivals,
+)
+from vmserve.bench.ab.plan import LoadOptions, make_workloads, sources
 from vmserve.bench.ab.traces import at_rate, read_prompts, read_trace
 from vmserve.bench.ab.traffic import ARXIV, KINDS, MIX, get_kind, sessions, text_jobs
 from vmserve.errors import ConfigurationError
@@ -85,6 +94,45 @@ def test_shared_prefix_has_groups_of_16() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "num_in", "num_out"),
+    [("vllm-cpu", 128, 128), ("vllm-cpu-128-2048", 128, 2048), ("vllm-cpu-2048-128", 2048, 128),
+     ("vllm-cpu-2048-2048", 2048, 2048)],
+)  # fmt: skip
+def test_vllms_suite_has_a_run_for_each_number_at_once(
+    name: str, num_in: int, num_out: int
+) -> None:
+    [source] = sources([name], None, None, num_requests=None, usual=5)
+    found = make_workloads(source, LoadOptions(), max_len=num_in + num_out, scale=None)
+    at_once = [12, 16, 24, 32, 64, 128, 200]
+    assert [one.load.concurrency for one in found] == at_once
+    assert [one.name for one in found] == [f"{name} at {number}" for number in at_once]
+    assert not any(one.load.is_open for one in found)
+    jobs = found[0].make(3)
+    assert len(jobs) == 200
+    shapes = {(job.shape.num_input_tokens, job.shape.num_output_tokens) for job in jobs}
+    assert shapes == {(num_in, num_out)}
+
+
+def test_what_is_asked_for_goes_before_the_workloads_own_numbers() -> None:
+    [source] = sources(["vllm-cpu"], None, None, num_requests=7)
+
+    def made(load: LoadOptions) -> list[tuple[str, bool, int | None, int]]:
+        found = make_workloads(source, load, max_len=256, scale=None)
+        return [
+            (one.name, one.load.is_open, one.load.concurrency, len(one.make(0))) for one in found
+        ]
+
+    assert made(LoadOptions("4, 2")) == [
+        ("vllm-cpu at 2", False, 2, 7),
+        ("vllm-cpu at 4", False, 4, 7),
+    ]
+    assert made(LoadOptions("3")) == [("vllm-cpu", False, 3, 7)]
+    assert made(LoadOptions(rate=2.0)) == [("vllm-cpu", True, None, 7)]
+    with pytest.raises(ConfigurationError, match="--concurrency: 'x' is no whole number"):
+        made(LoadOptions("x"))
+
+
 @pytest.mark.parametrize(("name", "prefix"), [("wmt-one-shot", 80), ("wmt-five-shot", 341)])
 def test_translations_share_one_prefix(name: str, prefix: int) -> None:
     jobs = get_kind(name).make(200, 0)
@@ -99,7 +147,8 @@ def test_same_seed_same_jobs_and_indices_are_places(name: str) -> None:
     jobs = kind.make(40, 5)
     assert len(jobs) == 40
     assert jobs == kind.make(40, 5)
-    assert jobs != kind.make(40, 6)
+    # Of one length, with tokens of the seed.
+    assert (jobs != kind.make(40, 6)) != name.startswith("vllm-cpu")
     assert [job.shape.index for job in jobs] == list(range(40))
     assert all(job.previous is None or job.previous < job.shape.index for job in jobs)
     fitted = fit(jobs, min(1.0, 512 / kind.context), 512)
@@ -276,6 +325,49 @@ def test_a_trace_in_milliseconds_from_its_first_request(tmp_path: Path) -> None:
     assert (slow.shape.arrival_s, fast.shape.arrival_s) == (0.0, 0.5)
     [half, _] = fit([first, second], 0.5, 1000)
     assert (half.shape.num_input_tokens, half.block_tokens) == (450, 256)
+
+
+#: Two conversations after one beginning, as in Mooncake's: the last block may be a part of one.
+CONVERSATIONS = (
+    {"timestamp": 0, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 2]},
+    {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [0, 3]},
+    {"timestamp": 3000, "input_length": 2000, "output_length": 9, "hash_ids": [0, 1, 4, 5]},
+    {"timestamp": 6000, "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 2]},
+    # Blocks 1 and 3 after other beginnings than above: no cache has them.
+    {"timestamp": 9000, "input_length": 1024, "output_length": 9, "hash_ids": [3, 1]},
+)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 32])
+def test_blocks_of_a_trace_are_prefixes_at_every_scale(tmp_path: Path, scale: float) -> None:
+    path = write(tmp_path / "t.jsonl", *CONVERSATIONS)
+    jobs = fit(read_trace(path), scale, 4096)
+    block = round(512 * scale)
+    assert {job.block_tokens for job in jobs} == {block}
+    made = Prompts(5000, 3, range(100))
+    first, other, later, again, apart = [made.of(job) for job in jobs]
+    assert len(later) == round(2000 * scale)
+    assert first[:block] == other[:block] == later[:block]
+    assert first[: 2 * block] == later[: 2 * block]
+    assert first[2 * block :] != later[2 * block :]
+    assert first == again
+    assert apart[:block] not in (first[:block], other[:block])
+    assert apart[block:] == first[block : 2 * block]
+    found = [0, block, 2 * block, round(1100 * scale), 0]
+    asked = sum(job.shape.num_input_tokens for job in jobs)
+    assert ideal_hit_rate(jobs) == sum(found) / asked
+    assert ideal_hit_rate(fit([Job(RequestShape(9, 1))], scale, 4096)) is None
+
+
+def test_a_trace_is_cut_to_the_requests_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", *CONVERSATIONS)
+    for wanted, times in ((None, [0.0, 0.0, 3.0, 6.0, 9.0]), (3, [0.0, 0.0, 3.0])):
+        [source] = sources([], path, None, num_requests=wanted, usual=2)
+        [workload] = make_workloads(source, LoadOptions(), max_len=4096, scale=None)
+        assert [job.shape.arrival_s for job in workload.make(0)] == times
+        assert workload.load.is_open
+    [faster] = make_workloads(source, LoadOptions(rate=2.0), max_len=4096, scale=None)
+    assert [job.shape.arrival_s for job in faster.make(0)] == [0.0, 0.0, 1.5]
 
 
 GOOD = {"timestamp": 5, "input_length": 9, "output_length": 4}

@@ -347,6 +347,65 @@ def test_the_command_writes_what_it_measured(running: Running, tmp_path: Path) -
     assert "api_key" not in path.read_text()
 
 
+def test_a_sweep_has_a_row_and_a_file_for_each_number_at_once(
+    scripted: Callable[..., Scripted], tmp_path: Path
+) -> None:
+    usage = {"prompt_tokens": 128, "completion_tokens": 1, "prompt_tokens_details": None}
+    server = scripted(
+        stream(text_event("a", "length"), {"choices": [], "usage": usage}),
+        models=(200, {}, json.dumps({"data": [{"id": "m", "max_model_len": 256}]})),
+    )
+    path = tmp_path / "a.json"
+    args = ["serve", "--base-url", server.url, "--workload", "vllm-cpu", "--requests", "3"]
+    args += ["--concurrency", "2,1", "--rounds", "2", "--warmup", "1", "--json", str(path)]
+    result = CliRunner().invoke(app, args, env={"COLUMNS": "250"})
+    assert result.exit_code == 0, result.output
+    head = [line.split("┃")[1:-1] for line in result.output.splitlines() if line.startswith("┃")]
+    columns = [" ".join(" ".join(parts).split()) for parts in zip(*head, strict=True)]
+    assert columns == [
+        "Maximum request concurrency", "Request throughput (req/s)",
+        "Output token throughput (tok/s)", "Median TTFT (ms)", "P99 TTFT (ms)", "Median TPOT (ms)",
+        "P99 TPOT (ms)", "Median ITL (ms)", "P99 ITL (ms)",
+    ]  # fmt: skip
+    assert "Medians of 2 rounds" in result.output
+    rows = [line for line in result.output.splitlines() if line.startswith("│")]
+    assert [row.split("│")[1].strip() for row in rows] == ["1", "2"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a-1.json", "a-2.json"]
+    told = [json.loads((tmp_path / f"a-{at}.json").read_text()) for at in (1, 2)]
+    assert [one["workload"]["name"] for one in told] == ["vllm-cpu at 1", "vllm-cpu at 2"]
+    # No prompt was sent before: a prefix cache would answer it.
+    prompts = [tuple(body["prompt"]) for body in server.bodies]
+    assert len(set(prompts)) == len(prompts) == 1 + 2 * 2 * 3
+    assert {len(prompt) for prompt in prompts} == {128}
+
+
+def test_a_trace_tells_its_hits_beside_those_without_a_limit(
+    scripted: Callable[..., Scripted], tmp_path: Path
+) -> None:
+    usage = {"completion_tokens": 1, "prompt_tokens": 64}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 16}}  # type: ignore[dict-item]
+    server = scripted(
+        stream(text_event("a", "length"), {"choices": [], "usage": usage}),
+        models=(200, {}, json.dumps({"data": [{"id": "m", "max_model_len": 256}]})),
+    )
+    trace = tmp_path / "t.jsonl"
+    row = {"timestamp": 0, "input_length": 2048, "output_length": 32}
+    chains = ([0, 1, 2, 3], [0, 1, 4, 5])
+    trace.write_text("".join(json.dumps({**row, "hash_ids": ids}) + "\n" for ids in chains))
+    args = ["serve", "--base-url", server.url, "--trace", str(trace), "--scale", "0.03125"]
+    args += ["--warmup", "0", "--json", str(tmp_path / "a.json")]
+    result = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    rows = [line.split("│") for line in result.output.splitlines() if line.startswith("│")]
+    cells = {row[1].strip(): row[2].strip() for row in rows}
+    assert cells["prefix cache hits"] == "25.0%"
+    assert cells["prefix cache hits without a limit"] == "25.0%"  # 32 of 128
+    first, second = (body["prompt"] for body in server.bodies)
+    assert len(first) == 64
+    assert first[:32] == second[:32]
+    assert first[32:] != second[32:]
+
+
 @pytest.mark.parametrize(
     ("more", "told"),
     [

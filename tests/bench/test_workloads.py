@@ -284,6 +284,20 @@ class TestSharedPrefix:
             workloads.shared_prefix(64, num_prefix_tokens=0)
 
 
+def test_hot_prefixes_come_again_and_cold_prompts_once() -> None:
+    shapes = workloads.hot_cold(2500, seed=1)
+    hot = [shape for shape in shapes if shape.prefix_group is not None]
+    assert len(hot) / 2500 == pytest.approx(0.3, abs=0.02)
+    assert {(s.num_input_tokens, s.num_prefix_tokens) for s in hot} == {(192, 128)}
+    groups = [shape.prefix_group or 0 for shape in hot]
+    assert set(groups) == set(range(16))
+    assert all(group <= 16 * shape.index // 2499 for group, shape in zip(groups, hot, strict=True))
+    cold = [s.num_input_tokens for s in shapes if s.prefix_group is None]
+    assert (min(cold), max(cold)) == (192, 1024)
+    outputs = [shape.num_output_tokens for shape in shapes]
+    assert (min(outputs), max(outputs)) == (16, 256)
+
+
 class TestPromptIds:
     def test_length_range_and_reserved(self) -> None:
         shape = RequestShape(20_000, 1)

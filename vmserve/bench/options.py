@@ -24,13 +24,18 @@ __all__ = [
     "Scale",
     "SloTpot",
     "SloTtft",
+    "Trace",
+    "TraceBlockSize",
 ]
 
 # -- of a load: bench ab, bench serve -------------------------------------------------------
 
 Concurrency = Annotated[
-    int | None,
-    typer.Option(min=1, help="Closed loop: requests in flight at a time. Default: all."),
+    str | None,
+    typer.Option(
+        help="Closed loop: requests in flight at a time; several, with commas between, are a run "
+        "each. Default: the workload's, else all."
+    ),
 ]
 Rate = Annotated[float | None, typer.Option(help="Open loop: requests per second, on average.")]
 Burstiness = Annotated[
@@ -47,6 +52,16 @@ SloTtft = Annotated[
     str | None, typer.Option(help="Objective: time to the first token, e.g. 200ms.")
 ]
 SloTpot = Annotated[str | None, typer.Option(help="Objective: time per token after it, e.g. 20ms.")]
+Trace = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSONL of timestamp (ms), input_length, output_length and perhaps hash_ids, as "
+        "Mooncake's. Its own arrivals, stretched to --rate; lengths by --scale."
+    ),
+]
+TraceBlockSize = Annotated[
+    int, typer.Option(min=1, help="Tokens of each of a trace's hash_ids, before --scale.")
+]
 
 # -- of what is measured in sections, and where it goes -------------------------------------
 

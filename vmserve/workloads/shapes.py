@@ -11,6 +11,7 @@ changing the request rate leaves the lengths as they were. Sources:
   2023, section 6.1), with its means and its context of 2,048 tokens.
 - Azure conversation and code: the LLM inference traces of 2023 published with Splitwise
   (Patel et al., ISCA 2024).
+- Hot and cold prompts: kvcached's benchmark of what an idle instance holds (2026).
 - Arrivals: gamma gaps with a burstiness, rescaled to a fixed span, as in the serving
   benchmark of vLLM; burstiness 1 is the Poisson process of the PagedAttention paper.
 """
@@ -49,6 +50,7 @@ __all__ = [
     "azure_code",
     "azure_conversation",
     "get_workload",
+    "hot_cold",
     "lognormal",
     "prompt_token_ids",
     "prompts",
@@ -309,6 +311,30 @@ def shared_prefix(
         RequestShape(num_input_tokens, num_output_tokens, at, index, group, num_prefix_tokens)
         for index, (at, group) in enumerate(zip(arrivals, groups, strict=True))
     ]
+
+
+def hot_cold(num_requests: int = 2500, seed: int = 0) -> list[RequestShape]:
+    """Short prefixes that come again among prompts that come once.
+
+    30 % of the requests have one of 16 prefixes of 128 tokens, which come into use one after the
+    other, and 64 tokens of their own; the others have 192 to 1,024. Answers of 16 to 256 tokens, so
+    that sequences end at different times (kvcached, ``benchmarks/bench_idle_footprint``).
+    """
+    _check_num_requests(num_requests)
+    rng = _stream(seed, _LENGTHS)
+    is_hot = (rng.random(num_requests) < 0.3).tolist()
+    group_draws = rng.random(num_requests).tolist()
+    cold = rng.integers(192, 1025, num_requests).tolist()
+    outputs = rng.integers(16, 257, num_requests).tolist()
+    shapes = []
+    for index in range(num_requests):
+        if is_hot[index]:
+            num_known = min(16, 1 + 16 * index // max(1, num_requests - 1))
+            group = int(group_draws[index] * num_known)
+            shapes.append(RequestShape(192, outputs[index], 0.0, index, group, 128))
+        else:
+            shapes.append(RequestShape(cold[index], outputs[index], 0.0, index))
+    return shapes
 
 
 def _random_ids(

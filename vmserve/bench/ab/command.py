@@ -17,7 +17,7 @@ from vmserve.bench.ab.plan import (
     TEXT_OUTPUT,
     LoadOptions,
     make_search,
-    make_workload,
+    make_workloads,
     objectives,
     sources,
 )
@@ -47,6 +47,9 @@ if TYPE_CHECKING:
     from vmserve.bench.ab.search import SearchResult
 
 __all__ = ["HELP", "ab_command", "check_positive", "fresh_output"]
+
+#: Requests of a run, where the workload was not published with so many.
+_REQUESTS = 20
 
 HELP = f"""Compare engine options on the same requests, with error bars.
 
@@ -85,17 +88,19 @@ def ab_command(
     workload: Annotated[
         str | None, typer.Option(help="Some of the above, with commas between. Default: chat.")
     ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSONL of timestamp (ms), input_length, output_length and perhaps hash_ids.",
-        ),
-    ] = None,
+    trace: opt.Trace = None,
     prompts: Annotated[
         Path | None,
         typer.Option(help="Real prompts: one a line, or .jsonl as of vmserve generate."),
     ] = None,
-    num_requests: Annotated[int, typer.Option(min=1, help="Of each run of a workload.")] = 20,
+    num_requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Of each run. Default: {_REQUESTS}, or as the workload was published; of a trace "
+            "all.",
+        ),
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each variant that count.")] = 10,
     warmup: Annotated[int, typer.Option(min=0, help="Runs of each before, that do not.")] = 1,
     max_len: Annotated[
@@ -115,9 +120,7 @@ def ab_command(
             f"({TEXT_OUTPUT}).",
         ),
     ] = None,
-    trace_block_size: Annotated[
-        int, typer.Option(min=1, help="Tokens behind each of a trace's hash_ids.")
-    ] = HASH_BLOCK_TOKENS,
+    trace_block_size: opt.TraceBlockSize = HASH_BLOCK_TOKENS,
     concurrency: opt.Concurrency = None,
     rate: opt.Rate = None,
     burstiness: opt.Burstiness = None,
@@ -188,6 +191,7 @@ def ab_command(
                 trace,
                 prompts,
                 num_requests=num_requests,
+                usual=_REQUESTS,
                 block_tokens=trace_block_size,
                 num_output_tokens=output_len,
                 tokenizer=engine.tokenizer,
@@ -207,7 +211,11 @@ def ab_command(
                     searched.append(search_rate(engines, one_search, settings, progress))
                     print_table(console, search_table(searched[-1]))
         else:
-            workloads = [make_workload(one, load, max_len=length, scale=scale) for one in found]
+            workloads = [
+                each
+                for one in found
+                for each in make_workloads(one, load, max_len=length, scale=scale)
+            ]
             with watch(len(workloads) * len(parsed) * settings.num_runs) as progress:
                 for one_workload in workloads:
                     measured.append(run_workload(engines, one_workload, settings, progress))

@@ -15,7 +15,16 @@ from vmserve.workloads.shapes import RequestShape, arrival_times, prompt_token_i
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-__all__ = ["GREEDY", "Decoding", "Job", "Prompts", "fit", "generation_params", "with_arrivals"]
+__all__ = [
+    "GREEDY",
+    "Decoding",
+    "Job",
+    "Prompts",
+    "fit",
+    "generation_params",
+    "ideal_hit_rate",
+    "with_arrivals",
+]
 
 #: Keys of random streams beside those of :mod:`vmserve.workloads.shapes`.
 _HASHED = 6
@@ -181,6 +190,26 @@ def with_arrivals(
         )
         for job in jobs
     ]
+
+
+def ideal_hit_rate(jobs: Sequence[Job]) -> float | None:
+    """Share of prompt tokens, 0 to 1, that a prefix cache without a limit finds.
+
+    Each prompt is taken to be in the cache before the next one comes. Blocks are those of
+    ``hash_ids``; None without any.
+    """
+    #: A block after the blocks before it, numbered.
+    chains: dict[tuple[int, int], int] = {}
+    found = 0
+    for job in jobs:
+        chain = num_found = 0
+        num_input = job.shape.num_input_tokens
+        for name in job.hash_ids[: -(-num_input // (job.block_tokens or 1))]:
+            key, before = (chain, name), len(chains)
+            chain = chains.setdefault(key, before + 1)
+            num_found += len(chains) == before
+        found += min(num_found * job.block_tokens, num_input)
+    return found / sum(job.shape.num_input_tokens for job in jobs) if chains else None
 
 
 class Prompts:

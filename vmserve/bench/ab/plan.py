@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from vmserve.bench.ab.client import Load
 from vmserve.bench.ab.experiment import Workload
-from vmserve.bench.ab.jobs import fit, with_arrivals
+from vmserve.bench.ab.jobs import fit, ideal_hit_rate, with_arrivals
 from vmserve.bench.ab.metrics import Slo
 from vmserve.bench.ab.search import RateSearch
 from vmserve.bench.ab.traces import HASH_BLOCK_TOKENS, at_rate, read_prompts, read_trace
 from vmserve.bench.ab.traffic import get_kind, text_jobs
+from vmserve.bench.lab.suite import numbers
 from vmserve.errors import ConfigurationError
 from vmserve.workloads.texts import TEXTS
 
@@ -33,7 +34,7 @@ __all__ = [
     "Source",
     "duration",
     "make_search",
-    "make_workload",
+    "make_workloads",
     "objectives",
     "sources",
 ]
@@ -48,12 +49,17 @@ _UNITS = {"s": 1.0, None: 1.0, "ms": 1e-3, "us": 1e-6}
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Load options as given; None where left out."""
+    """Load options as given; None where left out. ``concurrency``: numbers between commas."""
 
-    concurrency: int | None = None
+    concurrency: str | None = None
     rate: float | None = None
     burstiness: float | None = None
     search: bool = False
+
+    @property
+    def concurrencies(self) -> tuple[int, ...]:
+        """Raises ConfigurationError for what is no number."""
+        return () if self.concurrency is None else numbers("concurrency", self.concurrency)
 
     def check(self, slo_given: bool) -> None:
         """Raises ConfigurationError for options that exclude each other, or are of no use."""
@@ -82,7 +88,7 @@ class Source:
     name: str
     make: Callable[[int], list[Job]]
     context: int | None
-    concurrency: int | None = None
+    concurrencies: tuple[int | None, ...] = (None,)
     burstiness: float = 1.0
     has_times: bool = False
 
@@ -92,26 +98,28 @@ def sources(
     trace: Path | None,
     prompts: Path | None,
     *,
-    num_requests: int,
+    num_requests: int | None,
+    usual: int = 0,
     block_tokens: int = HASH_BLOCK_TOKENS,
     num_output_tokens: int | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> list[Source]:
     """Make sources of workloads by name, and of files. Text takes a tokenizer.
 
-    ``num_output_tokens``: of answers to texts. Raises ConfigurationError for an unknown workload or
-    a file that cannot be read.
+    ``num_requests`` None: as many as the workload was published with, else ``usual``; of a trace
+    all. ``num_output_tokens``: of answers to texts. Raises ConfigurationError for an unknown
+    workload or a file that cannot be read.
     """
     found = []
     for name in workloads:
         if name in TEXTS:
             assert tokenizer is not None
             num_output = num_output_tokens or TEXT_OUTPUT
-            found.append(_of_text(name, num_requests, num_output, tokenizer))
+            found.append(_of_text(name, num_requests or usual, num_output, tokenizer))
         else:
-            found.append(_of_kind(name, num_requests))
+            found.append(_of_kind(name, num_requests, usual))
     if trace is not None:
-        jobs = read_trace(trace, block_tokens)
+        jobs = read_trace(trace, block_tokens)[:num_requests]
         found.append(Source(trace.stem, lambda seed: jobs, None, has_times=True))
     if prompts is not None:
         assert tokenizer is not None
@@ -120,16 +128,16 @@ def sources(
     return found
 
 
-def _of_kind(name: str, num_requests: int) -> Source:
+def _of_kind(name: str, num_requests: int | None, usual: int) -> Source:
     try:
         kind: Kind = get_kind(name)
     except ValueError as error:
         raise ConfigurationError(f"--workload: {error}") from None
     return Source(
         kind.name,
-        lambda seed: kind.make(num_requests, seed),
+        lambda seed: kind.make(num_requests or kind.num_requests or usual, seed),
         kind.context,
-        kind.concurrency,
+        kind.concurrencies,
         kind.burstiness,
     )
 
@@ -145,23 +153,39 @@ def _of_text(name: str, num_requests: int, num_output: int, tokenizer: Tokenizer
     )
 
 
-def make_workload(
+def make_workloads(
     source: Source, options: LoadOptions, *, max_len: int, scale: float | None
-) -> Workload:
-    """One load for all rounds. Raises ConfigurationError for prompts that do not fit."""
+) -> list[Workload]:
+    """One load for all rounds, or one for each number of requests at once.
+
+    Raises ConfigurationError for prompts that do not fit.
+    """
     scaled = _scale(source, max_len, scale)
     burstiness = options.burstiness or source.burstiness
-    is_open = options.rate is not None or (source.has_times and options.concurrency is None)
+    concurrencies = options.concurrencies
+    is_open = options.rate is not None or (source.has_times and not concurrencies)
 
     def make(seed: int) -> list[Job]:
         jobs = fit(source.make(seed), scaled, max_len)
         return _timed(jobs, source, options.rate, burstiness, seed) if is_open else jobs
 
-    load = Load(True) if is_open else Load(False, options.concurrency or source.concurrency)
-    told = _told(source, load, options.rate, options.burstiness or source.burstiness)
-    return Workload(
-        source.name, make, load, _described(make(0), max_len=max_len, scale=scaled, load=told)
-    )
+    closed = [Load(False, each) for each in concurrencies or source.concurrencies]
+    loads = [Load(True)] if is_open else closed
+    first = make(0)
+    return [
+        Workload(
+            f"{source.name} at {load.concurrency}" if len(loads) > 1 else source.name,
+            make,
+            load,
+            _described(
+                first,
+                max_len=max_len,
+                scale=scaled,
+                load=_told(source, load, options.rate, burstiness),
+            ),
+        )
+        for load in loads
+    ]
 
 
 def make_search(
@@ -228,6 +252,7 @@ def _told(source: Source, load: Load, rate: float | None, burstiness: float) -> 
 def _described(jobs: list[Job], **more: Any) -> dict[str, Any]:
     """The first round's requests; ``num_requests`` may differ a little from round to round, where
     conversations run out of context. ``may_end``: answers may end before their last token.
+    ``ideal_hit_rate``: of a trace that names its blocks.
     """
     shapes = [job.shape for job in jobs]
     return {
@@ -236,5 +261,6 @@ def _described(jobs: list[Job], **more: Any) -> dict[str, Any]:
         "mean_output_tokens": statistics.fmean(shape.num_output_tokens for shape in shapes),
         "may_end": any(job.may_end for job in jobs),
         "decoding": sorted({str(job.decoding) for job in jobs}),
+        "ideal_hit_rate": ideal_hit_rate(jobs),
         **more,
     }

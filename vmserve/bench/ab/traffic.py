@@ -53,16 +53,17 @@ class Make(Protocol):
 class Kind:
     """``context``: what its longest requests take, in tokens; a shorter one is scaled to.
 
-    ``concurrency``: requests at once in a closed loop, None for all. ``burstiness``: of arrivals
-    in an open loop.
+    ``concurrencies``: requests at once in a closed loop, a run each; None for all. ``burstiness``:
+    of arrivals in an open loop. ``num_requests``: of a run, None where nothing was published.
     """
 
     name: str
     summary: str
     context: int
     make: Make
-    concurrency: int | None = None
+    concurrencies: tuple[int | None, ...] = (None,)
     burstiness: float = 1.0
+    num_requests: int | None = None
 
 
 def _jobs(shapes: Sequence[RequestShape], decoding: Decoding = GREEDY) -> list[Job]:
@@ -226,6 +227,31 @@ def _shuffled(jobs: list[Job], rng: np.random.Generator) -> list[Job]:
     ]
 
 
+def _hot_cold(num_requests: int, seed: int) -> list[Job]:
+    return _jobs(workloads.hot_cold(num_requests, seed))
+
+
+def _vllm_cpu(num_input: int, num_output: int) -> Kind:
+    """A test of vLLM's suite for CPUs, whose ShareGPT is ``chat`` here.
+
+    ``.buildkite/performance-benchmarks/tests/serving-tests-cpu-text.json`` of vllm-project/vllm
+    (2026): random prompts of one length, an infinite rate, greedy, end tokens ignored.
+    """
+
+    def make(num_requests: int, seed: int) -> list[Job]:
+        return [Job(RequestShape(num_input, num_output, index=i)) for i in range(num_requests)]
+
+    lengths = "" if num_input == num_output == 128 else f"-{num_input}-{num_output}"
+    return Kind(
+        f"vllm-cpu{lengths}",
+        f"vLLM's suite for CPUs: random, {num_input:,} in, {num_output:,} out, 12 to 200 at once",
+        num_input + num_output,
+        make,
+        (12, 16, 24, 32, 64, 128, 200),
+        num_requests=200,
+    )
+
+
 _ALL = (
     Kind("chat", "ShareGPT's lengths: short in, long out", 2048, _chat),
     Kind("alpaca", "Alpaca's lengths: short in, short out", 512, _alpaca),
@@ -243,13 +269,13 @@ _ALL = (
         _azure_code,
         burstiness=13.2**-2,
     ),
-    Kind("long", "single streams with arXiv summarization's lengths", 8192, _long, concurrency=1),
+    Kind("long", "single streams with arXiv summarization's lengths", 8192, _long, (1,)),
     Kind(
         "long-context",
         "single streams of 32k to 128k tokens, prompt : answer 500, 100 and 50",
         131_072 + 2_622,
         _long_context,
-        concurrency=1,
+        (1,),
     ),
     Kind(
         "shared-prefix",
@@ -262,7 +288,16 @@ _ALL = (
     Kind("beam", f"Alpaca's lengths, beam search of width {_WIDTH}", 512, _beam),
     Kind("parallel", f"Alpaca's lengths, {_WIDTH} samples of each prompt", 512, _parallel),
     Kind("sessions", "conversations with growing history, ShareGPT's turns", 8192, sessions),
-    Kind("mix", "the others together: " + ", ".join(MIX), 8192, _mix),
+    *(_vllm_cpu(*lengths) for lengths in ((128, 128), (128, 2048), (2048, 128), (2048, 2048))),
+    Kind(
+        "hot-cold",
+        "16 short prefixes that come again, and prompts that come once",
+        1024 + 256,
+        _hot_cold,
+        (96,),
+        num_requests=2500,
+    ),
+    Kind("mix", "some of the others together: " + ", ".join(MIX), 8192, _mix),
 )
 
 #: By the name that commands use.

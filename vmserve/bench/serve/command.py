@@ -14,12 +14,13 @@ from vmserve.bench import options as opt
 from vmserve.bench.ab.client import RunFailedError
 from vmserve.bench.ab.command import check_positive, fresh_output
 from vmserve.bench.ab.jobs import Prompts
-from vmserve.bench.ab.plan import LoadOptions, make_workload, objectives, sources
+from vmserve.bench.ab.plan import LoadOptions, make_workloads, objectives, sources
+from vmserve.bench.ab.traces import HASH_BLOCK_TOKENS
 from vmserve.bench.ab.traffic import KINDS, get_kind
 from vmserve.bench.lab.report import check_writable, dump, make_console, watch, write_text
 from vmserve.bench.lab.table import print_table
 from vmserve.bench.serve.client import ServedRun, Target, send_load
-from vmserve.bench.serve.results import ServedRound, document, table
+from vmserve.bench.serve.results import ServedRound, document, sweep_table, table
 from vmserve.bench.serve.server import ServerInfo, api_url, look
 from vmserve.errors import ConfigurationError
 from vmserve.workloads.texts import TEXTS
@@ -35,6 +36,8 @@ _DEFAULT_MAX_LEN = 2048
 #: First ids of a vocabulary are often special tokens or single bytes.
 _NUM_RESERVED = 100
 _WARMUP_SEED = 1_000_000
+#: Requests of a round, where the workload was not published with so many.
+_REQUESTS = 100
 
 HELP = f"""Send a workload to an OpenAI-compatible server, vmserve's or another, and time it.
 
@@ -53,6 +56,8 @@ Examples:
   vmserve bench serve --base-url http://127.0.0.1:8000 --requests 200 --rate 8
   vmserve bench serve --base-url http://127.0.0.1:8000 --workload sessions --endpoint chat
   vmserve bench serve --base-url http://127.0.0.1:8000 --concurrency 16 --rounds 6 --json a.json
+  vmserve bench serve --base-url http://127.0.0.1:8000 --workload vllm-cpu
+  vmserve bench serve --base-url http://127.0.0.1:8000 --trace mooncake.jsonl --scale 0.03125
 """
 
 
@@ -69,11 +74,17 @@ def serve_load_command(
         Literal["completions", "chat"], typer.Option(help="Prompts as token ids, or as messages.")
     ] = "completions",
     workload: Annotated[str | None, typer.Option(help="One of the above. Default: chat.")] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="JSONL of timestamp (ms), input_length, output_length, hash_ids."),
+    trace: opt.Trace = None,
+    trace_block_size: opt.TraceBlockSize = HASH_BLOCK_TOKENS,
+    num_requests: Annotated[
+        int | None,
+        typer.Option(
+            "--requests",
+            min=1,
+            help=f"Of each round. Default: {_REQUESTS}, or as the workload was published; of a "
+            "trace all.",
+        ),
     ] = None,
-    num_requests: Annotated[int, typer.Option("--requests", min=1, help="Of each round.")] = 100,
     rounds: Annotated[
         int, typer.Option(min=1, help="Runs that count, each with requests of its own.")
     ] = 1,
@@ -165,24 +176,38 @@ def serve_load_command(
         trace,
         None,
         num_requests=num_requests,
+        usual=_REQUESTS,
+        block_tokens=trace_block_size,
     )
     if more:
         raise ConfigurationError("--workload and --trace exclude each other: give one")
     server = look(target.base_url, model, target.headers)
     target = _with_model(target, server)
-    made = make_workload(found, load, max_len=_context(max_len, server), scale=scale)
+    made = make_workloads(found, load, max_len=_context(max_len, server), scale=scale)
     json_path = _writable(json_path, output)
-    with watch(1 + rounds) as progress:
-        client = _Client(target, made, vocab_size, progress)
-        client.warm_up(warmup, _WARMUP_SEED + seed)
-        measured = [
-            ServedRound.of(
-                index, seed + index, client.round(index, seed + index), slo, price_per_hour
+    paths = [json_path]
+    if len(made) > 1:
+        at_once = [each.load.concurrency for each in made]
+        paths = [json_path.with_stem(f"{json_path.stem}-{number}") for number in at_once]
+    measured: list[list[ServedRound]] = []
+    with watch(1 + rounds * len(made)) as progress:
+        for place, one_workload in enumerate(made):
+            client = _Client(target, one_workload, vocab_size, progress)
+            if place == 0:
+                client.warm_up(warmup, _WARMUP_SEED + seed)
+            # Prompts of its own for each, of which no cache has anything.
+            seeds = range(seed + place * rounds, seed + (place + 1) * rounds)
+            measured.append(
+                [
+                    ServedRound.of(index, each, client.round(index, each), slo, price_per_hour)
+                    for index, each in enumerate(seeds)
+                ]
             )
-            for index in range(rounds)
-        ]
     console = make_console()
-    print_table(console, table(server, made, measured))
+    if len(made) > 1:
+        print_table(console, sweep_table(server, list(zip(made, measured, strict=True))))
+    else:
+        print_table(console, table(server, made[0], measured[0]))
     options = {
         "endpoint": endpoint,
         "seed": seed,
@@ -198,8 +223,9 @@ def serve_load_command(
         "retry": retry,
         "extra_body": dict(target.extra_body),
     }
-    write_text(json_path, dump(document(options, server, made, slo, measured)))
-    console.print(f"written: {json_path}")
+    for path, one_workload, served in zip(paths, made, measured, strict=True):
+        write_text(path, dump(document(options, server, one_workload, slo, served)))
+        console.print(f"written: {path}")
 
 
 class _Client:

@@ -20,13 +20,31 @@ if TYPE_CHECKING:
     from vmserve.bench.serve.client import ServedRun
     from vmserve.bench.serve.server import ServerInfo
 
-__all__ = ["SCHEMA", "SCHEMA_VERSION", "ServedRound", "document", "notes", "table"]
+__all__ = [
+    "SCHEMA",
+    "SCHEMA_VERSION",
+    "ServedRound",
+    "document",
+    "notes",
+    "sweep_table",
+    "table",
+]
 
 SCHEMA = "vmserve-bench-serve"
 #: Raised when a reader of older files would misread newer ones.
 SCHEMA_VERSION = 1
 #: Share of one core above which the client's own work may show in the latencies.
 _BUSY_CLIENT = 0.7
+#: Columns of a sweep, as ``vllm bench serve`` names them, and how many of them a metric's unit has.
+_SWEEP = (
+    ("Request throughput (req/s)", "requests_per_s", 1),
+    ("Output token throughput (tok/s)", "output_tokens_per_s", 1),
+    *(
+        (f"{title} {name} (ms)", f"{metric}_{statistic}_s", 1000)
+        for name, metric in (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"))
+        for title, statistic in (("Median", "p50"), ("P99", "p99"))
+    ),
+)
 #: Mean delay in sending that is worth a word.
 _LATE_CLIENT_S = 0.005
 
@@ -44,6 +62,9 @@ class ServedRound:
     ) -> ServedRound:
         # The processor time is the client's and says nothing of the server.
         metrics = {**summarize(run.record, slo, price), "cpu_s": None}
+        if found := sum(one.num_cached_tokens for one in run.record.requests):
+            asked = sum(one.num_input_tokens for one in run.record.requests)
+            metrics["prefix_hit_rate"] = found / asked
         if run.failures and metrics["goodput_share"] is not None:
             num_good = metrics["goodput_share"] * len(run.record.requests)
             num_all = len(run.record.requests) + len(run.failures)
@@ -105,6 +126,8 @@ def table(server: ServerInfo, workload: Workload, rounds: Sequence[ServedRound])
     num_ok = sum(len(one.run.record.requests) for one in rounds)
     num_failed = sum(len(one.run.failures) for one in rounds)
     rows += [("requests answered", f"{num_ok:,}"), ("requests failed", f"{num_failed:,}")]
+    if (ideal := described["ideal_hit_rate"]) is not None:
+        rows.append(("prefix cache hits without a limit", f"{ideal:.1%}"))
     title = (
         f"{server.model}, {workload.name}: {described['num_requests']} requests, "
         f"{described['mean_input_tokens']:.0f} tokens in and "
@@ -113,11 +136,42 @@ def table(server: ServerInfo, workload: Workload, rounds: Sequence[ServedRound])
     return Table(title, ("", server.model), tuple(rows), " ".join(notes(rounds)))
 
 
-def notes(rounds: Sequence[ServedRound]) -> list[str]:
-    """Notes on failures and deviations; empty if there were none."""
+def sweep_table(
+    server: ServerInfo, measured: Sequence[tuple[Workload, Sequence[ServedRound]]]
+) -> Table:
+    """A row for each number of requests at once; medians if there are several rounds.
+
+    Metrics mean what they do in ``vllm bench serve``.
+    """
+    rows = []
+    for workload, rounds in measured:
+        values = [median([one.metrics[name] for one in rounds]) for _, name, _ in _SWEEP]
+        cells = [
+            "-" if value is None else f"{value * factor:,.2f}"
+            for value, (_, _, factor) in zip(values, _SWEEP, strict=True)
+        ]
+        rows.append((str(workload.load.concurrency), *cells))
+    workload, rounds = measured[0]
+    described = workload.described
+    title = (
+        f"{server.model}, {workload.name.rpartition(' at ')[0]}: {described['num_requests']} "
+        f"requests each, {described['mean_input_tokens']:.0f} tokens in and "
+        f"{described['mean_output_tokens']:.0f} out on average"
+    )
+    told = notes([one for _, rounds in measured for one in rounds], num_rounds=len(rounds))
+    columns = ("Maximum request concurrency", *(title for title, _, _ in _SWEEP))
+    return Table(title, columns, tuple(rows), " ".join(told))
+
+
+def notes(rounds: Sequence[ServedRound], num_rounds: int | None = None) -> list[str]:
+    """Notes on failures and deviations; empty if there were none.
+
+    ``num_rounds``: behind each figure; None: all of them.
+    """
     lines = []
-    if len(rounds) > 1:
-        lines.append(f"Medians of {len(rounds)} rounds.")
+    num_rounds = len(rounds) if num_rounds is None else num_rounds
+    if num_rounds > 1:
+        lines.append(f"Medians of {num_rounds} rounds.")
     statuses: Counter[str] = Counter()
     messages: dict[str, str] = {}
     for one in rounds:
