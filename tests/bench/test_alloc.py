@@ -26,6 +26,7 @@ from vmserve.bench.alloc.command import (
     alloc_command,
     chosen_sections,
 )
+from vmserve.bench.alloc.idle import layouts, measure
 from vmserve.bench.alloc.prefill import Prefiller
 from vmserve.bench.alloc.replay import (
     CONTEXT_TOKENS,
@@ -426,6 +427,29 @@ def test_quick_batch_and_waste(tmp_path: Path) -> None:
         for row in systems:
             assert sum(row["percent"].values()) == pytest.approx(100)
             assert row["ours"] == (not row["system"].startswith("reserve"))
+
+
+@pytest.mark.parametrize(("pages", "regime", "most"), [
+    ("all layers, the default on a GPU", "paged", 1.1),
+    ("each layer, the default on a host", "paged", 1.1),
+    ("each layer, the default on a host", "virtual", 1.1),
+    ("each layer's K and V, 2 MiB each", "paged", reference.KVCACHED_IDLE_OVER_FLOOR),
+])  # fmt: skip
+def test_an_idle_pool_holds_little_more_than_what_it_keeps(
+    pages: str, regime: Any, most: float
+) -> None:
+    """With a tenth of the requests; all of them: benchmarks/alloc/README.md."""
+    layout = layouts()[pages]
+    found = measure(layout, regime, 250, seed=0)
+    assert found["preemptions"] == 0
+    assert found["hit_blocks"] > 250  # the hot prefixes were found
+    for state in ("idle", "bounded"):
+        count = found[state]
+        packed = count["cached_blocks"] / layout.blocks_per_page
+        assert count["over_floor"] == pytest.approx(count["pages"] / packed)
+        assert 1 <= count["over_floor"] <= most
+    bound = reference.KVCACHED_CACHED_TOKENS
+    assert found["bounded"]["pages"] == bound // layout.page_tokens < found["idle"]["pages"]
 
 
 def test_plots(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ Nothing here needs a model: the C++ core and a page driver are driven directly.
 
 from __future__ import annotations
 
-from vmserve.bench.alloc import bandwidth, batch, bookkeeping, calls, prefill, steps, waste
+from vmserve.bench.alloc import bandwidth, batch, bookkeeping, calls, idle, prefill, steps, waste
 from vmserve.bench.alloc.section import Options
 from vmserve.bench.lab.suite import Suite
 
@@ -22,6 +22,7 @@ SUITE = Suite[Options](
         "bandwidth": bandwidth.run,
         "batch": batch.run,
         "waste": waste.run,
+        "idle": idle.run,
         "bookkeeping": bookkeeping.run,
     },
     packages=("vmserve", "numpy"),

@@ -4,6 +4,8 @@
   with PagedAttention", SOSP 2023.
 * vAttention: Prabhu et al., "vAttention: Dynamic Memory Management for Serving LLMs without
   PagedAttention", arXiv 2405.04437; measured on an NVIDIA A100.
+* kvcached: ``benchmarks/bench_idle_footprint/README.md`` of ovg-project/kvcached at 5315e343;
+  measured on an NVIDIA L40.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "KVCACHED_CACHED_TOKENS",
+    "KVCACHED_IDLE_OVER_FLOOR",
     "OPT_13B_TOKEN_BYTES",
     "PAGED_ATTENTION_USED_PERCENT_ABOVE",
     "PAPER_EXISTING_USED_PERCENT",
@@ -44,6 +48,11 @@ VATTENTION_SPIKE_MS = (5.0, 20.0)
 VATTENTION_MAX_BATCH: Mapping[int, tuple[int, int, int]] = MappingProxyType(
     {2 << 20: (187, 203, 56), 64 << 10: (240, 258, 68)}
 )
+
+#: kvcached: tokens that its prefix cache keeps at most, and the memory of an idle instance over
+#: that of as many tokens: 22 pages over 16 (38 and 75 in earlier versions).
+KVCACHED_CACHED_TOKENS = 16_000
+KVCACHED_IDLE_OVER_FLOOR = 1.4
 
 #: K and V of one token in OPT-13B, by arithmetic: 2 x 40 layers x 5,120 x 2 bytes.
 OPT_13B_TOKEN_BYTES = 2 * 40 * 5120 * 2
