@@ -3,6 +3,7 @@
     python benchmarks/scale/run.py check     # the light replica against the real engine
     python benchmarks/scale/run.py limits    # the highest rates under a limit of TTFT, 16 replicas
     python benchmarks/scale/run.py scale     # 1,000 replicas, a million requests
+    python benchmarks/scale/run.py trace --trace PATH   # hits of a trace such as Mooncake's
 
 Writes ``results/<part>.json`` beside this file.
 """
@@ -13,12 +14,15 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from workloads import Workload, workloads
+from workloads import Workload, of_trace, workloads
 
+from vmserve.bench.ab.jobs import ideal_hit_rate
+from vmserve.bench.ab.traces import read_trace
 from vmserve.router.policy import Policy, Router
 from vmserve.simulation import SimulatedEngine, SimulationConfig
 from vmserve.simulation.devices import LLAMA_8B_A100 as DEVICE
@@ -26,6 +30,7 @@ from vmserve.simulation.fleet import (
     PIECE_TOKENS,
     EngineReplica,
     FleetRun,
+    Job,
     KnownCaches,
     Replica,
     replay,
@@ -42,8 +47,8 @@ TTFT_LIMIT_S = 2.0
 SATURATING_RATE = 12.0
 
 
-def light(num: int) -> dict[str, Replica]:
-    return {str(i): LightReplica(DEVICE.profile, CACHE_PIECES) for i in range(num)}
+def light(num: int, cache_pieces: int = CACHE_PIECES) -> dict[str, Replica]:
+    return {str(i): LightReplica(DEVICE.profile, cache_pieces) for i in range(num)}
 
 
 def real(num: int) -> dict[str, Replica]:
@@ -60,28 +65,35 @@ def serve(
     rate: float,
     seed: int = 0,
 ) -> tuple[FleetRun, float]:
+    """``num`` requests and ``rate`` are for each replica."""
+    jobs = workload.jobs(num * len(replicas), rate * len(replicas), seed)
+    return routed(replicas, jobs, policy)
+
+
+def routed(
+    replicas: dict[str, Replica], jobs: Iterable[Job], policy: str, pieces: int = CACHE_PIECES
+) -> tuple[FleetRun, float]:
     """Returns the run and the seconds that it took. ``policy`` "known": prefix, with caches known.
 
-    ``num`` requests and ``rate`` are for each replica.
+    ``pieces``: of each replica's cache.
     """
     known = KnownCaches(replicas) if policy == "known" else None
     kind: Policy = "prefix" if policy == "known" else policy  # type: ignore[assignment]
     router = Router(kind, block_tokens=1, table=known)
     for name in replicas:
-        router.join(name, CACHE_PIECES)
-    jobs = workload.jobs(num * len(replicas), rate * len(replicas), seed)
+        router.join(name, pieces)
     began = time.perf_counter()
     run = replay(replicas, router, jobs, known=known)
     return run, time.perf_counter() - began
 
 
-def figures(run: FleetRun, num_replicas: int) -> dict[str, Any]:
-    ttft = run.ttft(SKIP)
+def figures(run: FleetRun, num_replicas: int, skip: float = SKIP) -> dict[str, Any]:
+    ttft = run.ttft(skip)
     return {
-        "finished_per_second": round(run.finished_per_second(SKIP) / num_replicas, 3),
+        "finished_per_second": round(run.finished_per_second(skip) / num_replicas, 3),
         "ttft_p50_s": round(float(np.median(ttft)), 4),
         "ttft_p99_s": round(float(np.quantile(ttft, 0.99)), 4),
-        "hit_rate": round(run.hit_rate(SKIP), 4),
+        "hit_rate": round(run.hit_rate(skip), 4),
         "imbalance": round(float(np.mean(run.imbalances)), 3),
         "reasons": run.reasons,
     }
@@ -160,10 +172,29 @@ def scale(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def trace(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every request counts: a cache without a limit begins empty, too."""
+    requests = read_trace(arguments.trace)[: arguments.num]
+    ideal = ideal_hit_rate(requests)
+    rows = []
+    for times in arguments.caches:
+        pieces = times * CACHE_PIECES
+        for policy in (*POLICIES, "known"):
+            replicas = light(arguments.replicas, pieces)
+            run, seconds = routed(replicas, of_trace(requests), policy, pieces)
+            rows.append(
+                row(requests=len(requests), caches=times, policy=policy,
+                    **figures(run, arguments.replicas, 0), ideal_hit_rate=round(ideal or 0, 4),
+                    seconds=round(seconds))
+            )  # fmt: skip
+    return rows
+
+
 PARTS = {
     "check": (check, {"replicas": 4, "num": 150, "prefixes": 150, "rates": [2.0, 4.0]}),
     "limits": (limits, {"replicas": 16, "seconds": 120.0, "prefixes": 600}),
     "scale": (scale, {"replicas": 1000, "num": 1000, "prefixes": 37500, "rates": [2.0, 4.0]}),
+    "trace": (trace, {"replicas": 16, "caches": [1, 16, 1000]}),
 }
 
 
@@ -171,7 +202,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("--replicas", type=int)
-    parser.add_argument("--num", type=int, help="requests for each replica")
+    parser.add_argument("--num", type=int, help="requests for each replica; of a trace in all")
+    parser.add_argument("--trace", type=Path, help="JSONL as Mooncake's, with hash_ids")
+    parser.add_argument("--caches", type=int, nargs="+", help="of a trace: times the device's")
     parser.add_argument("--prefixes", type=int, help="of the workload with many")
     parser.add_argument("--rates", type=float, nargs="+", help="requests a second for each replica")
     parser.add_argument("--workloads", nargs="+", choices=[each.name for each in workloads(1)])
@@ -179,6 +212,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="of virtual time that requests come")
     parser.add_argument("--name", help="of the file of results; the part's by default")
     arguments = parser.parse_args()
+    if (arguments.part == "trace") != (arguments.trace is not None):
+        parser.error("--trace PATH goes with the part trace")
     run, defaults = PARTS[arguments.part]
     for key, value in defaults.items():
         if getattr(arguments, key) is None:
@@ -186,7 +221,8 @@ def main() -> int:
     rows = run(arguments)
     path = Path(__file__).parent / "results" / f"{arguments.name or arguments.part}.json"
     path.parent.mkdir(exist_ok=True)
-    asked = {key: value for key, value in vars(arguments).items() if key not in ("part", "name")}
+    unsaid = ("part", "name", "trace")
+    asked = {key: value for key, value in vars(arguments).items() if key not in unsaid}
     path.write_text(
         json.dumps({"simulated": True, "device": DEVICE.name, **asked, "rows": rows}, indent=1)
         + "\n"

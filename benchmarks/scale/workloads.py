@@ -11,7 +11,9 @@ import numpy as np
 from vmserve.simulation.fleet import PIECE_TOKENS, Job
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from vmserve.bench.ab.jobs import Job as Request
 
 #: llm-d-benchmark #1908: 2,048 tokens shared and 256 of one's own; its control without reuse has
 #: 2,300 in and 128 out.
@@ -68,6 +70,24 @@ class Workload:
 
 def _take(fresh: count[int], num: int) -> list[int]:
     return [next(fresh) for _ in range(num)]
+
+
+def of_trace(requests: Sequence[Request]) -> Iterator[Job]:
+    """A trace's requests at its own times; the pieces of a block are named after it.
+
+    Raises ValueError for a request without ``hash_ids`` for all of its prompt, and for blocks that
+    are no whole number of pieces.
+    """
+    for request in requests:
+        shape, each = request.shape, request.block_tokens // PIECE_TOKENS
+        pieces = [name * each + part for name in request.hash_ids for part in range(each)]
+        num = -(-shape.num_input_tokens // PIECE_TOKENS)
+        if len(pieces) < num or request.block_tokens % PIECE_TOKENS:
+            raise ValueError(
+                f"{request.source}: hash_ids of blocks of a multiple of {PIECE_TOKENS} tokens have "
+                "to name all of the prompt"
+            )
+        yield Job(pieces[:num], shape.num_output_tokens, shape.arrival_s)
 
 
 def workloads(prefixes: int) -> list[Workload]:

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from benchmarks.scale.workloads import of_trace
+from vmserve.bench.ab.jobs import Job as Request
+from vmserve.bench.ab.jobs import ideal_hit_rate
 from vmserve.router.policy import Policy, Router
 from vmserve.simulation import SimulatedEngine, SimulationConfig
 from vmserve.simulation.devices import LLAMA_8B_A100
 from vmserve.simulation.fleet import PIECE_TOKENS, EngineReplica, Job, Replica, replay
 from vmserve.simulation.light import LightReplica
+from vmserve.workloads.shapes import RequestShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,6 +111,34 @@ def test_a_full_cache_forgets_the_least_recently_used_pieces() -> None:
     replay({"a": replica}, router, asked)
     # The third one uses the first pieces, so the fourth pushes out the second's.
     assert [job.num_cached for job in asked] == [0, 0, 9, 0, 9, 4]
+
+
+def request(num_input: int, at: float, *hash_ids: int) -> Request:
+    shape = RequestShape(num_input, 4, at)
+    return Request(shape, hash_ids=hash_ids, block_tokens=512, source="t.jsonl:1")
+
+
+def test_one_cache_without_a_limit_finds_what_a_trace_repeats() -> None:
+    trace = [
+        request(1100, 0.0, 0, 1, 2),
+        request(2048, 10.0, 0, 1, 4, 5),
+        request(700, 20.0, 0, 6),
+        request(1536, 30.0, 0, 1, 4),
+    ]
+    asked = list(of_trace(trace))
+    assert [len(job.pieces) for job in asked] == [18, 32, 11, 24]
+    run = replay({"a": light()}, _router_of("a"), asked)
+    # Of a prompt that is there the last piece is computed again.
+    assert [job.num_cached for job in run.jobs] == [0, 16, 8, 23]
+    ideal = ideal_hit_rate(trace)
+    assert ideal == (1024 + 512 + 1536) / (1100 + 2048 + 700 + 1536)
+    assert run.hit_rate(0) == pytest.approx(ideal, abs=0.02)
+
+
+def test_a_trace_has_to_name_its_blocks() -> None:
+    for wrong in (request(1100, 0.0, 0, 1), request(9, 0.0)):
+        with pytest.raises(ValueError, match=r"t\.jsonl:1: hash_ids"):
+            list(of_trace([wrong]))
 
 
 def _router_of(*names: str) -> Router:
