@@ -85,8 +85,8 @@ class EngineClient(Protocol):
     ``stats`` is as of the engine's last word, ``fetch_stats`` of now. ``num_running`` and
     ``max_num_running``, requests that run and that can at most, cost nothing to ask for.
     ``retry_seconds``: how long after its death, at least, an engine is started again; None: not by
-    itself. ``identity`` changes with the weights and with settings that can change an answer's bits;
-    empty: unknown.
+    itself. ``identity`` changes with the weights and with settings that can change the bits of an
+    answer; empty: unknown.
     """
 
     @property
