@@ -31,6 +31,7 @@ ENVIRONMENTS = {
 UNUSED = {
     "openvino-export": ("torchvision",),
     "vllm": ("torchaudio", "torchcodec", "torchvision"),
+    "vllm-zen": ("torchaudio", "torchcodec", "torchvision"),
 }
 #: The bindings alone: the libraries come from :func:`build_llama_cpp`, which builds a server too.
 #: A variable, as pip 23 ignores ``--config-settings`` for what a requirement file names.
@@ -81,6 +82,8 @@ def ensure(engine: str, cache_dir: Path, say: Say, isa: str = "") -> Environment
     if engine == "vmserve":
         return Environment(Path(sys.executable), {ISA_VARIABLE: isa} if isa else {}, {})
     name = ENVIRONMENTS[engine]
+    if engine == "vllm" and is_zen(processor()):
+        name = "vllm-zen"
     if engine == "transformers" and is_installed_here(name):
         return Environment(Path(sys.executable), {}, {})
     if engine == "llama.cpp":
@@ -194,10 +197,15 @@ def stamp_path(directory: Path, name: str) -> Path:
 
 
 def processor() -> str:
-    """Model and instructions: native code for one processor may not run on another."""
+    """Maker, model and instructions: native code for one processor may not run on another."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    wanted = ("model name", "flags", "Features")
+    wanted = ("vendor_id", "model name", "flags", "Features")
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+
+
+def is_zen(cpuinfo: str) -> bool:
+    """Whether vLLM takes AMD's kernels on a processor, if they are installed: its own rule."""
+    return "AuthenticAMD" in cpuinfo and "avx512" in cpuinfo
 
 
 def run(command: Sequence[str], log: Path, added: Mapping[str, str] | None = None) -> None:

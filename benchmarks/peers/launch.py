@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +64,17 @@ def variables(
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
         }
-        # The OpenMP that vLLM asks for: its package brings it, but does not load it.
-        library = environment.python.parent.parent / "lib" / "libiomp5.so"
-        if library.exists():
-            found["LD_PRELOAD"] = str(library)
+        if libraries := preloaded(environment.python.parent.parent / "lib"):
+            found["LD_PRELOAD"] = ":".join(libraries)
     return found
+
+
+def preloaded(directory: Path) -> list[str]:
+    """What vLLM's guide has users load: an allocator that the system may have, and the OpenMP that
+    its package brings into ``directory``, but does not load."""
+    allocator = find_library("tcmalloc_minimal")
+    openmp = directory / "libiomp5.so"
+    return [*([allocator] if allocator else []), *([str(openmp)] if openmp.exists() else [])]
 
 
 def run_engine(

@@ -60,6 +60,8 @@ def computes_in(results: Json) -> list[tuple[str, str]]:
             told = facts["computes_in"]
             if "kv_cache" in facts:
                 told += f"; KV cache {facts['kv_cache']}"
+            for name, value in facts.get("settings", {}).items():
+                told += f"; {name.replace('_', ' ')} {value}"
             found[run["subject"]] = told
     return list(found.items())
 

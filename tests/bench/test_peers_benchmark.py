@@ -113,6 +113,22 @@ def test_peer_without_weights_means_those_of_8_and_16_bit(peers: dict[str, Modul
     assert (batch.weights, batch.options) == ("bf16", {"batch_size": 32})
 
 
+def test_vllm_is_set_up_as_its_guide_says(
+    peers: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    is_zen = peers["environments"].is_zen
+    assert is_zen("vendor_id : AuthenticAMD\nflags : avx2 avx512f")
+    assert not is_zen("vendor_id : AuthenticAMD\nflags : avx2")
+    assert not is_zen("vendor_id : GenuineIntel\nflags : avx512f")
+    launch = peers["launch"]
+    monkeypatch.setattr(launch, "find_library", lambda name: f"lib{name}.so.4")
+    assert launch.preloaded(tmp_path) == ["libtcmalloc_minimal.so.4"]
+    (tmp_path / "libiomp5.so").touch()
+    assert launch.preloaded(tmp_path)[1:] == [str(tmp_path / "libiomp5.so")]
+    monkeypatch.setattr(launch, "find_library", lambda name: None)
+    assert launch.preloaded(tmp_path) == [str(tmp_path / "libiomp5.so")]
+
+
 @pytest.mark.parametrize("text", ["sglang", "vllm:q8_0", "vllm:bf16:eager"])
 def test_peer_that_there_is_not(peers: dict[str, ModuleType], text: str) -> None:
     with pytest.raises(ValueError, match=r"choose from|the weights of vllm are bf16"):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from importlib import metadata
 from typing import Any
 
 import torch
 import vllm
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from engines.stepped import run_all
@@ -28,10 +31,18 @@ class VllmEngine:
         self._next_number = 0
         dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
         cache = self._engine.vllm_config.cache_config.cache_dtype
+        versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+        if current_platform.is_zen_cpu():
+            versions["zentorch"] = metadata.version("zentorch")
         self.facts = {
             "computes_in": dtype,
             "kv_cache": dtype if cache == "auto" else cache,
-            "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
+            "versions": versions,
+            "settings": {
+                "block_size": self._engine.vllm_config.cache_config.block_size,
+                "tcmalloc": "yes" if "tcmalloc" in os.environ.get("LD_PRELOAD", "") else "no",
+                "zentorch": "yes" if current_platform.is_zen_cpu() else "no",
+            },
         }
 
     def prepare(self, requests: list[Json]) -> None:
