@@ -120,7 +120,8 @@ class Member:
 
     ``is_chosen``: whether the router may choose it. ``unstarted`` and ``questions``: what waits for
     it, and is given up when it is suspected: requests without a token if another takes them.
-    ``noted``: its state as of the last change; None: it is no member yet, or no longer.
+    ``noted``: its state as of the last change; None: it is no member yet, or no longer;
+    ``identity``: as of the last change.
     """
 
     name: str
@@ -128,6 +129,7 @@ class Member:
     is_draining: bool = False
     is_chosen: bool = False
     noted: MemberState | None = None
+    identity: str = ""
     requests: set[object] = field(default_factory=set)
     unstarted: set[asyncio.Future[Any]] = field(default_factory=set)
     questions: set[asyncio.Future[Any]] = field(default_factory=set)
@@ -160,6 +162,9 @@ class FleetLLM:
         self._names = map(str, itertools.count())
         #: Who has the requests that have a name.
         self._homes: dict[str, Member] = {}
+        #: The members' identity, and all of them where machines differ: any may answer.
+        self.identity = ""
+        self._identities: Counter[str] = Counter()
         #: How many members are in each state, and in which one are those that take requests.
         self._states: Counter[MemberState] = Counter()
         self._takers: MemberState = "suspect"
@@ -184,11 +189,6 @@ class FleetLLM:
     @property
     def members(self) -> list[Member]:
         return list(self._members.values())
-
-    @property
-    def identity(self) -> str:
-        """The members', and all of them where machines differ: any may answer."""
-        return "+".join(sorted({member.client.identity for member in self._members.values()}))
 
     def _add(self, client: Replica) -> Member:
         _check_same(self._facts, client.facts())
@@ -223,9 +223,12 @@ class FleetLLM:
         before, member.noted = member.noted, None
         if before is not None:
             self._states[before] -= 1
+            self._identities -= Counter([member.identity])
         if member.name in self._members:
-            member.noted = member.state
+            member.noted, member.identity = member.state, member.client.identity
             self._states[member.noted] += 1
+            self._identities[member.identity] += 1
+        self.identity = "+".join(sorted(self._identities))
         takers: MemberState = "ready" if self._states["ready"] else "suspect"
         concerned = [member] if takers == self._takers else self.members
         self._takers = takers
