@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -56,11 +57,16 @@ class MemoryReturn:
     def __init__(self) -> None:
         self._before = _own_bytes()
 
-    def give_back(self) -> None:
-        """Call it when there is nothing to do: it may take tens of milliseconds."""
+    def give_back(self, forget: Callable[[], None] = lambda: None) -> None:
+        """Call it when there is nothing to do: it may take tens of milliseconds.
+
+        ``forget`` empties caches of small objects, which were made among those that are gone and
+        keep their memory.
+        """
         # Less than before counts too: then it was called while there was something to do.
         if abs(_own_bytes() - self._before) < _MUCH:
             return
+        forget()
         gc.collect()
         trim_memory()
         self._before = _own_bytes()

@@ -108,6 +108,9 @@ class ByteTokenizer:
     def to_json(self) -> str:
         raise NotImplementedError("ByteTokenizer cannot be loaded in another process")
 
+    def forget(self) -> None:
+        """There are no caches."""
+
     def token_str(self, token_id: int) -> str:
         return self.specials.get(token_id) or f"<0x{token_id - FIRST_BYTE:02X}>"
 

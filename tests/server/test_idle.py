@@ -21,11 +21,12 @@ def test_memory_goes_back_when_it_grew_and_when_it_shrank(monkeypatch: pytest.Mo
     has, trims = [100], list[int]()
     monkeypatch.setattr(host_arrays, "_own_bytes", lambda: has[0] * MIB)
     monkeypatch.setattr(host_arrays, "trim_memory", lambda: trims.append(has[0]))
+    forgets: list[int] = []
     memory = MemoryReturn()
     for now in (110, 400, 401, 300, 301):  # 400: while there is still something to do
         has[0] = now
-        memory.give_back()
-    assert trims == [400, 300]
+        memory.give_back(lambda: forgets.append(has[0]))
+    assert trims == forgets == [400, 300]
 
 
 def test_processes_end_after_the_last_request(
@@ -33,7 +34,7 @@ def test_processes_end_after_the_last_request(
 ) -> None:
     monkeypatch.setattr(idle_module, "_IDLE_SECONDS", 0.05)
     given: list[bool] = []
-    monkeypatch.setattr(MemoryReturn, "give_back", lambda _: given.append(True))
+    monkeypatch.setattr(MemoryReturn, "give_back", lambda _, forget: given.append(not forget()))
     running = start(ScriptedEngine())
     large = {"prompt": "Hi", "z": "z" * 2 * MOST_BYTES_IN_THREAD}
     assert running.post("/tokenize", large).status_code == 200

@@ -67,7 +67,7 @@ class ServerContext:
         self.bodies = BodyBytes()
         self.processes = AsideProcesses()
         self.workers = Workers(lambda: sum(each.admission.most_held for each in models))
-        self.idle = IdleWork(self.processes, self.workers)
+        self.idle = IdleWork(self.processes, self.workers, self._forget)
 
     async def model_of(self, request: Request, asked: NamesModel) -> ServedModel:
         """Return the model that ``asked`` names, which counts as used until the request ends.
@@ -104,6 +104,11 @@ class ServerContext:
         visit: Visit = request.state.visit
         size = visit.num_bytes if size is None else size
         return await self.workers.run(visit.tenant, work, size)
+
+    def _forget(self) -> None:
+        for served in self.models:
+            if served.is_loaded:
+                served.engine.tokenizer.forget()
 
     def close(self) -> None:
         self.workers.close()

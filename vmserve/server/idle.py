@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from vmserve.host_arrays import MemoryReturn
@@ -19,9 +20,13 @@ _IDLE_SECONDS: Final = 5.0
 class IdleWork:
     """Waits for requests to be over. Belongs to one event loop."""
 
-    def __init__(self, processes: AsideProcesses, workers: Workers) -> None:
+    def __init__(
+        self, processes: AsideProcesses, workers: Workers, forget: Callable[[], None]
+    ) -> None:
+        """``forget`` empties caches; it is called on another thread."""
         self._processes = processes
         self._workers = workers
+        self._forget = forget
         self._due: asyncio.TimerHandle | None = None
         self._last = 0.0
         self._memory = MemoryReturn()
@@ -46,7 +51,7 @@ class IdleWork:
 
     def _give_back(self) -> None:
         self._processes.close_idle()
-        self._memory.give_back()
+        self._memory.give_back(self._forget)
 
     def close(self) -> None:
         if self._due is not None:

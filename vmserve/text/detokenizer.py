@@ -31,6 +31,11 @@ class TokenTable:
         self._pieces: dict[int, str | bytes] = {}
         self._bytes: dict[int, int | None] = {}
 
+    def forget(self) -> None:
+        """Empty the caches. Any thread may call it."""
+        self._pieces.clear()
+        self._bytes.clear()
+
     def piece(self, token_id: int) -> str | bytes:
         """The text of a byte-level token, or its bytes if they are not valid UTF-8."""
         found = self._pieces.get(token_id)

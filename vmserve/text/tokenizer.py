@@ -342,6 +342,11 @@ class Tokenizer:
             return "".join(map(detokenizer.push, known)) + detokenizer.flush()
         return text
 
+    def forget(self) -> None:
+        """Empty the caches of texts, which fill again. Any thread may call it."""
+        self._strings.clear()
+        self.table.forget()
+
     def token_str(self, token_id: int) -> str:
         """The vocabulary's string of an id (``Ġthe``); empty for an unknown id."""
         return (self._backend.id_to_token(token_id) or "") if token_id >= 0 else ""
