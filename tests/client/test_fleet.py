@@ -533,13 +533,16 @@ def test_when_all_are_suspected_requests_still_go_somewhere() -> None:
     run(test)
 
 
-def test_a_request_whose_own_step_is_long_is_not_moved_for_ever() -> None:
+@pytest.mark.parametrize(("stream", "moves"), [(False, 1), (True, 3)])
+def test_a_request_whose_own_step_is_long_is_not_moved_for_ever(stream: bool, moves: int) -> None:
+    """What is not streamed may be nearly done when its engine is suspected."""
+
     async def test() -> None:
         engines = [Engine(), Engine()]
         speak = [held(engine) for engine in engines]
         fleet = fleet_of(*engines)
-        reading = asyncio.create_task(text_of(ask(fleet)))
-        for turn in range(3):
+        reading = asyncio.create_task(text_of(ask(fleet, stream=stream)))
+        for turn in range(moves):
             await until(lambda: any(engine.running for engine in engines))
             at = next(engine for engine in engines if engine.running)
             at.suspect()
@@ -550,7 +553,7 @@ def test_a_request_whose_own_step_is_long_is_not_moved_for_ever() -> None:
         for event in speak:
             event.set()
         assert await reading == "hello"
-        assert fleet.stats()["router_failovers_total"] == 3
+        assert fleet.stats()["router_failovers_total"] == moves
 
     run(test)
 

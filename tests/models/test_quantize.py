@@ -283,10 +283,12 @@ def test_a_run_that_is_ended_leaves_nothing_and_a_killed_one_until_the_next(tmp_
     with begin() as run:
         with pytest.raises(ConfigurationError, match="out: another run writes it"):
             quantize(resolve_model(None), output, 8)
-        assert len(list(tmp_path.iterdir())) == 1
+        [left] = tmp_path.iterdir()
         run.kill()
+    (tmp_path / "elsewhere").mkdir()
+    (left / "link").symlink_to(tmp_path / "elsewhere")
     quantize(resolve_model(None), output, 8)
-    assert list(tmp_path.iterdir()) == [output]
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "elsewhere", output]
     assert (output / "model.safetensors").stat().st_size > len(b"half")
     umask = os.umask(0)
     os.umask(umask)

@@ -8,10 +8,12 @@ import socket
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 
 from vmserve.parallel import meeting
 from vmserve.parallel.launched import Placement
+from vmserve.parallel.link import TcpLink
 
 
 class Store(dict[str, Any]):
@@ -19,6 +21,25 @@ class Store(dict[str, Any]):
         return self[name].encode()
 
     set = dict.__setitem__
+
+
+def framed(message: Any) -> bytes:
+    data = msgspec.msgpack.encode(message)
+    return len(data).to_bytes(4, "little") + data
+
+
+def test_a_message_that_comes_in_pieces() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        theirs = socket.create_connection(listener.getsockname())
+        ours, _ = listener.accept()
+    link, data = TcpLink(ours), framed([1, "two"])
+    ours.settimeout(60)
+    with contextlib.closing(link), theirs:
+        theirs.sendall(data[:6])
+        rest = threading.Timer(0.1, theirs.sendall, [data[6:]])
+        rest.start()
+        assert link.receive() == ([1, "two"], [])
+        rest.join()
 
 
 def test_strangers_keep_no_rank_waiting(
@@ -32,7 +53,8 @@ def test_strangers_keep_no_rank_waiting(
     assert "node7 is 127.0.0.1 here, which other machines cannot reach: set MASTER" in caplog.text
     where = "127.0.0.1", int(store["rank-0"].split()[0])
     with contextlib.closing(host), contextlib.ExitStack() as stack:
-        for said in (*[b""] * 70, b"GET / HTTP/1.1\r\n\r\n", b"\1\0\0\0\x2a"):
+        odd = [framed({"refused": value}) for value in (1, ["ValueError", "x", None])]
+        for said in (*[b""] * 70, b"GET / HTTP/1.1\r\n\r\n", b"\1\0\0\0\x2a", *odd):
             stack.enter_context(socket.create_connection(where)).sendall(said)
         socket.create_connection(where).close()
 

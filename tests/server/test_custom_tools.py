@@ -115,6 +115,31 @@ def test_an_input_in_pieces(size: int) -> None:
     assert "".join(map(reader.feed, pieces)) == "\ufffdx\ufffd\n\ufffd"
 
 
+def test_an_input_that_is_no_json_or_was_cut_off() -> None:
+    def read(text: str) -> str:
+        reader = InputText()
+        return reader.feed(text) + reader.finish()
+
+    begin = '{"input" : "'
+    assert [read(begin[:cut]) for cut in range(len(begin) + 1)] == [""] * (len(begin) + 1)
+    assert [read(begin + text) for text in ("a\\", "a\\u00", "a\\ud83d\\u")] == ["a"] * 3
+    assert read(begin + 'C:\\path\\new"}') == 'C:\\path\\new"}'
+    assert read("just text") == "just text"
+
+
+def test_a_call_with_an_empty_input_is_a_call(start: Start) -> None:
+    tool = {"type": "custom", "custom": {"name": "word", "format": {"type": "grammar", "grammar": {
+        "syntax": "lark", "definition": '?start: "a"?'}}}}  # fmt: skip
+    running = start(ScriptedEngine(""))
+    body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
+    [answer] = running.ok(CHAT, body)["choices"]
+    [call] = answer["message"]["tool_calls"]
+    assert (call["custom"], answer["finish_reason"]) == (
+        {"name": "word", "input": ""},
+        "tool_calls",
+    )
+
+
 def test_what_is_enforced(start: Start) -> None:
     engine = ScriptedEngine("{}")
     running = start(engine)
@@ -124,7 +149,8 @@ def test_what_is_enforced(start: Start) -> None:
         structured = engine.requests[-1][1].structured_outputs
         return None if structured is None else structured.constraint
 
-    assert constraint([custom("word")], WORD) == ("grammar", LARK)
+    # Marked as Lark: what its rules look like does not decide.
+    assert constraint([custom("word")], WORD) == ("grammar", f"%llguidance {{}}\n{LARK}")
     kind, text = constraint(TOOLS, RUN)
     assert (kind, json.loads(text)["properties"]) == ("json", {"input": {"type": "string"}})
     date = {"type": "custom", "custom": {"name": "date"}}
@@ -210,7 +236,7 @@ def test_formats_of_responses(start: Start) -> None:
     assert (call["type"], call["input"]) == ("custom_tool_call", "aab")
     structured = engine.requests[-1][1].structured_outputs
     assert structured is not None
-    assert structured.constraint == ("grammar", LARK)
+    assert structured.constraint == ("grammar", f"%llguidance {{}}\n{LARK}")
 
 
 @pytest.mark.parametrize(

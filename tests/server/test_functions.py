@@ -112,6 +112,7 @@ def test_calls_and_results_in_the_conversation_are_those_of_tools(start: Start) 
          r"functions\[0\].parameters must be a JSON schema"),
         ({"function_call": "required"}, "function_call", 'must be "none", "auto" or'),
         ({"function_call": {"name": "other"}}, "function_call", "function_call: there is no"),
+        ({"function_call": {"name": "my_tools"}}, "function_call", "no tool 'my_tools'"),
         ({"functions": None, "function_call": "auto"}, "function_call", "needs functions"),
         ({"tools": []}, "functions", "goes without tools"),
         ({"tool_choice": "auto"}, "functions", "goes without tool_choice"),

@@ -428,6 +428,16 @@ def test_a_model_whose_engine_is_dead_does_not_wake_until_it_is_back(
     assert change(server, "wake", model="a")["state"] == "ready"
 
 
+def test_a_model_whose_engine_died_for_good_can_be_put_to_sleep(
+    serve: Callable[..., Running],
+) -> None:
+    engine = ScriptedEngine("alpha")
+    server = serve(served("a", engine), admin_api_key="admin")
+    engine.errored = True
+    change(server, "sleep", model="a")
+    assert engine.stopped  # which makes it forget that it died
+
+
 def test_a_model_that_failed_can_be_put_to_sleep(serve: Callable[..., Running]) -> None:
     loading = Loading(ScriptedEngine("beta"))
     loading.go.set()

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from vmserve.models import resolve_model
 from vmserve.structured.grammar import to_grammar
+from vmserve.structured.schemas import rewritten
 from vmserve.structured.spec import StructuredOutputsParams
 from vmserve.text.tokenizer import load_tokenizer
 from vmserve.tools.forced import forced_calls
@@ -124,6 +125,26 @@ def test_there_is_a_limit_to_what_a_short_schema_makes() -> None:
     names = {str(i): ["x"] for i in range(5)}
     kept = StructuredOutputsParams(json={"dependentRequired": names}).constraint
     assert "dependentRequired" in to_grammar(kept)  # which is refused by its name
+
+
+def test_what_is_written_for_a_schema_is_in_proportion_to_it() -> None:
+    long = {"enum": [letter * 60_000 for letter in "abc"]}
+    sets = {str(i): {**UNIQUE, "items": {"$ref": "#/$defs/x"}} for i in range(16)}
+    schema = {"type": "object", "properties": sets, "$defs": {"x": long}}
+    changed, left_out = rewritten(schema)
+    assert (changed["$defs"], left_out) == (schema["$defs"], ["uniqueItems"])
+    assert len(json.dumps(changed)) <= len(json.dumps(schema))
+    few = {"properties": {str(i): {**UNIQUE, "items": {"enum": list("abcd")}} for i in range(8)}}
+    tools = [{"function": {"name": f"f{i}", "parameters": few}} for i in range(4)]
+    assert forced_calls(tools, parallel=False).grammar.count("prefixItems") == 16 * 24  # type: ignore[union-attr]
+
+
+def test_references_into_a_set(matches: Matches) -> None:
+    properties = {"a": {**UNIQUE, "items": ABC}, "b": {"$ref": "#/properties/a/items"}}
+    params = StructuredOutputsParams(json={"type": "object", "properties": properties})
+    assert matches(params, '{"a": ["a", "b"], "b": "c"}')
+    assert not matches(params, '{"a": ["a", "a"], "b": "c"}')
+    assert not matches(params, '{"a": [], "b": "d"}')
 
 
 class Colour(enum.Enum):

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 _SUSPECT_PART = 0.5
 #: Time that an engine has to end after :class:`Shutdown`.
 _END_SECONDS = 10.0
+#: What every step tells of.
+_COUNTS = ("num_requests_running", "num_requests_waiting")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +223,7 @@ class ProcessLLM(ClientCore):
         """The engine's metrics now. During a long step and after its death: those last known."""
         try:
             async with asyncio.timeout(1.0):
-                self._know({**await self.ask("stats"), **self._own_stats()})
+                self._learn(await self.ask("stats"))
         except (TimeoutError, EngineDeadError):
             pass
         return self._stats
@@ -232,13 +234,19 @@ class ProcessLLM(ClientCore):
         Raises :class:`~vmserve.errors.EngineDeadError` if there is no engine.
         """
         taken = msgspec.convert(await self.ask("snapshot"), EngineSnapshot)
-        self._know({**taken.stats, **self._own_stats()})
+        self._learn(taken.stats)
         return dataclasses.replace(taken, stats=dict(self._stats))
 
     @property
     def num_running(self) -> int:
         """Requests that ran as of the engine's last word."""
         return int(self._stats.get("num_requests_running", 0))
+
+    def _learn(self, stats: Mapping[str, float | int]) -> None:
+        """Take the figures of an answer. Requests are counted by steps: an answer may be read
+        after those that came behind it, and after the engine's end."""
+        counts = {name: self._stats[name] for name in _COUNTS if name in self._stats}
+        self._stats = {**stats, **self._own_stats(), **counts}
 
     def _know(self, stats: dict[str, float | int]) -> None:
         more = int(stats.get("num_requests_running", 0)) - self.num_running

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -163,14 +164,16 @@ def _appearing(output: Path) -> Iterator[Path]:
     What a killed run has left there is removed first. Raises
     :class:`~vmserve.errors.ConfigurationError` if one that lives writes it.
     """
-    made = output.with_name(f".{output.name}.partial")
+    # By host: over a network file system a lock may hold on one of them alone.
+    made = output.with_name(f".{output.name}.{socket.gethostname()}.vmserve-partial")
     made.mkdir(parents=True, exist_ok=True)
     directory = os.open(made, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         lock_for_writing(directory, made, output)
         try:
             for left in made.iterdir():
-                shutil.rmtree(left) if left.is_dir() else left.unlink()
+                is_directory = left.is_dir() and not left.is_symlink()
+                shutil.rmtree(left) if is_directory else left.unlink()
             yield made
             made.rename(output)
         except BaseException as error:

@@ -127,8 +127,13 @@ class TcpLink:
 
     def _read(self, num_bytes: int) -> bytes:
         """As many bytes; none at the end."""
-        data = self.sock.recv(num_bytes, socket.MSG_WAITALL) if num_bytes else b""
-        return data if len(data) == num_bytes else b""
+        data = b""
+        while len(data) < num_bytes:  # with a time limit on the socket MSG_WAITALL does not wait
+            more = self.sock.recv(num_bytes - len(data), socket.MSG_WAITALL)
+            if not more:
+                return b""
+            data += more
+        return data
 
 
 class ByteWire:

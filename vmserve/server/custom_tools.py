@@ -12,6 +12,10 @@ from vmserve.errors import InvalidRequestError
 __all__ = ["CustomTool", "InputText", "calls_as_functions", "custom_tool", "function_of"]
 
 _BEGIN: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+#: What was cut off before the input.
+_BEGUN: Final = re.compile(r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?')
+#: An escape that was cut off, or half of a pair.
+_HALF: Final = re.compile(r"\\(?:u[\da-fA-F]{0,4})?(?:\\(?:u[\da-fA-F]{0,3})?)?")
 #: The part of a JSON string that can be decoded: no half of an escape, or of a pair of surrogates.
 _WHOLE: Final = re.compile(
     r"""(?:[^"\\]|\\["\\/bfnrt]|\\u(?![dD][89abAB])[\da-fA-F]{4}"""
@@ -141,7 +145,10 @@ class InputText:
         return decoded.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
     def finish(self) -> str:
-        return "" if self._is_inside else self._held
+        if self._is_over or (not self._is_inside and _BEGUN.fullmatch(self._held)):
+            return ""
+        # No JSON, as a model may write where nothing is enforced; half an escape is cut off.
+        return "" if self._is_inside and _HALF.fullmatch(self._held) else self._held
 
 
 def _whole_end(text: str) -> int:

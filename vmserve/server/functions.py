@@ -43,10 +43,12 @@ def with_tools(body: ChatCompletionRequest) -> ChatCompletionRequest:
 def in_old_words(error: InvalidRequestError) -> InvalidRequestError:
     """The error that such tools have, with the names that the request has for them."""
     text = str(error)
-    for new, old in _OLD_WORDS.items():
-        text = text.replace(new, old)
-    param = error.param or ""
-    return InvalidRequestError(text.replace(".function.", "."), _OLD_WORDS.get(param, param))
+    for new, old in _OLD_WORDS.items():  # at its begin alone: the rest has the client's names
+        if text.startswith(new):
+            text = old + text.removeprefix(new).replace(".function.", ".", 1)
+            break
+    param = error.param
+    return InvalidRequestError(text, None if param is None else _OLD_WORDS.get(param, param))
 
 
 def messages_with_tools(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

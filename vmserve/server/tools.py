@@ -79,7 +79,9 @@ def tool_use(body: ChatCompletionRequest, parser: str, *, are_told: bool) -> Too
     if given is body:
         return _tool_use(body, parser, are_told)
     try:
-        return replace(_tool_use(given, parser, are_told), are_functions=True)
+        use = _tool_use(given, parser, are_told)
+        named = use.structured and replace(use.structured, param="functions")
+        return replace(use, are_functions=True, structured=named)
     except InvalidRequestError as error:
         raise in_old_words(error) from error
 
@@ -153,10 +155,13 @@ def _use_of(
 
 def _input_alone(tools: list[Tool], tool: CustomTool, parallel: bool, short_ids: bool) -> ToolUse:
     """The answer is the input of ``tool``: no grammar of JSON texts has a grammar within."""
+    grammar = tool.definition
+    if "%llguidance" not in grammar:
+        grammar = "%llguidance {}\n" + grammar  # so that it is not taken for GBNF
     return ToolUse(
         tools,
-        lambda: NamedCallParser(tool.name),
-        StructuredOutputsParams(grammar=tool.definition, param="tools"),
+        lambda: NamedCallParser(tool.name, may_be_empty=True),
+        StructuredOutputsParams(grammar=grammar, param="tools"),
         parallel=parallel,
         short_ids=short_ids,
         is_input=True,

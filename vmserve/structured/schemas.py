@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, Final
 
-__all__ = ["mentions_rewritten", "rewritten"]
+__all__ = ["MOST_EXPANDED", "mentions_rewritten", "rewritten"]
 
 #: Keywords that are written otherwise.
 _REWRITTEN: Final = ("uniqueItems", "dependentRequired")
@@ -16,8 +16,10 @@ _LISTS: Final = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _SINGLE: Final = ("additionalProperties", "items")
 #: A list of n different values has n! orders, each of which is an alternative of the grammar.
 _MOST_VALUES: Final = 4
-#: Of a schema, so that a short one makes no long grammar.
-_MOST_EXPANDED: Final = 16
+#: Of a schema, or of all tools' together, so that short ones make no long grammar.
+MOST_EXPANDED: Final = 16
+#: Characters of the values, each of which is written n! times: schemas may refer to long ones.
+_MOST_CHARS: Final = 128
 #: Alternatives double with each.
 _MOST_DEPENDENT: Final = 4
 #: What a schema of a few values may have beside them.
@@ -30,21 +32,21 @@ def mentions_rewritten(text: str) -> bool:
     return any(f'"{name}"' in text for name in _REWRITTEN)
 
 
-def rewritten(schema: Any) -> tuple[Any, list[str]]:
+def rewritten(schema: Any, most_expanded: int = MOST_EXPANDED) -> tuple[Any, list[str]]:
     """The schema as the grammar enforces it, and the keywords that were left out of it.
 
     ``uniqueItems`` of up to four known values becomes a list of their orders; of other items it is
     left out, since a grammar cannot remember them. ``dependentRequired`` becomes alternatives.
     """
-    rewriter = _Rewriter(schema)
+    rewriter = _Rewriter(schema, most_expanded)
     changed = rewriter.node(schema)
     return changed, ["uniqueItems"] if rewriter.leaves_out else []
 
 
 class _Rewriter:
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, most_expanded: int) -> None:
         self._root = root
-        self._num_expanded = 0
+        self._num_left = most_expanded
         self.leaves_out = False
 
     def node(self, schema: Any) -> Any:
@@ -71,13 +73,15 @@ class _Rewriter:
             return
         values = self._values(node.get("items"))
         is_free = not node.keys() & {"anyOf", "prefixItems"}
-        if values is None or not is_free or self._num_expanded == _MOST_EXPANDED:
+        if values is None or not is_free or self._num_left == 0:
             self.leaves_out = True
             return
-        self._num_expanded += 1
-        del node["items"]
+        self._num_left -= 1  # "items" stays: others may refer to it
         node["anyOf"] = [
-            {"prefixItems": [{"const": value} for value in order], "items": False}
+            {
+                "prefixItems": [{"const": value} for value in order],
+                "items": False,
+            }
             for order in itertools.permutations(values)
         ]
 
@@ -96,7 +100,9 @@ class _Rewriter:
         if others or kind not in _KINDS or items.get("type", _KINDS[kind]) != _KINDS[kind]:
             return None  # 1 and 1.0 would be one value
         values = list(dict.fromkeys(values))
-        return values if len(values) <= _MOST_VALUES else None
+        if len(values) > _MOST_VALUES or sum(len(str(value)) for value in values) > _MOST_CHARS:
+            return None
+        return values
 
     def _target(self, reference: str) -> Any:
         """What a reference within the document refers to, as ``#/$defs/Color``."""

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vmserve.structured.schemas import rewritten
+from vmserve.structured.schemas import MOST_EXPANDED, rewritten
 from vmserve.structured.spec import StructuredOutputsParams
 from vmserve.tools.base import CallArguments, CallBegins, Event, JsonEnd
 
@@ -49,9 +49,10 @@ def call_rules(
     """
     options = {**_JSON_OPTIONS, "lenient": lenient}
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
+    most = MOST_EXPANDED // len(tools)
     for i, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"], ensure_ascii=False)
-        schema = rewritten(parameters_of(tool))[0] | {"x-guidance": options}
+        schema = rewritten(parameters_of(tool), most)[0] | {"x-guidance": options}
         head = _quoted(f"{begin}{_NAME}{name}{_ARGUMENTS}")
         rules.append(f"call_{i}: {head} arguments_{i} {_quoted('}' + end)}")
         rules.append(f"arguments_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
@@ -64,10 +65,11 @@ def _quoted(text: str) -> str:
 
 
 class NamedCallParser:
-    """All of the text is the arguments of the function ``name``."""
+    """All of the text is the arguments of the function ``name``, which ``may_be_empty``."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, may_be_empty: bool = False) -> None:
         self._name = name
+        self._may_be_empty = may_be_empty
         self._has_begun = False
 
     def feed(self, text: str) -> list[Event]:
@@ -78,7 +80,7 @@ class NamedCallParser:
         return [*events, CallArguments(text)]
 
     def finish(self) -> list[Event]:
-        return []
+        return [CallBegins(self._name)] if self._may_be_empty and not self._has_begun else []
 
 
 class ForcedCallParser:

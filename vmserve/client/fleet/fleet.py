@@ -50,7 +50,8 @@ MemberState = Literal["ready", "draining", "suspect", "down"]
 #: So many engines may die under a request before it fails: it may be what kills them.
 _MOST_DEATHS = 3
 #: So often may a request leave an engine that is suspected: its own step may be what takes long.
-_MOST_MOVES = 3
+#: What is not streamed may be nearly done: it moves once.
+_MOST_MOVES, _MOST_MOVES_WHOLE = 3, 1
 #: Engines that are asked for their figures in one turn of the event loop.
 _ASKED_AT_ONCE = 16
 _SILENT = "nothing was heard of the engine for too long"
@@ -366,6 +367,7 @@ class FleetLLM:
         end = None if terms.timeout is None else time.monotonic() + terms.timeout
         is_accepted = has_tokens = False
         num_deaths = num_moves = 0
+        most_moves = _MOST_MOVES if terms.stream else _MOST_MOVES_WHOLE
         while True:
             member = self._choose(encoded, terms)
             try:
@@ -375,7 +377,7 @@ class FleetLLM:
                     )
                     async with contextlib.aclosing(outputs):
                         while not has_tokens:
-                            if num_moves < _MOST_MOVES:
+                            if num_moves < most_moves:
                                 output = await self._begin(member, outputs)
                             else:
                                 output = await anext(outputs, None)

@@ -73,7 +73,8 @@ def join_engines(
             taken = next((each for each in absent.values() if isinstance(each, TakenError)), None)
             if clients:
                 break
-            if taken is None or time.monotonic() >= end:
+            # One that was taken may start again as its server leaves it.
+            if (taken is None and not told) or time.monotonic() >= end:
                 raise taken or next(iter(absent.values()))
             if not told:
                 logger.warning("%s; waiting up to %g s for it", taken, wait_seconds)

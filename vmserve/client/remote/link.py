@@ -69,6 +69,7 @@ class Link:
         self.address = place if isinstance(place, str) else "an unknown address"
         self._key = key
         self._sock: socket.socket | None = None
+        self._is_closed = False
         self._received: deque[FromEngine] = deque()
 
     def wait_ready(self, progress: Callable[[str, int, int], None]) -> Ready:
@@ -95,6 +96,9 @@ class Link:
             why = "no answer" if isinstance(error, TimeoutError) else error.strerror or error
             raise EngineDeadError(f"no engine at {self.address}: {why}") from error
         self._sock = sock
+        if self._is_closed:  # by another thread, while there was no connection to close
+            sock.close()
+            raise EngineDeadError("the connection was closed meanwhile")
         try:
             prepare_socket(sock)
             keys = greet_engine(sock, self._key)
@@ -155,6 +159,7 @@ class Link:
         return 0
 
     def close(self) -> None:
+        self._is_closed = True
         self.kill()
         if self._sock is not None:
             self._sock.close()

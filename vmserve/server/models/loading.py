@@ -13,7 +13,7 @@ from vmserve.client.lending import KVPool
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.config import CPU_KV_SHARE, LEAST, MIN_KV_BYTES, EngineConfig
 from vmserve.engine.weights import model_weight_bytes
-from vmserve.errors import ConfigurationError, VmserveError
+from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
 from vmserve.server.auth import KeyRing
 from vmserve.server.config import ServerConfig
@@ -130,7 +130,8 @@ async def share_memory(served: ServedModel) -> KVPool:
 
 def _pool_bytes(shared: Mapping[str, Any], specs: Sequence[ModelSpec]) -> int:
     """Return how much memory the KV caches of all models have together: what is asked, or a share
-    of what the weights of all leave.
+    of what weights leave. Of the models that load at their first request the largest counts: they
+    need not be awake together.
 
     On a CPU, weights and caches that are more than is free are logged as a warning, as those of a
     single model are. Raises :class:`~vmserve.errors.ConfigurationError`.
@@ -148,7 +149,9 @@ def _pool_bytes(shared: Mapping[str, Any], specs: Sequence[ModelSpec]) -> int:
     known = {spec.name: _weight_bytes(spec) for spec in specs}
     weights = {name: num_bytes for name, num_bytes in known.items() if num_bytes is not None}
     left = free - sum(weights.values())
-    size = max(MIN_KV_BYTES, int(CPU_KV_SHARE * left))
+    lasting = sum(weights.get(spec.name, 0) for spec in specs if spec.preload)
+    largest = max((weights.get(spec.name, 0) for spec in specs if not spec.preload), default=0)
+    size = max(MIN_KV_BYTES, int(CPU_KV_SHARE * (free - lasting - largest)))
     if given is not None:
         size = parse_size(given, "kv_cache_memory")
     else:
@@ -176,6 +179,6 @@ def _pool_bytes(shared: Mapping[str, Any], specs: Sequence[ModelSpec]) -> int:
 
 def _weight_bytes(spec: ModelSpec) -> int | None:
     """None for a model that is not at hand, or cannot be used: loading it says why."""
-    with contextlib.suppress(VmserveError, OSError):
+    with contextlib.suppress(Exception):
         return model_weight_bytes(EngineConfig.from_options(dict(spec.engine)))
     return None

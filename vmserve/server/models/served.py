@@ -274,10 +274,11 @@ class ServedModel:
         """End the engine's process; running requests have ``timeout`` seconds, and later ones wake
         the model again."""
         async with self._changing:
-            was_ready, self._state = self._state == "ready", "asleep"
+            has_process = self._state == "ready" or self.is_dead
+            self._state = "asleep"
             self._failure = None  # what failed is not tried again before its next request
             self.forgive()
-            if was_ready:
+            if has_process:
                 await self._end(timeout)
         logger.info("the model %s sleeps", self.name)
 
