@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vmserve import _core
+from vmserve import LLM, _core
 from vmserve.config import CPU_KV_SHARE, EngineConfig, resolve
 from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
@@ -138,6 +138,12 @@ def test_the_cap_counts_weights_as_they_are_kept(
     [record] = caplog.records
     assert "14.96 GiB of weights" in record.getMessage()
     assert "more than the 8 GiB that are free (in a test)" in record.getMessage()
+
+
+@pytest.mark.parametrize("max_len", [2, 100, 257, 1000])
+def test_the_cap_holds_the_whole_context(max_len: int) -> None:
+    with LLM(dtype="float32", max_num_seqs=1, max_model_len=max_len) as llm:
+        assert llm.stats()["limit_pages"] * llm.stats()["page_tokens"] >= max_len
 
 
 def test_on_a_gpu_the_cap_is_what_the_share_leaves(model: ModelConfig) -> None:

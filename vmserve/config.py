@@ -51,6 +51,8 @@ AsyncScheduling = Literal["auto", "on", "off"]
 #: Share of the memory available at start that the KV cache may grow to on a CPU. The rest is for
 #: weights, activations and other processes.
 CPU_KV_SHARE = 0.4
+#: Whole pages of any size that is a default on a CPU.
+_WHOLE_PAGES_TOKENS = 256
 #: Smallest cap chosen when memory is short. A cap that is too small fails at start, with the size
 #: needed; growing beyond the memory that exists is a recoverable error.
 MIN_KV_BYTES = 64 << 20
@@ -807,6 +809,13 @@ def _kv_limit_bytes(
     token_bytes = 4 * model.kv_elements
     # Heads that are fewer than the ranks are those of several.
     token_bytes *= max(1, config.tensor_parallel_size // model.kv_heads)
-    share = max(MIN_KV_BYTES, int(CPU_KV_SHARE * free))
+    # Pages of a sequence are its own, also the last.
+    tokens = -(-max_len // _WHOLE_PAGES_TOKENS) * _WHOLE_PAGES_TOKENS
     # A checkpoint of a state lies beside the state itself.
-    return min(share, num_slots * (max_len * token_bytes + 2 * model.state_bytes))
+    most = num_slots * (tokens * token_bytes + 2 * model.state_bytes)
+    return min(default_kv_bytes(free), most)
+
+
+def default_kv_bytes(free: int) -> int:
+    """What KV caches may take on a CPU if nobody says it: a share of the memory that is free."""
+    return max(MIN_KV_BYTES, int(CPU_KV_SHARE * free))

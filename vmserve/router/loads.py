@@ -30,9 +30,6 @@ class Loads:
     def __len__(self) -> int:
         return len(self._of)
 
-    def __getitem__(self, member: int) -> float:
-        return self._of[member]
-
     def set(self, member: int, load: float | None) -> None:
         """Note the load of one member; None: it takes no requests."""
         before = self._of.pop(member, None)

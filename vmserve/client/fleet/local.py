@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.process_llm import ProcessLLM, Supervision
-from vmserve.config import CPU_KV_SHARE
+from vmserve.config import default_kv_bytes
 from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
 from vmserve.router.policy import Policy
@@ -93,6 +93,6 @@ def _total(options: dict[str, Any]) -> int:
     if given is not None:
         return parse_size(given, "kv_cache_memory")
     free, whose = available_memory()
-    total = int(CPU_KV_SHARE * free)
+    total = default_kv_bytes(free)
     logger.info("KV caches of up to %s for all engines (free: %s)", format_size(total), whose)
     return total

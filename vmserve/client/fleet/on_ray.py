@@ -24,7 +24,7 @@ from vmserve.client.messages import Refused
 from vmserve.client.process_llm import Supervision
 from vmserve.client.remote.host import EngineHost
 from vmserve.client.remote.remote_llm import RemoteLLM
-from vmserve.config import CPU_KV_SHARE, EngineConfig
+from vmserve.config import EngineConfig, default_kv_bytes
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 from vmserve.logs import configure_logging
@@ -296,7 +296,7 @@ def _listen(options: dict[str, Any], key: bytes, num_cpus: int, per_node: int) -
     if per_node > 1 and "kv_cache_memory" not in options:
         options = {
             **options,
-            "kv_cache_memory": int(CPU_KV_SHARE * available_memory()[0]) // per_node,
+            "kv_cache_memory": default_kv_bytes(available_memory()[0]) // per_node,
         }
     engine = LLMEngine(EngineConfig.from_options(options))
     node = _ray().util.get_node_ip_address()

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from vmserve.client.lending import KVPool
 from vmserve.client.process_llm import ProcessLLM, Supervision
-from vmserve.config import CPU_KV_SHARE, LEAST, MIN_KV_BYTES, EngineConfig
+from vmserve.config import CPU_KV_SHARE, LEAST, EngineConfig, default_kv_bytes
 from vmserve.engine.weights import model_weight_bytes
 from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
@@ -151,7 +151,7 @@ def _pool_bytes(shared: Mapping[str, Any], specs: Sequence[ModelSpec]) -> int:
     left = free - sum(weights.values())
     lasting = sum(weights.get(spec.name, 0) for spec in specs if spec.preload)
     largest = max((weights.get(spec.name, 0) for spec in specs if not spec.preload), default=0)
-    size = max(MIN_KV_BYTES, int(CPU_KV_SHARE * (free - lasting - largest)))
+    size = default_kv_bytes(free - lasting - largest)
     if given is not None:
         size = parse_size(given, "kv_cache_memory")
     else:
