@@ -176,3 +176,6 @@ def test_sets_in_enforced_calls(matches: Matches) -> None:
     call = '[{"name": "f", "arguments": {"colours": %s, "flags": [], "kind": []}}]'
     assert matches(params, call % '["red", "blue"]')
     assert not matches(params, call % '["red", "red"]')
+    assert params.unenforced == []
+    tagged = {"function": {"name": "g", "parameters": Tagged.model_json_schema()}}
+    assert forced_calls([tool, tagged], parallel=False).unenforced == ["uniqueItems"]

@@ -66,8 +66,7 @@ class ServerContext:
         self.tracing = None if endpoint is None else Tracing(endpoint)
         self.bodies = BodyBytes()
         self.processes = AsideProcesses()
-        # A model that was never loaded does not say what it can run.
-        self.workers = Workers(lambda: max(64, sum(each.admission.most_held for each in models)))
+        self.workers = Workers(lambda: sum(each.admission.most_held for each in models))
         self.idle = IdleWork(self.processes, self.workers, self._forget)
 
     async def model_of(self, request: Request, asked: NamesModel) -> ServedModel:

@@ -34,7 +34,8 @@ class StructuredOutputsParams:
     of Rust's regex crate, without look-around; it holds for the whole answer. ``choice``: texts,
     one of which is the answer. ``grammar``: EBNF as in llama.cpp's GBNF, with a rule ``root``, or
     Lark's, with a rule ``start``. ``json_object``: any JSON object. ``param``: the client's
-    name for it, for the error of one that cannot be compiled.
+    name for it, for the error of one that cannot be compiled; ``left_out``: keywords of schemas
+    that whoever wrote ``grammar`` left out of it.
 
     Raises :class:`~vmserve.errors.InvalidRequestError` for wrong types and sizes. Whether it can
     be compiled is found out when the request comes to the engine.
@@ -46,6 +47,7 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     param: str = field(default=_PARAM, compare=False)
+    left_out: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         given = [name for name in NAMES if getattr(self, name) not in (None, False)]
@@ -91,12 +93,12 @@ class StructuredOutputsParams:
     def unenforced(self) -> list[str]:
         """Keywords of the JSON schema that an answer need not follow. Takes long: run it aside."""
         if self.json is None:
-            return []
+            return list(self.left_out)
         assert isinstance(self.json, str)
         return rewritten(json.loads(self.json))[1] if mentions_rewritten(self.json) else []
 
 
-NAMES = tuple(each.name for each in fields(StructuredOutputsParams) if each.name != "param")
+NAMES = tuple(each.name for each in fields(StructuredOutputsParams) if each.compare)
 
 
 def _check_schema(value: object) -> str:

@@ -35,28 +35,32 @@ def named_call(tool: Mapping[str, Any]) -> StructuredOutputsParams:
 def forced_calls(tools: Sequence[Mapping[str, Any]], *, parallel: bool) -> StructuredOutputsParams:
     """One call or, with ``parallel``, at least one, as a JSON list."""
     start = f'start: "[" call{f" ({_quoted(_NEXT)} call)*" if parallel else ""} "]"'
-    rules = [start, *call_rules(tools, begin="", end="", lenient=False)]
-    return StructuredOutputsParams(grammar="\n".join(rules) + "\n", param="tools")
+    rules, left_out = call_rules(tools, begin="", end="", lenient=False)
+    text = "\n".join([start, *rules]) + "\n"
+    return StructuredOutputsParams(grammar=text, param="tools", left_out=left_out)
 
 
 def call_rules(
     tools: Sequence[Mapping[str, Any]], *, begin: str, end: str, lenient: bool
-) -> list[str]:
+) -> tuple[list[str], tuple[str, ...]]:
     """Rules of Lark's grammars for ``call``: ``{"name": ..., "arguments": {...}}`` of one of the
-    tools, between ``begin`` and ``end``.
+    tools, between ``begin`` and ``end``; and the keywords of their schemas that are left out.
 
     ``lenient``: what a schema asks for and cannot be enforced is left out instead of an error.
     """
     options = {**_JSON_OPTIONS, "lenient": lenient}
     rules = ["call: " + " | ".join(f"call_{i}" for i in range(len(tools)))]
     most = MOST_EXPANDED // len(tools)
+    left_out: set[str] = set()
     for i, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"], ensure_ascii=False)
-        schema = rewritten(parameters_of(tool), most)[0] | {"x-guidance": options}
+        schema, names = rewritten(parameters_of(tool), most)
+        left_out.update(names)
+        schema = schema | {"x-guidance": options}
         head = _quoted(f"{begin}{_NAME}{name}{_ARGUMENTS}")
         rules.append(f"call_{i}: {head} arguments_{i} {_quoted('}' + end)}")
         rules.append(f"arguments_{i}: %json {json.dumps(schema, ensure_ascii=False)}")
-    return rules
+    return rules, tuple(sorted(left_out))
 
 
 def _quoted(text: str) -> str:

@@ -43,7 +43,7 @@ def optional_calls(tools: Tools, *, parallel: bool) -> StructuredOutputsParams |
         "start: " + ("(begin call)* TEXT" if parallel else "TEXT | begin call"),
         f'begin[lazy]: TEXT "{BEGIN}"',
         "TEXT: /(.|\\n)*/",
-        *call_rules(tools, begin="\n", end=f"\n{END}", lenient=True),
+        *call_rules(tools, begin="\n", end=f"\n{END}", lenient=True)[0],
     ]
     try:
         return StructuredOutputsParams(grammar="\n".join(rules) + "\n", param="tools")
