@@ -129,6 +129,10 @@ def ask(
     return fleet.serve(Prompt(None, prompt or [5] * 9), HELLO, request_id=name, terms=terms)
 
 
+async def all_of(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in outputs]
+
+
 async def text_of(outputs: AsyncIterator[RequestOutput]) -> str:
     return "".join([choice.text async for output in outputs for choice in output.outputs])
 
@@ -175,15 +179,10 @@ def test_a_request_without_a_token_outlives_its_engine(stream: bool) -> None:
         one, other = Engine(), Engine()
         one.pause, one.pause_after = asyncio.Event(), 0
         fleet = fleet_of(one, other)
-        outputs: list[RequestOutput] = []
-
-        async def read() -> None:
-            outputs.extend([output async for output in ask(fleet, stream=stream)])
-
-        reading = asyncio.create_task(read())
+        reading = asyncio.create_task(all_of(ask(fleet, stream=stream)))
         await until(lambda: bool(one.running))
         one.kill()
-        await reading
+        outputs = await reading
         assert "".join(choice.text for each in outputs for choice in each.outputs) == "hello"
         assert sum(not each.outputs for each in outputs) == int(stream)  # accepted once
         assert fleet.stats()["router_failovers_total"] == 1
@@ -455,15 +454,10 @@ def test_a_request_that_has_not_begun_leaves_an_engine_that_is_suspected(stream:
         one, other = Engine(), Engine()
         speak = held(one)
         fleet = fleet_of(one, other)
-        outputs: list[RequestOutput] = []
-
-        async def read() -> None:
-            outputs.extend([output async for output in ask(fleet, stream=stream)])
-
-        reading = asyncio.create_task(read())
+        reading = asyncio.create_task(all_of(ask(fleet, stream=stream)))
         await until(lambda: bool(one.running))
         one.suspect()
-        await reading
+        outputs = await reading
         speak.set()
         await asyncio.sleep(0)
         assert "".join(choice.text for each in outputs for choice in each.outputs) == "hello"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import stat
 from array import array
@@ -116,7 +115,7 @@ class Output:
         """Replace the file by one without them, so that a kill leaves one or the other."""
         fd = os.open(self._beside, _FLAGS | os.O_EXCL, 0o666)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_for_writing(fd, self._beside, self._path)
             os.fchmod(fd, stat.S_IMODE(os.fstat(self._fd).st_mode))
             with open(fd, "wb", closefd=False) as file:
                 file.writelines(line for line, reply in self._replies() if reply.succeeded)

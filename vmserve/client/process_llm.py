@@ -248,9 +248,10 @@ class ProcessLLM(ClientCore):
         counts = {name: self._stats[name] for name in _COUNTS if name in self._stats}
         self._stats = {**stats, **self._own_stats(), **counts}
 
-    def _know(self, stats: dict[str, float | int]) -> None:
-        more = int(stats.get("num_requests_running", 0)) - self.num_running
-        self._stats = stats
+    def _count(self, num_running: int, num_waiting: int) -> None:
+        more = num_running - self.num_running
+        self._stats["num_requests_running"] = num_running
+        self._stats["num_requests_waiting"] = num_waiting
         if more:
             self.on_running(more)
 
@@ -373,7 +374,7 @@ class ProcessLLM(ClientCore):
         if self.lender is not None:
             self.lender.lost()
         self.on_lost()
-        self._know({**self._stats, "num_requests_running": 0, "num_requests_waiting": 0})
+        self._count(0, 0)
         self._is_suspect = False
         if not self._ending:
             self._died = True
@@ -410,7 +411,8 @@ class ProcessLLM(ClientCore):
         except BaseException:
             process.close()
             raise
-        self._know({**ready.stats, **self._own_stats()})
+        self._learn(ready.stats)
+        self._count(0, 0)
         self.identity = ready.identity
         self._ending = False
         self._final.clear()
@@ -461,11 +463,7 @@ class ProcessLLM(ClientCore):
         self._pulse.hear()
         self._suspect(False)
         if isinstance(message, StepUpdate):
-            more = message.num_running - self.num_running
-            self._stats["num_requests_running"] = message.num_running
-            self._stats["num_requests_waiting"] = message.num_waiting
-            if more:
-                self.on_running(more)
+            self._count(message.num_running, message.num_waiting)
         self._inbox.take(message)
 
 

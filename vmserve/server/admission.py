@@ -109,14 +109,19 @@ class Admission:
         """Most requests that may wait."""
         if self._max_requests is not None:
             return self._max_requests
-        return max(_REQUESTS, 2 * self._max_running())
+        return self._usual_requests
 
     @property
     def max_tokens(self) -> int:
         """Most tokens that waiting requests may ask for."""
         if self._max_tokens is not None:
             return self._max_tokens
-        return _TOKENS * max(_REQUESTS, 2 * self._max_running()) // _REQUESTS
+        return _TOKENS * self._usual_requests // _REQUESTS
+
+    @property
+    def _usual_requests(self) -> int:
+        """Most requests that may wait if nobody says it."""
+        return max(_REQUESTS, 2 * self._max_running())
 
     @property
     def most_held(self) -> int:

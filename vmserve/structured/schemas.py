@@ -78,10 +78,7 @@ class _Rewriter:
             return
         self._num_left -= 1  # "items" stays: others may refer to it
         node["anyOf"] = [
-            {
-                "prefixItems": [{"const": value} for value in order],
-                "items": False,
-            }
+            {"prefixItems": [{"const": value} for value in order], "items": False}
             for order in itertools.permutations(values)
         ]
 
