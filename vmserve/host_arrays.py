@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -17,6 +18,7 @@ from vmserve.dtypes import DType
 __all__ = ["MemoryReturn", "TensorTuple", "array_tuple", "as_float32", "rounded", "trim_memory"]
 
 _MUCH = 16 << 20
+_TRIM_SECONDS = 60.0
 
 #: (address, dtype, shape, strides in elements)
 TensorTuple: TypeAlias = tuple[int, str, tuple[int, ...], tuple[int, ...]]
@@ -56,6 +58,17 @@ class MemoryReturn:
 
     def __init__(self) -> None:
         self._before = _own_bytes()
+        self._trimmed = time.monotonic()
+
+    def trim(self) -> None:
+        """Give back what is free in the heap, at most once a minute. Call it during work.
+
+        It takes milliseconds. A heap that is never idle would else grow by what lies between two
+        things that stay.
+        """
+        if time.monotonic() - self._trimmed >= _TRIM_SECONDS:
+            trim_memory()
+            self._trimmed = time.monotonic()
 
     def give_back(self, forget: Callable[[], None] = lambda: None) -> None:
         """Call it when there is nothing to do: it may take tens of milliseconds.

@@ -29,6 +29,31 @@ def test_memory_goes_back_when_it_grew_and_when_it_shrank(monkeypatch: pytest.Mo
     assert trims == forgets == [400, 300]
 
 
+def test_a_heap_that_is_never_idle_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, trims = [1000.0], list[float]()
+    monkeypatch.setattr(host_arrays.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(host_arrays, "trim_memory", lambda: trims.append(now[0]))
+    memory = MemoryReturn()
+    for now[0] in (1001.0, 1059.0, 1060.0, 1061.0, 1119.0, 1125.0):
+        memory.trim()
+    assert trims == [1060.0, 1125.0]
+
+
+def test_work_that_goes_on_trims(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_module, "_IDLE_SECONDS", 0.05)
+    trims: list[bool] = []
+    monkeypatch.setattr(MemoryReturn, "trim", lambda _: trims.append(True))
+    running = start(ScriptedEngine())
+
+    def worked() -> bool:
+        assert running.post("/tokenize", {"prompt": "Hi"}).status_code == 200
+        return bool(trims)
+
+    until(worked)
+
+
 def test_processes_end_after_the_last_request(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -106,7 +106,9 @@ def _serve(engine: LLMEngine, sock: socket.socket) -> None:
     memory = MemoryReturn()
 
     def settled() -> None:
-        if not engine.has_unfinished:
+        if engine.has_unfinished:
+            memory.trim()
+        else:
             memory.give_back()
 
     service = EngineService(engine, partial(_send, sock), settled)

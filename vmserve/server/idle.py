@@ -45,6 +45,7 @@ class IdleWork:
         due = self._last + _IDLE_SECONDS
         if loop.time() < due:
             self._due = loop.call_at(due, self._tidy)
+            loop.run_in_executor(None, self._memory.trim)
             return
         self._due = None
         loop.run_in_executor(None, self._give_back)

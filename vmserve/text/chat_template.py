@@ -12,12 +12,13 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
 from vmserve.errors import ChatTemplateError, InvalidRequestError
 from vmserve.text.chat_budget import OverBudgetError, RenderBudget
+from vmserve.text.chat_environment import ChatTemplates, plain_data
 from vmserve.tools.told import calls_as_text, knows_tools, with_tools_told
 
 __all__ = ["RenderedChat", "check_messages", "render_chat"]
@@ -72,7 +73,7 @@ class RenderedChat:
 
 
 def render_chat(
-    hf: Any,
+    templates: ChatTemplates,
     messages: Sequence[Mapping[str, Any]],
     *,
     special_tokens: Iterable[str],
@@ -86,13 +87,14 @@ def render_chat(
     """Render ``messages`` as ``transformers`` does, in its sandboxed environment, on a budget.
 
     If the template shows no tools, the conversation describes them: :mod:`vmserve.tools.told`.
-    ``hf``: the transformers tokenizer. ``max_chars``: stop the template when it has written more.
+    ``chat_template`` replaces the model's or names one of several. ``max_chars``: stop the template
+    when it has written more.
 
     Raises :class:`~vmserve.errors.InvalidRequestError` for messages that the template refuses, for
     too long a text and for a model without a template, and
     :class:`~vmserve.errors.ChatTemplateError` for a broken template.
     """
-    if not (chat_template or hf.chat_template):
+    if not (chat_template or templates):
         raise InvalidRequestError(
             "this model has no chat template: start the server with --chat-template FILE, "
             "or send a plain prompt to /v1/completions",
@@ -100,30 +102,32 @@ def render_chat(
         )
     if not isinstance(template_kwargs, Mapping | None):
         raise InvalidRequestError("chat_template_kwargs must be an object", "chat_template_kwargs")
-    variables = dict(template_kwargs or {})
+    variables = plain_data(template_kwargs or {})
     clashes = sorted(_RESERVED & variables.keys())
     if clashes:
         raise InvalidRequestError(
             f"chat_template_kwargs cannot set {', '.join(clashes)}", "chat_template_kwargs"
         )
-    template = _text_of(hf, chat_template, tools)
+    template = templates.chosen(chat_template, has_tools=tools is not None)
+    run = _Run(templates, template)
+    tools = (
+        None if tools is None else [_check_tool(place, tool) for place, tool in enumerate(tools)]
+    )
     plain = check_messages(messages)
     if not knows_tools(template):
         plain = plain if "tool_calls" in template else calls_as_text(plain)
         if tools:
-            takes_system = _takes_system(hf, chat_template)
-            plain, tools = with_tools_told(plain, tools, takes_system=takes_system), None
-    plain = _with_parsed_arguments(plain, template)
-    options = {
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": continue_final_message,
-        "chat_template": chat_template,
-    }
-    plain = _with_joined_parts(hf, plain, options)
+            plain, tools = with_tools_told(plain, tools, takes_system=run.takes_system()), None
+    plain = _with_joined_parts(run, _with_parsed_arguments(plain, template))
+    variables = {"add_generation_prompt": add_generation_prompt, **variables}
     guard = _Guard(special_tokens, [plain, tools, variables])
     most = MAX_RENDERED_CHARS if max_chars is None else min(max_chars, MAX_RENDERED_CHARS)
-    arguments = {"tools": guard.mark(tools), **guard.mark(variables), **options}
-    rendered = _render(hf, guard.mark(plain), most, **arguments)
+    rendered = run(
+        guard.mark(plain),
+        {"tools": guard.mark(tools), **guard.mark(variables)},
+        max_chars=most,
+        continue_final_message=continue_final_message,
+    )
     if len(rendered) > most:
         raise InvalidRequestError(
             f"the chat template made {len(rendered)} characters of these messages, "
@@ -133,44 +137,71 @@ def render_chat(
     return guard.restore(rendered)
 
 
-def _text_of(hf: Any, chat_template: str | None, tools: object) -> str:
-    try:
-        return str(hf.get_chat_template(chat_template, tools))
-    except ValueError:  # several named templates, none of them the default one
-        raise ChatTemplateError(
-            "this model has several chat templates and no default one: "
-            "choose one with --chat-template FILE"
-        ) from None
+class _Run(NamedTuple):
+    """A template, and what is known of it whatever it is asked to render."""
 
+    templates: ChatTemplates
+    template: str
 
-def _render(hf: Any, messages: list[Message], max_chars: int, **arguments: Any) -> str:
-    try:
-        # The text of a macro is counted twice: in the macro and in its caller.
-        with RenderBudget(MAX_RENDER_SECONDS, 2 * max_chars):
-            return str(hf.apply_chat_template(messages, tokenize=False, **arguments))
-    except OverBudgetError as error:
-        raise InvalidRequestError(
-            f"the chat template was stopped: {error}; send fewer messages, or start the server "
-            "with another --chat-template",
-            "messages",
-        ) from None
-    except jinja2.TemplateSyntaxError as error:
-        raise ChatTemplateError(
-            f"the chat template is broken at line {error.lineno}: {error.message}; mend it, or "
-            "start the server with another, --chat-template FILE"
-        ) from None
-    except jinja2.TemplateError as error:
-        raise InvalidRequestError(
-            f"the chat template refuses these messages: {str(error)[:500]}", "messages"
-        ) from None
-    except _TEMPLATE_FAULTS as error:
-        if arguments["continue_final_message"]:
-            problem = (
-                "the chat template does not end with the final message: it cannot be continued"
-            )
-        else:
-            problem = f"the chat template cannot render these messages ({type(error).__name__})"
-        raise InvalidRequestError(problem, "messages") from None
+    def __call__(
+        self,
+        messages: list[Message],
+        variables: Mapping[str, Any],
+        *,
+        max_chars: int = MAX_RENDERED_CHARS,
+        continue_final_message: bool = False,
+    ) -> str:
+        try:
+            # The text of a macro is counted twice: in the macro and in its caller.
+            with RenderBudget(MAX_RENDER_SECONDS, 2 * max_chars):
+                return self.templates.render(
+                    self.template,
+                    messages,
+                    variables,
+                    continue_final_message=continue_final_message,
+                )
+        except OverBudgetError as error:
+            raise InvalidRequestError(
+                f"the chat template was stopped: {error}; send fewer messages, or start the "
+                "server with another --chat-template",
+                "messages",
+            ) from None
+        except jinja2.TemplateSyntaxError as error:
+            raise ChatTemplateError(
+                f"the chat template is broken at line {error.lineno}: {error.message}; mend it, "
+                "or start the server with another, --chat-template FILE"
+            ) from None
+        except jinja2.TemplateError as error:
+            raise InvalidRequestError(
+                f"the chat template refuses these messages: {str(error)[:500]}", "messages"
+            ) from None
+        except _TEMPLATE_FAULTS as error:
+            if continue_final_message:
+                problem = (
+                    "the chat template does not end with the final message: it cannot be continued"
+                )
+            else:
+                problem = f"the chat template cannot render these messages ({type(error).__name__})"
+            raise InvalidRequestError(problem, "messages") from None
+
+    def takes_parts(self) -> bool:
+        """Whether a list of one text part renders as that text does."""
+        probe = "a text part"
+        contents: list[Any] = [probe, [{"type": "text", "text": probe}]]
+        rendered = [self._tried([{"role": "user", "content": c}]) for c in contents]
+        return probe in rendered[0] and rendered[0] == rendered[1]
+
+    def takes_system(self) -> bool:
+        probe = "a system message"
+        messages = [{"role": "system", "content": probe}, {"role": "user", "content": "?"}]
+        return probe in self._tried(messages)
+
+    def _tried(self, messages: list[Message]) -> str:
+        """Render messages; empty if the template refuses them."""
+        try:
+            return self(messages, {"add_generation_prompt": False})
+        except InvalidRequestError:
+            return ""
 
 
 # -- messages ---------------------------------------------------------------------------
@@ -196,10 +227,20 @@ def _check_message(place: int, message: object) -> Message:
         raise InvalidRequestError(
             f"messages[{place}] must have a role, a non-empty string", "messages"
         )
-    checked = dict(message)
+    checked: Message = plain_data(message)
     content = message.get("content")
     if content is not None:
         checked["content"] = _check_content(place, content)
+    return checked
+
+
+def _check_tool(place: int, tool: object) -> Mapping[str, Any]:
+    if not isinstance(tool, Mapping):
+        hint = "; transformers.utils.get_json_schema makes one of a function"
+        raise InvalidRequestError(
+            f"tools[{place}] must be an object{hint if callable(tool) else ''}", "tools"
+        )
+    checked: Message = plain_data(tool)
     return checked
 
 
@@ -262,11 +303,11 @@ def _with_object(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _with_joined_parts(hf: Any, messages: list[Message], options: dict[str, Any]) -> list[Message]:
+def _with_joined_parts(run: _Run, messages: list[Message]) -> list[Message]:
     """Join text parts with line ends, unless the template takes parts."""
     if not any(isinstance(message.get("content"), list) for message in messages):
         return messages
-    if _takes_parts(hf, options["chat_template"]):
+    if run.takes_parts():
         return messages
     return [
         {**message, "content": "\n".join(part["text"] for part in message["content"])}
@@ -274,34 +315,6 @@ def _with_joined_parts(hf: Any, messages: list[Message], options: dict[str, Any]
         else message
         for message in messages
     ]
-
-
-def _takes_parts(hf: Any, chat_template: str | None) -> bool:
-    """Whether a list of one text part renders as that text does."""
-    probe = "a text part"
-    contents: list[Any] = [probe, [{"type": "text", "text": probe}]]
-    rendered = [_tried(hf, [{"role": "user", "content": c}], chat_template) for c in contents]
-    return probe in rendered[0] and rendered[0] == rendered[1]
-
-
-def _takes_system(hf: Any, chat_template: str | None) -> bool:
-    probe = "a system message"
-    messages = [{"role": "system", "content": probe}, {"role": "user", "content": "?"}]
-    return probe in _tried(hf, messages, chat_template)
-
-
-def _tried(hf: Any, messages: list[Message], chat_template: str | None) -> str:
-    """Render messages; empty if the template refuses them."""
-    try:
-        return _render(
-            hf,
-            messages,
-            MAX_RENDERED_CHARS,
-            chat_template=chat_template,
-            continue_final_message=False,
-        )
-    except InvalidRequestError:
-        return ""
 
 
 # -- special tokens that messages spell -------------------------------------------------

@@ -2,8 +2,8 @@
 
 A thin layer over the tokenizer that ``transformers`` would load, never with remote code. It
 returns what transformers returns, with one exception: special tokens that a chat message spells
-stay text. ``transformers`` is imported only for chats, and for tokenizers that are more than their
-files (see :mod:`vmserve.text.tokenizer_files`).
+stay text. ``transformers`` is imported only for tokenizers that are more than their files (see
+:mod:`vmserve.text.tokenizer_files`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from vmserve.text.tokenizer_gguf import read_gguf_tokenizer
 from vmserve.text.tokenizer_transformers import load_from_transformers
 
 if TYPE_CHECKING:
+    from vmserve.text.chat_environment import ChatTemplates
     from vmserve.text.chat_template import RenderedChat
 
 __all__ = ["Tokenizer", "load_tokenizer"]
@@ -125,10 +126,18 @@ class Tokenizer:
     def _complete(self) -> Any:
         return self._hf.complete if isinstance(self._hf, LightTokenizer) else self._hf
 
+    @cached_property
+    def _chat_templates(self) -> ChatTemplates:
+        from vmserve.text.chat_environment import ChatTemplates  # noqa: PLC0415 - not all chat
+
+        hf = self._hf
+        named = hf.named if isinstance(hf, LightTokenizer) else hf.special_tokens_map
+        return ChatTemplates(hf.chat_template, named)
+
     def prepare_chat(self) -> None:
         """Import now what the first chat needs. Nothing happens for a model without a template."""
         if self._hf.chat_template:
-            _ = self._complete
+            _ = self._chat_templates
 
     def difference(self, other: Tokenizer) -> str | None:
         """What another tokenizer gives another meaning; None if both have the same tokens."""
@@ -290,7 +299,7 @@ class Tokenizer:
         from vmserve.text.chat_template import render_chat  # noqa: PLC0415 - not all models chat
 
         rendered = render_chat(
-            self._complete,
+            self._chat_templates,
             messages,
             special_tokens=self._special_tokens.values(),
             tools=tools,
