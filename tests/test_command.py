@@ -27,7 +27,7 @@ runpy.run_module("vmserve", run_name="__main__", alter_sys=True)
 
 
 @pytest.mark.parametrize(
-    "name", ["vmserve.cli.main", "typer", "vmserve.cli.plan", "vmserve.models"]
+    "name", ["vmserve.cli.main", "typer", "vmserve.cli.planning.command", "vmserve.models"]
 )
 def test_an_interrupt_while_it_is_imported(name: str) -> None:
     code = INTERRUPTED.format(name=name)

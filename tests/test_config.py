@@ -11,11 +11,11 @@ import pytest
 
 from vmserve import LLM, _core
 from vmserve.config import CPU_KV_SHARE, EngineConfig, resolve
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.models import ModelConfig, resolve_model
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.sizes import format_size, parse_size
 from vmserve.sampling.tokens import sampling_bytes
-from vmserve.sizes import format_size, parse_size
 
 MIB = 1 << 20
 

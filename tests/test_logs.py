@@ -9,7 +9,7 @@ import pytest
 
 SCRIPT = """
 import logging
-from vmserve.logs import configure_logging, request_id
+from vmserve.system.logs import configure_logging, request_id
 configure_logging(logging.INFO, {format!r}, {process!r})
 log = logging.getLogger("vmserve.some")
 log.info("one %d", 1)

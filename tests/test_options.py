@@ -19,7 +19,7 @@ from vmserve.options import Bounds, Option, check_options, declared_options
 from vmserve.sampling import BeamSearchParams, SamplingParams
 from vmserve.sampling.params import LIMITS, SAMPLING_OPTIONS
 from vmserve.server.config import ServerConfig
-from vmserve.server.protocol import (
+from vmserve.server.words.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     MessagesRequest,

@@ -10,11 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from vmserve import threads
 from vmserve.attention.cpu import tensor_tuple
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
-from vmserve.host_arrays import array_tuple, as_float32, rounded
 from vmserve.memory import host_views
 from vmserve.memory.layout import plan_layout
 from vmserve.memory.manager import MemoryManager
@@ -23,9 +20,12 @@ from vmserve.models.blocks import ACTIVATIONS
 from vmserve.models.decoder_config import ACTIVATION_NAMES
 from vmserve.models.rope import HostRotations, RopeConfig
 from vmserve.models.rotary_embedding import RotaryEmbedding
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import array_tuple, as_float32, rounded
+from vmserve.numbers.torch_dtypes import as_torch
 from vmserve.sampling.sampler import Sampler
 from vmserve.sampling.torch_sampler import TorchSampler
-from vmserve.torch_dtypes import as_torch
+from vmserve.system import threads
 
 import torch  # isort: skip
 
@@ -132,7 +132,9 @@ def test_as_many_threads_as_cores_or_as_somebody_said(
         threads._default.cache_clear()
         assert threads._default() == number
     threads._default.cache_clear()
-    program = "import sys, vmserve.threads as t; print(t.num_threads(), 'torch' in sys.modules)"
+    program = (
+        "import sys, vmserve.system.threads as t; print(t.num_threads(), 'torch' in sys.modules)"
+    )
     environment = {**os.environ, "OMP_NUM_THREADS": "7"}
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True

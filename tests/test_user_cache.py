@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vmserve.errors import ConfigurationError
-from vmserve.user_cache import user_cache
+from vmserve.system.cache import user_cache
 
 
 def test_it_follows_xdg_and_the_home_directory(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from vmserve.imports import import_quickly
+from vmserve.system.imports import import_quickly
 
 if TYPE_CHECKING:
     from vmserve.client.async_llm import AsyncLLM

@@ -8,13 +8,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
-from vmserve.dtypes import DType, vector_bytes
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.limits import available_memory
 from vmserve.models.footprint import activation_bytes, state_copy_bytes, weight_bytes
+from vmserve.numbers.dtypes import DType, vector_bytes
+from vmserve.numbers.sizes import format_size, parse_size
 from vmserve.options import Bounds, Option, check_options
 from vmserve.sampling.tokens import sampling_bytes
-from vmserve.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from vmserve.models.config import ModelConfig

@@ -43,7 +43,6 @@ from vmserve.bench.lab.report import replace_text
 from vmserve.bench.lab.statistics import percentile
 from vmserve.bench.lab.table import markdown_table
 from vmserve.config import EngineConfig
-from vmserve.dtypes import DType
 from vmserve.engine.engine import LLMEngine
 from vmserve.engine.parts import LOOKAHEAD_TOKENS
 from vmserve.errors import ConfigurationError, OutOfMemoryError
@@ -54,8 +53,9 @@ from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.tensor_loader import assemble_on
 from vmserve.models.tensor_names import tensor_shapes
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.torch_dtypes import as_torch
 from vmserve.runner.torch_runtime import TorchCpuRuntime
-from vmserve.torch_dtypes import as_torch
 
 Row = dict[str, Any]
 MIB = 1 << 20

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vmserve.bench.lab.table import SectionResult, Table
+from vmserve.cli.planning.report import PRESETS, ModelShape
 from vmserve.memory.kind_pages import equal_pages
 from vmserve.memory.layout import LayerKind, layer_kinds, plan_layout
-from vmserve.memory.plan_report import PRESETS, ModelShape
+from vmserve.numbers.sizes import format_size
 from vmserve.simulation import Asked, SimulatedEngine, SimulationConfig, asked, replay
 from vmserve.simulation.devices import OPT_13B_A100
-from vmserve.sizes import format_size
 from vmserve.workloads.shapes import lognormal, shared_prefix, sharegpt
 
 CONTEXT = 16384

@@ -8,6 +8,7 @@ from typing import Any
 from benchmarks.kinds.counted import counted_bytes
 from vmserve import _core
 from vmserve.bench.lab.table import SectionResult, Table
+from vmserve.cli.planning.report import PRESETS
 from vmserve.memory.kind_pages import (
     KindPages,
     KindShape,
@@ -17,8 +18,7 @@ from vmserve.memory.kind_pages import (
     needed_bytes,
 )
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY
-from vmserve.memory.plan_report import PRESETS
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 LENGTHS = (12, 200, 1000, 8000)
 MODELS = ("gemma-3-27b", "gpt-oss-20b", "qwen3-next-80b-a3b", "deepseek-v3")

@@ -40,7 +40,7 @@ from vmserve.bench.lab.server import serving
 from vmserve.bench.lab.suite import chosen
 from vmserve.bench.lab.table import SectionResult, Table, markdown, print_table
 from vmserve.client.process_llm import ProcessLLM
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 _STREAMS, _PROMPT_TOKENS = 8, 96
 

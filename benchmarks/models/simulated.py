@@ -21,8 +21,8 @@ from vmserve.bench.lab.table import Table, print_table
 from vmserve.client.core import ClientCore
 from vmserve.client.messages import Lend, MemoryReport
 from vmserve.config import LEAST
-from vmserve.dtypes import DType
 from vmserve.memory.layout import plan_layout
+from vmserve.numbers.dtypes import DType
 from vmserve.scheduler.profile import DeviceProfile, KernelCosts
 from vmserve.simulation.engine import SimulatedEngine, SimulationConfig
 from vmserve.simulation.requests import VOCAB_SIZE, Asked

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple
 
 from client import cpu_seconds, stream_all
 
-from vmserve.client.process import EngineProcess
 from vmserve.client.process_llm import ProcessLLM
+from vmserve.client.transports.process import EngineProcess
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
-from vmserve.server.listen import bind
+from vmserve.server.net.listen import bind
 from vmserve.server.run import serve
 
 #: Tokens of the short answers, whose cost is taken from that of the long ones.

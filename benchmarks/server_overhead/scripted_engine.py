@@ -14,7 +14,6 @@ import threading
 import time
 
 from vmserve.client.codec import decode_to_engine, encode
-from vmserve.client.framing import receive_frame, send_frame
 from vmserve.client.messages import (
     Abort,
     Add,
@@ -25,6 +24,7 @@ from vmserve.client.messages import (
     StepUpdate,
 )
 from vmserve.client.service import ready_message
+from vmserve.client.transports.framing import receive_frame, send_frame
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.text.update import ChoiceUpdate, RequestUpdate

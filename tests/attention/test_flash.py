@@ -28,10 +28,10 @@ from vmserve.attention.flash import (
 )
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.attention.slots import SlotTensors
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 from vmserve.memory.views import ContiguousView
+from vmserve.numbers.dtypes import DType
 
 SLOTS, MAX_LEN, TOKENS, KV_HEADS, DIM = 5, 40, 48, 2, 16
 

@@ -17,10 +17,10 @@ from vmserve.attention import create_backend
 from vmserve.attention.base import LayerAttention, PlansAhead, RaggedBatch
 from vmserve.attention.flashinfer import FlashInferBackend
 from vmserve.attention.reference import ReferenceBackend
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 from vmserve.memory.views import ContiguousView, KVView, PagedView
+from vmserve.numbers.dtypes import DType
 
 KV_HEADS, DIM, MAX_LEN = 2, 16, 96
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.kinds.capacity import mixed, serve, ways
 from benchmarks.kinds.waste import waste
-from vmserve.memory.plan_report import PRESETS
+from vmserve.cli.planning.report import PRESETS
 
 
 def test_padded_groups_have_as_many_layers_as_vllm_makes_room_for() -> None:

@@ -15,10 +15,10 @@ from vmserve import LLM, SamplingParams, plan_layout
 from vmserve.attention.reference import ReferenceBackend
 from vmserve.bench.profile import decoded_tokens, measured_profile
 from vmserve.cli.bench import app
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.models.native import NativeDecoder
+from vmserve.numbers.dtypes import DType
 from vmserve.runner import calibration
 from vmserve.runner.model_runner import ModelRunner
 from vmserve.runner.runtime import HeadShape

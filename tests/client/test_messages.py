@@ -7,15 +7,15 @@ import socket
 import msgspec
 import pytest
 
-from vmserve.client import framing
 from vmserve.client.codec import decode_from_engine, decode_to_engine, encode
-from vmserve.client.framing import (
+from vmserve.client.messages import Add, Answer, Ping
+from vmserve.client.transports import framing
+from vmserve.client.transports.framing import (
     FrameReader,
     frame,
     receive_frame,
     send_frame,
 )
-from vmserve.client.messages import Add, Answer, Ping
 from vmserve.errors import (
     DeadlineError,
     FrameTooLargeError,

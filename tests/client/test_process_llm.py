@@ -27,11 +27,11 @@ from vmserve import (
 )
 from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.fleet.local import load_fleet
-from vmserve.client.framing import frame
 from vmserve.client.messages import Ready
-from vmserve.client.process import EngineProcess
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.client.service import ready_message
+from vmserve.client.transports.framing import frame
+from vmserve.client.transports.process import EngineProcess
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.models.hub import resolve_model

@@ -27,24 +27,24 @@ from vmserve.client.async_llm import AsyncLLM
 from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.fleet.remote import connect_engines
 from vmserve.client.process_llm import Supervision
-from vmserve.client.remote import handshake
-from vmserve.client.remote.handshake import (
+from vmserve.client.remote.host import EngineHost, _Strangers
+from vmserve.client.remote.remote_llm import RemoteLLM
+from vmserve.client.transports.sealed import handshake
+from vmserve.client.transports.sealed.handshake import (
     HandshakeError,
     SessionKeys,
     TakenError,
     greet_engine,
     greet_server,
 )
-from vmserve.client.remote.host import EngineHost, _Strangers
-from vmserve.client.remote.identity import (
+from vmserve.client.transports.sealed.identity import (
     SentFile,
     digest_of,
     tokenizer_files,
     write_files,
 )
-from vmserve.client.remote.link import Link, parse_address
-from vmserve.client.remote.remote_llm import RemoteLLM
-from vmserve.client.remote.sealed import BrokenSealError, Opener, Sealer
+from vmserve.client.transports.sealed.link import Link, parse_address
+from vmserve.client.transports.sealed.stream import BrokenSealError, Opener, Sealer
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.models.content import fingerprint

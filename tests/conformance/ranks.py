@@ -18,7 +18,7 @@ from vmserve.memory import relay
 from vmserve.memory.relay import Relay
 
 if TYPE_CHECKING:
-    from vmserve.client.remote.wire import SealedWire
+    from vmserve.client.transports.sealed.wire import SealedWire
 
 # Serves "make" (with a ring), "read ADDRESS BYTES" and "write ADDRESS HEX", a line each.
 SERVER = """
@@ -95,7 +95,7 @@ def relayed(driver: _core.PageDriver) -> tuple[_core.RemoteDriver, Relay, thread
 def wires() -> tuple[SealedWire, SealedWire]:
     """Rank 0's end of a TCP connection and a rank's."""
     # Needs cryptography, which a machine that is lent may lack: tests/gpu imports this file.
-    from vmserve.client.remote.wire import SealedWire
+    from vmserve.client.transports.sealed.wire import SealedWire
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())

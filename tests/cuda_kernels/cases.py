@@ -13,8 +13,8 @@ from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda import CudaCall
 from vmserve.attention.cuda.variant import Variant
 from vmserve.attention.rotary import Rotary, rotate
-from vmserve.dtypes import DType, vector_bytes
 from vmserve.memory.views import ContiguousView, KVView, PagedView
+from vmserve.numbers.dtypes import DType, vector_bytes
 
 __all__ = [
     "UNIT",

@@ -16,7 +16,7 @@ from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda import CudaPagedBackend, SharedPrefix
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import PART_TOKENS, Variant
-from vmserve.dtypes import DType
+from vmserve.numbers.dtypes import DType
 
 #: A compiler is waited for, which takes long where many want the processor.
 pytestmark = pytest.mark.timeout(600)

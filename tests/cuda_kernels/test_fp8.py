@@ -19,7 +19,6 @@ from vmserve.attention import BACKENDS, PREFERRED, create_backend
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda import CudaPagedBackend
 from vmserve.config import EngineConfig
-from vmserve.dtypes import DType
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import UnsupportedError
 from vmserve.memory.base import Fork, Growth, MemoryOp, MemoryPlan, Regime, SwapIn
@@ -27,6 +26,7 @@ from vmserve.memory.layout import plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.memory.tensors import contiguous_view, paged_view
 from vmserve.models.config import ModelConfig
+from vmserve.numbers.dtypes import DType
 from vmserve.runner.torch_runtime import TorchCpuRuntime
 
 #: A compiler is waited for, which takes long where many want the processor.

@@ -14,8 +14,8 @@ from vmserve.attention.cuda import CudaLauncher, CudaPagedBackend, launcher
 from vmserve.attention.cuda.params import MoveArgs
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import KERNELS, Variant
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, DriverError
+from vmserve.numbers.dtypes import DType
 
 DRIVER: Any = importlib.import_module("cuda.bindings.driver")
 VARIANT = Variant(torch.bfloat16, 128, True)

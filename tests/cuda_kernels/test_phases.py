@@ -27,10 +27,10 @@ from vmserve.attention.base import LayerAttention, PlansAhead, RaggedBatch
 from vmserve.attention.cuda import CapacityPlan, CudaPagedBackend
 from vmserve.attention.flash import DecodePlan, FlashAttn3, FlashBackend, TorchFlash
 from vmserve.attention.phases import CudaDecodes, CudnnPrompts, by_phases
-from vmserve.dtypes import DType
 from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
 from vmserve.memory.views import ContiguousView
+from vmserve.numbers.dtypes import DType
 
 #: A compiler is waited for, which takes long where many want the processor.
 pytestmark = pytest.mark.timeout(600)

@@ -21,7 +21,7 @@ from vmserve import LLM, SamplingParams
 from vmserve.errors import ConfigurationError, RankLostError
 from vmserve.parallel import ranks
 from vmserve.sampling.params import BeamSearchParams
-from vmserve.threads import split_cpus
+from vmserve.system.threads import split_cpus
 
 pytestmark = [
     pytest.mark.timeout(400),

@@ -16,7 +16,7 @@ from tests.models.checkpoints import _SMALL, VARIANTS, save
 from vmserve.attention.sdpa import SdpaBackend
 from vmserve.errors import ConfigurationError
 from vmserve.memory.layout import LayerKind
-from vmserve.sizes import parse_size
+from vmserve.numbers.sizes import parse_size
 
 #: The native decoder runs it.
 MIXED = Qwen3Config(

@@ -10,12 +10,12 @@ from vmserve.attention import BACKENDS, PREFERRED, create_backend
 from vmserve.attention.base import AttentionBackend, LayerAttention, PlansAhead, RaggedBatch
 from vmserve.attention.flash import FlashBackend, SlotCall
 from vmserve.attention.phases import LEAST_TOKENS, WHOLE_TOKENS, CudnnPrompts
-from vmserve.dtypes import DType
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.memory.tensors import contiguous_view, paged_view
 from vmserve.memory.views import ContiguousView, KVView, PagedView
+from vmserve.numbers.dtypes import DType
 from vmserve.runner.runtime import TorchRuntime
 
 import torch  # isort: skip

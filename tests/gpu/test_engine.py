@@ -13,8 +13,8 @@ from vmserve import SamplingParams
 from vmserve.engine.build import IDLE_BYTES
 from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
+from vmserve.numbers.torch_dtypes import as_torch
 from vmserve.runner.runtime import TorchRuntime
-from vmserve.torch_dtypes import as_torch
 
 import torch  # isort: skip
 from transformers import AutoModelForCausalLM  # isort: skip

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from benchmarks.kinds.counted import counted_bytes, grow_to, kinds_memory
 from vmserve import _core
 from vmserve.cli.main import app
+from vmserve.cli.planning.report import PRESETS, plan_report
 from vmserve.errors import ConfigurationError
 from vmserve.memory.kind_pages import (
     KindPages,
@@ -21,7 +22,6 @@ from vmserve.memory.kind_pages import (
     needed_bytes,
 )
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY
-from vmserve.memory.plan_report import PRESETS, plan_report
 
 GEMMA = PRESETS["gemma-3-27b"].kinds()
 GPT_OSS = PRESETS["gpt-oss-20b"].kinds()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from vmserve.cli.planning.report import PRESETS, block_size_table
 from vmserve.errors import ConfigurationError
 from vmserve.memory.layout import (
     CUDA_GRANULARITY,
@@ -18,7 +19,6 @@ from vmserve.memory.layout import (
     layers_for_granularity,
     plan_layout,
 )
-from vmserve.memory.plan_report import PRESETS, block_size_table
 
 KIB, MIB = 1 << 10, 1 << 20
 QWEN = (28, 4, 128, "bfloat16")

@@ -8,16 +8,16 @@ import json
 import pytest
 from rich.console import Console
 
-from vmserve.errors import ConfigurationError
-from vmserve.memory.layout import CUDA_GRANULARITY
-from vmserve.memory.plan_report import (
+from vmserve.cli.planning.report import (
     PRESETS,
     ModelShape,
     block_size_report,
     block_size_table,
     plan_report,
 )
-from vmserve.memory.together_report import ModelNeed, TogetherReport
+from vmserve.cli.planning.together import ModelNeed, TogetherReport
+from vmserve.errors import ConfigurationError
+from vmserve.memory.layout import CUDA_GRANULARITY
 
 GIB = 1 << 30
 

@@ -13,7 +13,7 @@ import pytest
 from tests.conformance.ranks import relayed, wires
 from vmserve import _core
 from vmserve._core import Access, Backing
-from vmserve.client.remote.wire import SealedWire
+from vmserve.client.transports.sealed.wire import SealedWire
 from vmserve.errors import DriverError
 from vmserve.memory import relay
 from vmserve.memory.relay import Relay

@@ -28,12 +28,12 @@ from tests.models.gguf_files import (
     random_blocks,
     write,
 )
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.config import ModelConfig
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import open_gguf
 from vmserve.models.native import load_native, refusal
+from vmserve.numbers.dtypes import DType
 from vmserve.text.tokenizer import load_tokenizer
 
 #: Numbers that lengths, counts and offsets are replaced by.

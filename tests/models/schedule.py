@@ -14,13 +14,13 @@ from vmserve.attention import create_backend
 from vmserve.attention.base import RaggedBatch
 from vmserve.attention.cpu import tensor_tuple
 from vmserve.attention.states import StepStates
-from vmserve.dtypes import DType
-from vmserve.host_arrays import array_tuple
 from vmserve.memory.views import ContiguousView, HostView, StatePages
 from vmserve.models import LoadedModel
 from vmserve.models.decoder_config import DecoderConfig, DeltaConfig
 from vmserve.models.native import NativeDecoder
-from vmserve.torch_dtypes import as_torch
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import array_tuple
+from vmserve.numbers.torch_dtypes import as_torch
 
 #: Per step, the tokens of each sequence that are computed: prompts in uneven chunks, decodes
 #: beside them, sequences that start late or pause.

@@ -15,12 +15,12 @@ from tests.models.checkpoints import CONTEXT, VARIANTS
 from vmserve.attention.base import LayerAttention
 from vmserve.cli.main import app
 from vmserve.config import EngineConfig, resolve
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.json_files import read_json
 from vmserve.models import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.decoder_config import DecoderConfig, LearnedPositionsConfig, NormConfig
 from vmserve.models.rope import RopeConfig
+from vmserve.numbers.dtypes import DType
+from vmserve.system.files import read_json
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,10 +9,10 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.models import ModelConfig, asked_dtype
 from vmserve.models.torch_dtype import resolve_dtype
+from vmserve.numbers.dtypes import DType
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
 from tests.models.checkpoints import NATIVE, VARIANTS
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.models.families import FAMILIES, Family
 from vmserve.models.transformers_config import parse
+from vmserve.numbers.dtypes import DType
 
 BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
 LLAMA3 = {

@@ -24,10 +24,10 @@ from tests.models.schedule import (
 )
 from vmserve.attention import BACKENDS, check_backend, create_backend
 from vmserve.attention.base import LayerAttention, RaggedBatch
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import LoadedModel, ModelConfig, load_model
 from vmserve.models.foreign import ForeignConfig, inspection, rehearsal
+from vmserve.numbers.dtypes import DType
 
 #: What there is to serve a model with; softcaps need a backend that has them.
 BACKEND = {name: "cpu" if name == "vaultgemma" else "sdpa" for name in FOREIGN}

@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from tests.models.checkpoints import NATIVE, VARIANTS
 from tests.models.gguf_checkpoints import convert
 from tests.models.gguf_files import add_llama, llama_tensors, random_blocks, write
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.host_arrays import as_float32
 from vmserve.models.gguf.config import describe
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import open_gguf
 from vmserve.models.gguf.tensors import find_weights
 from vmserve.models.rope import HostRotations, RopeConfig
 from vmserve.models.stored_weight import as_plain
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import as_float32
 
 _MODELS = [
     name

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 
 from vmserve import _core
-from vmserve.dtypes import DType
-from vmserve.host_arrays import array_tuple, rounded
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import array_tuple, rounded
 
 ISAS = _core.cpu_isas()
 EPS = 2.0**-24  # of a float32's rounding

@@ -41,13 +41,13 @@ from vmserve.attention import PREFERRED, create_backend
 from vmserve.attention.base import AttentionCall, RaggedBatch
 from vmserve.attention.cpu import ISA_VARIABLE, CpuBackend, tensor_tuple
 from vmserve.config import EngineConfig
-from vmserve.dtypes import DType
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import LoadedModel, ModelConfig, choose_native, load_model, resolve_model
 from vmserve.models.decoder import Decoder
 from vmserve.models.native import MIN_POSITIONS, NativeDecoder, refusal
 from vmserve.models.rotary_embedding import RotaryEmbedding
+from vmserve.numbers.dtypes import DType
 
 _SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -27,15 +27,15 @@ from tests.models.schedule import random_prompts, worst_difference
 from tests.models.test_native import every_row
 from tests.models.test_quantized import find
 from vmserve import LLM, SamplingParams, _core
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
-from vmserve.host_arrays import as_float32
 from vmserve.models import load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.grouped import Grouped
 from vmserve.models.native import load_native
 from vmserve.models.quantize import GROUP, quantize
 from vmserve.models.stored_weight import as_plain
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import as_float32
 
 
 def _model(tmp_path: Path, dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Path:

@@ -18,7 +18,6 @@ from transformers import LlamaConfig
 from tests.models.checkpoints import CONTEXT, VOCAB, gpt2, save
 from tests.models.quantized_checkpoints import SCHEMES, Scheme, convert
 from vmserve import LLM, SamplingParams, _core
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import ModelConfig, load_model, resolve_model
 from vmserve.models.decoder_config import DecoderConfig
@@ -26,6 +25,7 @@ from vmserve.models.grouped import Grouped
 from vmserve.models.quantized.formats import QuantizedFormat, describe_quantization
 from vmserve.models.quantized.weight import QuantizedWeight, find_quantized
 from vmserve.models.stored_weight import StoredWeight
+from vmserve.numbers.dtypes import DType
 
 SMALL = LlamaConfig(
     vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2,

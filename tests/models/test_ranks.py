@@ -25,13 +25,13 @@ from tests.models.schedule import SCHEDULE, SLOTS, random_prompts
 from vmserve import _core
 from vmserve.attention.base import RaggedBatch
 from vmserve.attention.cpu import ISA_VARIABLE, CpuBackend
-from vmserve.dtypes import DType
 from vmserve.errors import DriverError, UnsupportedError
 from vmserve.models import ModelConfig
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.native import NativeDecoder, load_native
 from vmserve.models.slices import Slices
-from vmserve.torch_dtypes import as_torch
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.torch_dtypes import as_torch
 
 #: The longest prompt is attended to in several parts.
 LONG = 700

@@ -18,8 +18,8 @@ from torch import Tensor
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
 from vmserve.attention.rotary import Rotary
-from vmserve.dtypes import DType
 from vmserve.memory.views import KVView
+from vmserve.numbers.dtypes import DType
 
 __all__ = ["PlannedCpu"]
 

@@ -16,10 +16,10 @@ from vmserve.errors import EngineDeadError
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.context import ServerContext
-from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import CODES
-from vmserve.server.listen import bind, url_of
+from vmserve.server.models.engine_client import EngineClient
 from vmserve.server.models.registry import Models
+from vmserve.server.net.listen import bind, url_of
 from vmserve.server.run import serve
 from vmserve.testing import ScriptedEngine
 

@@ -23,10 +23,10 @@ import pytest
 from tests.helpers import until
 from tests.server.conftest import Running, error_of
 from vmserve.errors import ConfigurationError
-from vmserve.server import accept
-from vmserve.server.accept import Tally, counted_address
 from vmserve.server.config import ServerConfig
-from vmserve.server.listen import ConnectionLimits
+from vmserve.server.net import accept
+from vmserve.server.net.accept import Tally, counted_address
+from vmserve.server.net.listen import ConnectionLimits
 
 Start = Callable[..., Running]
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -202,7 +202,7 @@ def test_limits_follow_from_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_soft_limit_of_files_is_raised() -> None:
     code = (
-        "import resource; from vmserve.server.listen import raise_descriptor_limit as r;"
+        "import resource; from vmserve.server.net.listen import raise_descriptor_limit as r;"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512));"
         "print(r(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

@@ -11,8 +11,8 @@ import pytest
 from tests.server.conftest import Running, error_of
 from vmserve.client.process_llm import ProcessLLM
 from vmserve.errors import ConfigurationError
-from vmserve.server.admin import ADMIN_PATHS
 from vmserve.server.config import ServerConfig
+from vmserve.server.routes.admin import ADMIN_PATHS
 from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]

@@ -13,7 +13,7 @@ from tests.engine.interrupting import count_instructions
 from tests.helpers import until
 from tests.server.conftest import Running, error_of
 from vmserve.errors import InvalidRequestError
-from vmserve.server.admission import Admission, Ticket
+from vmserve.server.access.admission import Admission, Ticket
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.errors import ApiError

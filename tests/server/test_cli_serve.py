@@ -15,7 +15,7 @@ from vmserve.cli.serve import ServeCommand, repeat_option, serve_command
 from vmserve.errors import ChatTemplateError, ConfigurationError
 from vmserve.models.hub import EMBEDDED_NAME, resolve_model
 from vmserve.server.config import ServerConfig
-from vmserve.server.dialect import check_template
+from vmserve.server.models.dialect import check_template
 from vmserve.server.models.specs import ModelSpec
 from vmserve.testing import ByteTokenizer
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer

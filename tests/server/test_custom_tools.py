@@ -12,7 +12,7 @@ import pytest
 from tests.server.conftest import Body, Running
 from tests.server.test_tools import PARAMETERS
 from vmserve import AsyncLLM
-from vmserve.server.custom_tools import InputText
+from vmserve.server.words.custom_tools import InputText
 from vmserve.testing import ScriptedEngine
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"

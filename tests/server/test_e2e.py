@@ -16,7 +16,7 @@ from tests.server.conftest import Body, Running, error_of
 from tests.server.test_lifecycle import raw_request
 from vmserve import AsyncLLM
 from vmserve.client.process_llm import ProcessLLM
-from vmserve.server.tokenizer_info import tokenizer_info
+from vmserve.server.models.tokenizer_info import tokenizer_info
 
 PROMPT = "Once upon a time there was"
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story about a fox."}]

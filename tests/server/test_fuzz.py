@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.server.conftest import Running, error_of
-from vmserve.server.protocol import (
+from vmserve.server.words.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,

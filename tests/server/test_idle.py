@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-import vmserve.host_arrays as host_arrays
+import vmserve.system.heap as heap
 from tests.helpers import until
 from tests.server.conftest import Running
-from vmserve.host_arrays import MemoryReturn
-from vmserve.server import idle as idle_module
-from vmserve.server.aside_process import MOST_BYTES_IN_THREAD
+from vmserve.server.net import idle as idle_module
+from vmserve.server.net.aside_process import MOST_BYTES_IN_THREAD
+from vmserve.system.heap import MemoryReturn
 from vmserve.testing import ScriptedEngine
 
 MIB = 1 << 20
@@ -19,8 +19,8 @@ MIB = 1 << 20
 
 def test_memory_goes_back_when_it_grew_and_when_it_shrank(monkeypatch: pytest.MonkeyPatch) -> None:
     has, trims = [100], list[int]()
-    monkeypatch.setattr(host_arrays, "_own_bytes", lambda: has[0] * MIB)
-    monkeypatch.setattr(host_arrays, "trim_memory", lambda: trims.append(has[0]))
+    monkeypatch.setattr(heap, "_own_bytes", lambda: has[0] * MIB)
+    monkeypatch.setattr(heap, "trim_memory", lambda: trims.append(has[0]))
     forgets: list[int] = []
     memory = MemoryReturn()
     for now in (110, 400, 401, 300, 301):  # 400: while there is still something to do
@@ -31,8 +31,8 @@ def test_memory_goes_back_when_it_grew_and_when_it_shrank(monkeypatch: pytest.Mo
 
 def test_a_heap_that_is_never_idle_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
     now, trims = [1000.0], list[float]()
-    monkeypatch.setattr(host_arrays.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(host_arrays, "trim_memory", lambda: trims.append(now[0]))
+    monkeypatch.setattr(heap.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(heap, "trim_memory", lambda: trims.append(now[0]))
     memory = MemoryReturn()
     for now[0] in (1001.0, 1059.0, 1060.0, 1061.0, 1119.0, 1125.0):
         memory.trim()

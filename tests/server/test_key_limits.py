@@ -14,9 +14,9 @@ import pytest
 from tests.helpers import until
 from tests.server.conftest import Running, error_of
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.server.access.key_limits import KeyLedger
 from vmserve.server.auth import ApiKey, KeyLimits, read_key_file
 from vmserve.server.errors import ApiError
-from vmserve.server.key_limits import KeyLedger
 from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]

@@ -13,11 +13,11 @@ import pytest
 from tests.helpers import until
 from tests.server.conftest import Running, error_of
 from vmserve import AsyncLLM
-from vmserve.client.remote.handshake import read_key
+from vmserve.client.transports.sealed.handshake import read_key
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.server.auth import ApiKey, KeyRing, read_key_file
 from vmserve.server.config import ServerConfig
-from vmserve.server.listen import check_certificate
+from vmserve.server.net.listen import check_certificate
 from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]

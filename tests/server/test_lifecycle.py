@@ -17,7 +17,7 @@ from tests.helpers import until
 from tests.server.conftest import Body, Running, error_of
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.server.config import ServerConfig
-from vmserve.server.listen import bind
+from vmserve.server.net.listen import bind
 from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
@@ -96,7 +96,7 @@ def test_a_client_that_leaves_during_its_own_upload(start: Start) -> None:
 
 
 def test_a_body_that_does_not_arrive(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vmserve.server.body.BODY_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("vmserve.server.routes.body.BODY_TIMEOUT_SECONDS", 0.05)
     server = start()
     with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
         raw.sendall(
@@ -117,7 +117,7 @@ def test_a_body_that_goes_on_after_its_answer(
     start: Start, monkeypatch: pytest.MonkeyPatch, head: bytes, status: bytes
 ) -> None:
     """It is read for some time, so that the client sees the answer, and then cut off."""
-    monkeypatch.setattr("vmserve.server.connection.BODY_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("vmserve.server.net.connection.BODY_TIMEOUT_SECONDS", 0.5)
     server = start()
     request = (
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%b\r\nContent-Length: 9999999\r\n\r\n"
@@ -309,7 +309,7 @@ def test_sockets_left_behind(start: Start, tmp_path: Any) -> None:
 def test_a_head_that_does_not_arrive(
     start: Start, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
-    monkeypatch.setattr("vmserve.server.connection.HEAD_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("vmserve.server.net.connection.HEAD_TIMEOUT_SECONDS", 0.2)
     server = start()
     whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for first in (b"", whole):  # on a fresh connection, and on one that was used
@@ -327,7 +327,7 @@ def test_a_head_that_does_not_arrive(
 
 def test_a_line_per_request_with_its_id(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     server = start()
-    with caplog.at_level("INFO", logger="vmserve.server.middleware"):
+    with caplog.at_level("INFO", logger="vmserve.server.routes.middleware"):
         server.post(COMPLETIONS, {"prompt": "x"}, headers={"x-request-id": "mine"})
         server.http.get("/nope%0Afaked")
         server.http.get("/metrics")

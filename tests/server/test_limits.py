@@ -7,8 +7,8 @@ import pytest
 
 from tests.server.test_protocol import MODELS
 from vmserve.server.errors import ApiError, error_body
-from vmserve.server.protocol import RequestModel
 from vmserve.server.wire import dump_json
+from vmserve.server.words.protocol import RequestModel
 
 #: Checked by hand in prompts.py and messages.py, or never looked into.
 BY_HAND = {

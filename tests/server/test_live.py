@@ -10,8 +10,8 @@ import pytest
 
 from tests.helpers import until
 from tests.server.conftest import Running, error_of
-from vmserve.server.live import LIVE_PAGE_PATHS
-from vmserve.server.recent import RecentLatencies
+from vmserve.server.observe.recent import RecentLatencies
+from vmserve.server.routes.live import LIVE_PAGE_PATHS
 from vmserve.telemetry.snapshot import PAGE_USES
 from vmserve.testing import ScriptedEngine
 from vmserve.types import RequestMetrics
@@ -205,7 +205,7 @@ def test_a_key_sees_its_own_requests_only(start: Start) -> None:
 
 
 def test_many_who_look_on_cost_one_snapshot(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vmserve.server.live.REFRESH_SECONDS", 1000.0)
+    monkeypatch.setattr("vmserve.server.routes.live.REFRESH_SECONDS", 1000.0)
     engine = ScriptedEngine()
     server = start(engine)
     for _ in range(5):

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Body, Running, error_of
-from vmserve.server import completions as completions_module
-from vmserve.server import generation as generation_module
-from vmserve.server import streaming as streaming_module
-from vmserve.server.logprobs import LogprobShape, chat_logprobs, completion_logprobs
+from vmserve.server.routes import completions as completions_module
+from vmserve.server.routes import generation as generation_module
+from vmserve.server.routes import streaming as streaming_module
+from vmserve.server.words.logprobs import LogprobShape, chat_logprobs, completion_logprobs
 from vmserve.testing import ScriptedEngine
 from vmserve.types import Logprob
 

@@ -23,11 +23,11 @@ import pytest
 from tests.helpers import until
 from tests.server.conftest import Body, Running, error_of
 from vmserve.models import resolve_model
-from vmserve.server import admission as admission_module
-from vmserve.server import aside_process as aside_module
-from vmserve.server import body as body_module
-from vmserve.server import workers as workers_module
-from vmserve.server.aside_process import MOST_BYTES_IN_THREAD, MOST_CHARS_IN_THREAD
+from vmserve.server.access import admission as admission_module
+from vmserve.server.net import aside_process as aside_module
+from vmserve.server.net import workers as workers_module
+from vmserve.server.net.aside_process import MOST_BYTES_IN_THREAD, MOST_CHARS_IN_THREAD
+from vmserve.server.routes import body as body_module
 from vmserve.testing import ByteTokenizer, ScriptedEngine
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 

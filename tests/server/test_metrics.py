@@ -9,7 +9,7 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import Running
-from vmserve.server.telemetry import Histogram
+from vmserve.server.observe.telemetry import Histogram
 from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]

@@ -14,10 +14,10 @@ from tests.helpers import until
 from tests.server.conftest import Body, Running, error_of
 from vmserve.cli.top import top_command
 from vmserve.errors import ConfigurationError, VmserveError
-from vmserve.server.admin import MODEL_PATHS
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
+from vmserve.server.routes.admin import MODEL_PATHS
 from vmserve.testing import ScriptedEngine
 
 CHAT: Body = {"messages": [{"role": "user", "content": "Hi"}]}

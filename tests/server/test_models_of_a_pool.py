@@ -22,8 +22,8 @@ from vmserve.models.hub import resolve_model
 from vmserve.server.auth import ApiKey, KeyRing
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.loading import ModelLoader
+from vmserve.server.models.prefixes import Prefixes
 from vmserve.server.models.registry import Models
-from vmserve.server.prefixes import Prefixes
 from vmserve.testing import ByteTokenizer
 from vmserve.types import PinnedPrefix
 
@@ -124,7 +124,7 @@ def test_prefixes_of_one_of_several_models(server: Server) -> None:
 def test_a_model_sleeps_in_the_pause_before_its_restart(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vmserve.client.process._RESTART_SECONDS", 25.0)
+    monkeypatch.setattr("vmserve.client.transports.process._RESTART_SECONDS", 25.0)
     engine: object = server.models.find("b").engine
     assert isinstance(engine, ProcessLLM)
     server.change("wake", model="b")

@@ -10,9 +10,9 @@ import pytest
 
 from tests.server.conftest import Running, error_of
 from vmserve.errors import ConfigurationError
+from vmserve.server.access.origins import OriginPolicy
 from vmserve.server.config import ServerConfig
 from vmserve.server.errors import ApiError
-from vmserve.server.origins import OriginPolicy
 
 Start = Callable[..., Running]
 EVIL = "http://evil.example"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from vmserve.server import protocol
-from vmserve.server.protocol import RequestModel
+from vmserve.server.words import protocol
+from vmserve.server.words.protocol import RequestModel
 
 MODELS = [
     model

@@ -12,8 +12,8 @@ import pytest
 from pydantic import BaseModel
 
 from tests.server.conftest import Body, Running, error_of
-from vmserve.server import response_store
-from vmserve.server.response_store import ResponseStore, StoredResponse
+from vmserve.server.routes import response_store
+from vmserve.server.routes.response_store import ResponseStore, StoredResponse
 from vmserve.testing import ScriptedEngine
 
 PATH = "/v1/responses"

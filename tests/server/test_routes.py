@@ -13,11 +13,11 @@ from fastapi.routing import APIRoute
 from tests.server.conftest import Running, error_of
 from vmserve import __version__
 from vmserve.errors import ConfigurationError
-from vmserve.server.admin import ADMIN_PATHS, MODEL_PATHS
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
-from vmserve.server.live import LIVE_PAGE_PATHS
-from vmserve.server.openapi_replies import REPLIES
+from vmserve.server.routes.admin import ADMIN_PATHS, MODEL_PATHS
+from vmserve.server.routes.live import LIVE_PAGE_PATHS
+from vmserve.server.words.openapi_replies import REPLIES
 from vmserve.testing import ByteTokenizer, ScriptedEngine
 
 Start = Callable[..., Running]

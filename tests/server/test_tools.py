@@ -212,7 +212,7 @@ def test_calls_of_a_conversation_reach_the_template_as_they_are(
 def test_a_template_without_tools(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """Calls are found as the prompt asks for them, whatever else the server was told."""
     engine = ScriptedEngine(CALLS, max_model_len=1024)
-    caplog.set_level("INFO", "vmserve.server.dialect")
+    caplog.set_level("INFO", "vmserve.server.models.dialect")
     running = start(engine, chat_template="plain", tool_call_parser="mistral")
     assert sum("shows no tools" in record.message for record in caplog.records) == 1
 

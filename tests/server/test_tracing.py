@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from tests.server.conftest import Body, Running
 from vmserve import ConfigurationError
 from vmserve.errors import OutOfMemoryError
-from vmserve.server.tracing import Tracing, check_tracing
+from vmserve.server.observe.tracing import Tracing, check_tracing
 from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]

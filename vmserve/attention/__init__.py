@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from vmserve.attention.base import AttentionBackend, LayerAttention, lacking
 from vmserve.attention.cpu import CpuBackend
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 from vmserve.memory.views import ContiguousView, PagedView
+from vmserve.numbers.dtypes import DType
 
 if TYPE_CHECKING:
     import torch

@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vmserve.memory.views import KVView
-from vmserve.values import step_value
+from vmserve.numbers.values import step_value
 
 if TYPE_CHECKING:
     import torch
 
     from vmserve.attention.rotary import Rotary
-    from vmserve.dtypes import DType
+    from vmserve.numbers.dtypes import DType
 
 __all__ = [
     "AttentionBackend",

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from vmserve import _core
 from vmserve.attention.base import LayerAttention, RaggedBatch
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.host_arrays import TensorTuple
 from vmserve.memory.views import ContiguousView, HostView, KVView, PagedView, TensorView
-from vmserve.threads import num_threads as threads
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import TensorTuple
+from vmserve.system.threads import num_threads as threads
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ def head_refusal(head_dim: int, dtype: DType) -> str | None:
 class CpuBackend:
     """Reads no position that is not written: ``read_slack_tokens`` is 0.
 
-    ``num_threads``: None follows :func:`vmserve.threads.num_threads`. ``isa``: None is
+    ``num_threads``: None follows :func:`vmserve.system.threads.num_threads`. ``isa``: None is
     ``VMSERVE_CPU_ISA``, else the best that the processor has. Raises
     :class:`~vmserve.errors.ConfigurationError` for an instruction set that the processor lacks.
     """

@@ -28,9 +28,9 @@ from vmserve.attention.cuda.launcher import Launcher
 from vmserve.attention.rotary import Rotary
 from vmserve.attention.slots import SlotTensors, SlotWriter, slot_writer
 from vmserve.attention.transfer import upload
-from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
 from vmserve.memory.views import ContiguousView, KVView
+from vmserve.numbers.dtypes import DType
 
 __all__ = [
     "HALF",

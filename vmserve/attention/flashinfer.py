@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.rotary import Rotary, rotate
 from vmserve.attention.transfer import upload
-from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
 from vmserve.memory.views import ContiguousView, KVView, PagedView, tensor_view
+from vmserve.numbers.dtypes import DType
 
 __all__ = ["BlockTensors", "FlashInferBackend"]
 

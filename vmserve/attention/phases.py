@@ -43,8 +43,8 @@ from vmserve.attention.flash import (
     activated,
 )
 from vmserve.attention.slots import SlotTensors
-from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
+from vmserve.numbers.dtypes import DType
 
 __all__ = ["CudaDecodes", "CudnnPrompts", "by_phases"]
 

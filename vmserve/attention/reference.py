@@ -10,8 +10,8 @@ import torch
 
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.rotary import Rotary, rotate
-from vmserve.dtypes import DType
 from vmserve.memory.views import ContiguousView, KVView, PagedView, TensorView, tensor_view
+from vmserve.numbers.dtypes import DType
 
 __all__ = ["ReferenceBackend"]
 

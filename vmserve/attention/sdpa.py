@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.rotary import Rotary, rotate
-from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
 from vmserve.memory.views import ContiguousView, KVView
+from vmserve.numbers.dtypes import DType
 
 __all__ = ["SdpaBackend"]
 

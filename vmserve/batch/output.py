@@ -14,7 +14,7 @@ import msgspec
 
 from vmserve.batch.lines import LINE_START, Index, digest_of
 from vmserve.errors import ConfigurationError, VmserveError
-from vmserve.file_locks import lock_for_writing
+from vmserve.system.files import lock_for_writing
 
 __all__ = ["Output"]
 

@@ -21,8 +21,8 @@ from vmserve.batch.lines import (
 )
 from vmserve.batch.output import Output
 from vmserve.errors import EngineDeadError
-from vmserve.server.engine_client import EngineClient
-from vmserve.server.scope import gather
+from vmserve.server.access.scope import gather
+from vmserve.server.models.engine_client import EngineClient
 from vmserve.server.wire import JSON_TYPE
 
 __all__ = ["Batch", "Figures", "default_concurrency"]

@@ -26,7 +26,7 @@ from vmserve.errors import ConfigurationError
 from vmserve.models.native import NativeDecoder
 from vmserve.runner.model_runner import ModelRunner
 from vmserve.sampling import SamplingParams
-from vmserve.threads import num_threads
+from vmserve.system.threads import num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

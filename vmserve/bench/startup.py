@@ -30,7 +30,7 @@ from vmserve.bench.lab.report import dump, make_console, progress, write_text
 from vmserve.bench.lab.table import Table, print_table
 from vmserve.bench.serve.events import Answer, EventReader
 from vmserve.cli.options import with_engine_options
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 __all__ = [
     "PHASES",

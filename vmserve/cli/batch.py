@@ -30,13 +30,13 @@ from vmserve.cli.serve import ServeCommand, server_config
 from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.process_llm import Supervision
 from vmserve.errors import ConfigurationError
-from vmserve.imports import import_quickly
-from vmserve.logs import configure_logging
 from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.options import declared_options
-from vmserve.progress import loading_progress
 from vmserve.server.config import ServerConfig
-from vmserve.server.dialect import check_template
+from vmserve.server.models.dialect import check_template
+from vmserve.system.imports import import_quickly
+from vmserve.system.logs import configure_logging
+from vmserve.system.progress import loading_progress
 
 __all__ = ["ServeCommand", "batch_command"]
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from vmserve.errors import ConfigurationError
 from vmserve.memory.persist import Space, clear, list_spaces, verify
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 __all__ = ["app"]
 

@@ -19,7 +19,7 @@ from vmserve.client.async_llm import AsyncLLM
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
 from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.sampling import SamplingParams
-from vmserve.server.scope import closing
+from vmserve.server.access.scope import closing
 from vmserve.text.prompts import Prompt
 from vmserve.types import RequestOutput
 

@@ -15,8 +15,8 @@ import typer
 
 from vmserve.cli.options import with_engine_options
 from vmserve.errors import ConfigurationError
-from vmserve.hosts import warn_of_loopback
-from vmserve.logs import LOG_FORMATS, configure_logging
+from vmserve.system.hosts import warn_of_loopback
+from vmserve.system.logs import LOG_FORMATS, configure_logging
 
 __all__ = ["engine_command"]
 
@@ -45,8 +45,8 @@ def engine_command(
     **options: Any,
 ) -> None:
     """Load a model and serve it to one server (vmserve serve --engine) at a time."""
-    from vmserve.client.remote.handshake import read_key  # noqa: PLC0415 - `--help` needs it not
-    from vmserve.client.remote.link import parse_address  # noqa: PLC0415 - as above
+    from vmserve.client.transports.sealed.handshake import read_key  # noqa: PLC0415 - `--help` needs it not
+    from vmserve.client.transports.sealed.link import parse_address  # noqa: PLC0415 - as above
 
     if log_format not in LOG_FORMATS:
         raise ConfigurationError(f"log_format: {log_format!r} is not one of text, json")

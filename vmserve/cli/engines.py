@@ -141,10 +141,10 @@ class EngineChoice:
 
     def _remote(self, options: Mapping[str, Any]) -> tuple[bytes, Path | None]:
         """What ``--engine`` needs: the key, and a tokenizer of our own if there is one."""
-        from vmserve.client.remote.handshake import (  # noqa: PLC0415 - most start their engine
+        from vmserve.client.transports.sealed.handshake import (  # noqa: PLC0415 - most start their engine
             read_key,
         )
-        from vmserve.client.remote.link import parse_address  # noqa: PLC0415 - as above
+        from vmserve.client.transports.sealed.link import parse_address  # noqa: PLC0415 - as above
 
         places = [parse_address(address, "engine") for address in self.engines]
         for address, place in zip(self.engines, places, strict=True):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from vmserve.imports import import_quickly
+from vmserve.system.imports import import_quickly
 
 __all__ = ["Home", "lazy_group"]
 

@@ -27,7 +27,7 @@ _COMMANDS = {
     "batch": Home("vmserve.cli.batch", "batch_command", "ServeCommand"),
     "chat": Home("vmserve.cli.chat", "chat_command"),
     "top": Home("vmserve.cli.top", "top_command"),
-    "plan": Home("vmserve.cli.plan", "plan_command"),
+    "plan": Home("vmserve.cli.planning.command", "plan_command"),
     "pull": Home("vmserve.cli.pull", "pull_command"),
     "cache": Home("vmserve.cli.cache", "app"),
     "models": Home("vmserve.cli.models", "models_command"),

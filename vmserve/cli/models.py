@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vmserve.models.inventory import ListedModel, list_models
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 __all__ = ["models_command"]
 

@@ -11,8 +11,8 @@ import typer
 
 from vmserve.models.hub import resolve_model
 from vmserve.models.quantize import GROUP, quantize
-from vmserve.progress import loading_progress
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
+from vmserve.system.progress import loading_progress
 
 __all__ = ["HELP", "quantize_command"]
 

@@ -24,22 +24,22 @@ from vmserve.cli.engines import EngineChoice
 from vmserve.cli.options import ENGINE_OPTIONS, parameters_of, with_parameters
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.errors import ConfigurationError
-from vmserve.hosts import is_loopback
-from vmserve.imports import import_quickly
-from vmserve.logs import LOG_FORMATS, configure_logging
 from vmserve.models.hub import EMBEDDED_NAME
+from vmserve.numbers.sizes import format_size
 from vmserve.options import Option, check_options, declared_options, read_text
 from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import API, LIMITS, NETWORK, PROCESSES, ServerConfig
-from vmserve.server.listen import (
+from vmserve.server.models.prefixes import Prefixes, read_prefixes
+from vmserve.server.net.listen import (
     ConnectionLimits,
     bind,
     check_certificate,
     raise_descriptor_limit,
     url_of,
 )
-from vmserve.server.prefixes import Prefixes, read_prefixes
-from vmserve.sizes import format_size
+from vmserve.system.hosts import is_loopback
+from vmserve.system.imports import import_quickly
+from vmserve.system.logs import LOG_FORMATS, configure_logging
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -327,7 +327,7 @@ def _run(
     keys = config.key_ring()
     prefixes = Prefixes(read_prefixes(pinned), keys)
     if config.otlp_traces_endpoint is not None:
-        from vmserve.server.tracing import check_tracing  # noqa: PLC0415 - seldom asked for
+        from vmserve.server.observe.tracing import check_tracing  # noqa: PLC0415 - seldom asked for
 
         check_tracing(config.otlp_traces_endpoint)
     with _stoppable_start(), bind(config) as listener:
@@ -368,7 +368,7 @@ def _serve_one(
     engines: EngineChoice,
 ) -> None:
     """Load one model, with its prefixes, and serve it."""
-    from vmserve.server.tokenizer_info import with_tokenizer  # noqa: PLC0415 - see _import_server
+    from vmserve.server.models.tokenizer_info import with_tokenizer  # noqa: PLC0415 - see _import_server
 
     began = time.monotonic()
     engine, name = _start_engine(engine_options, supervision, engines)

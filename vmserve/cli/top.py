@@ -26,7 +26,7 @@ from rich.text import Text
 
 from vmserve.cli.options import server_url
 from vmserve.errors import ConfigurationError, VmserveError
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 __all__ = ["Monitor", "Screen", "top_command"]
 

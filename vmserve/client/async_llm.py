@@ -13,7 +13,7 @@ from typing import Any
 from vmserve.client.core import ClientCore
 from vmserve.client.inbox import Inbox
 from vmserve.client.messages import FromEngine, Shutdown
-from vmserve.client.thread import ThreadTransport
+from vmserve.client.transports.thread import ThreadTransport
 from vmserve.config import EngineConfig
 from vmserve.engine.build import Progress
 from vmserve.engine.engine import LLMEngine

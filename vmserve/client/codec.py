@@ -1,7 +1,7 @@
 """Encode messages as msgpack arrays, for an engine in another process.
 
 Parameters were checked when they were made, and are restored without another check. Errors:
-:mod:`vmserve.packed_errors`.
+:mod:`vmserve.errors`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from vmserve.client.messages import Add, FromEngine, ToEngine
-from vmserve.packed_errors import pack_error, unpack_error
 from vmserve.sampling.params import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.structured.spec import StructuredOutputsParams
+from vmserve.system.packed_errors import pack_error, unpack_error
 
 __all__ = ["decode_from_engine", "decode_to_engine", "encode"]
 

@@ -22,7 +22,7 @@ from vmserve.client.messages import (
     ToEngine,
     Unpin,
 )
-from vmserve.client.transport import Transport
+from vmserve.client.transports.base import Transport
 from vmserve.config import LEAST, EngineConfig, ResolvedConfig
 from vmserve.engine.limits import RequestLimits
 from vmserve.errors import EngineDeadError, VmserveError

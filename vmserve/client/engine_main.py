@@ -1,6 +1,6 @@
 """``python -m vmserve.client.engine_main FD``: serve an engine at the other end of a socket.
 
-Started by :mod:`vmserve.client.process`, never by hand.
+Started by :mod:`vmserve.client.transports.process`, never by hand.
 """
 
 # ruff: noqa: E402
@@ -15,13 +15,12 @@ import sys
 import threading
 from functools import partial
 
-# Until all is loaded: see vmserve.imports.
+# Until all is loaded: see vmserve.system.imports.
 gc.disable()
 
 import msgspec
 
 from vmserve.client.codec import decode_to_engine, encode
-from vmserve.client.framing import receive_frame, send_frame
 from vmserve.client.messages import (
     FromEngine,
     Launch,
@@ -30,13 +29,14 @@ from vmserve.client.messages import (
     Shutdown,
 )
 from vmserve.client.service import EngineService, ready_message
+from vmserve.client.transports.framing import receive_frame, send_frame
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import EngineDeadError, FrameTooLargeError, VmserveError
-from vmserve.host_arrays import MemoryReturn
-from vmserve.logs import configure_logging
-from vmserve.processes import die_with
-from vmserve.threads import keep_to
+from vmserve.system.heap import MemoryReturn
+from vmserve.system.logs import configure_logging
+from vmserve.system.processes import die_with
+from vmserve.system.threads import keep_to
 
 logger = logging.getLogger("vmserve.engine")
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from vmserve.client.messages import Add, Answer, FromEngine, StepUpdate
-from vmserve.client.transport import Future
+from vmserve.client.transports.base import Future
 from vmserve.text.assembly import RequestAssembly
 from vmserve.text.update import RequestUpdate
 from vmserve.types import RequestOutput

@@ -21,8 +21,8 @@ from vmserve.client.core import ClientCore
 from vmserve.client.messages import Lend, MemoryReport
 from vmserve.config import LEAST
 from vmserve.errors import ConfigurationError, EngineDeadError
+from vmserve.numbers.sizes import format_size, parse_size
 from vmserve.pool.shares import Member, Order, Shares
-from vmserve.sizes import format_size, parse_size
 
 __all__ = ["KVPool", "PoolMember"]
 

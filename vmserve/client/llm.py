@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from vmserve.client.core import ClientCore
 from vmserve.client.inbox import OpenRequest
-from vmserve.client.inline import InlineTransport
 from vmserve.client.lending import KVPool
 from vmserve.client.process_llm import Supervision
+from vmserve.client.transports.inline import InlineTransport
 from vmserve.config import LEAST, EngineConfig
 from vmserve.engine.build import Progress
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from vmserve.models.hub import EMBEDDED_NAME
-from vmserve.progress import generation_progress
 from vmserve.router.policy import Policy
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.sampling.params import Pooling
+from vmserve.system.progress import generation_progress
 from vmserve.text.prompts import Prompt, PromptLike, encode_prompt, split_prompts
 from vmserve.text.tokenizer import Tokenizer
 from vmserve.types import (

@@ -19,19 +19,19 @@ import msgspec
 
 from vmserve.client.core import ClientCore
 from vmserve.client.messages import FromEngine, Ping, Ready, Shutdown, StepUpdate, ToEngine
-from vmserve.client.process import (
+from vmserve.client.pulse import Pulse
+from vmserve.client.transports.process import (
     RESTART_WINDOW_SECONDS,
     Channel,
     EngineProcess,
     ProcessTransport,
     RestartBudget,
 )
-from vmserve.client.pulse import Pulse
 from vmserve.config import LEAST, EngineConfig, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 from vmserve.models.hub import is_embedded, resolve_model
 from vmserve.models.pullable import PULLABLE
-from vmserve.processes import describe_end
+from vmserve.system.processes import describe_end
 from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -55,7 +55,7 @@ class Supervision:
     ``ping_seconds``, is killed: no step may take longer. Before, after half of this time at the
     latest, it is suspected (:class:`~vmserve.client.pulse.Pulse`). An engine that has died is
     started again, up to ``restarts`` times within
-    :data:`~vmserve.client.process.RESTART_WINDOW_SECONDS`.
+    :data:`~vmserve.client.transports.process.RESTART_WINDOW_SECONDS`.
     ``cpus``: those that the process may use; empty: all.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.

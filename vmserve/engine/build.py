@@ -23,7 +23,6 @@ from vmserve.engine.parts import (
 )
 from vmserve.engine.persistence import computed_by, identity_of, persist, settings_of
 from vmserve.engine.weights import linear_backend
-from vmserve.host_arrays import trim_memory
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
 from vmserve.models import choose_native, load_model, resolve_model
@@ -46,6 +45,7 @@ from vmserve.speculation.base import Drafter
 from vmserve.speculation.in_order import InOrder
 from vmserve.speculation.policy import EVIDENCE, PRICED
 from vmserve.speculation.prompt_lookup import PromptLookup
+from vmserve.system.heap import trim_memory
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["EngineParts", "Progress", "build"]

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from vmserve.attention.cpu import CpuBackend
 from vmserve.config import EngineConfig, ResolvedConfig
-from vmserve.dtypes import DType
 from vmserve.engine.draft_model import DraftModel
 from vmserve.engine.parts import create_memory, kv_dtype, widest_window
 from vmserve.engine.persistence import computed_by, persist, settings_of
@@ -19,6 +18,7 @@ from vmserve.models import asked_dtype, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.gguf.reader import GgufModel
 from vmserve.models.native import refusal
+from vmserve.numbers.dtypes import DType
 from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner

@@ -19,11 +19,11 @@ import numpy as np
 
 from vmserve.errors import ConfigurationError, DriverError, OutOfMemoryError
 from vmserve.memory.base import Attach, MemoryPlan, Regime
+from vmserve.numbers.sizes import format_size
 from vmserve.sampling.params import with_checked
 from vmserve.sampling.tokens import SamplingRow
 from vmserve.scheduler.base import Columns, StepPlan
 from vmserve.scheduler.sequence import Sequence
-from vmserve.sizes import format_size
 from vmserve.speculation.draft_lengths import Decoding, DraftLengths
 
 if TYPE_CHECKING:

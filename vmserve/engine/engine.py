@@ -33,6 +33,8 @@ from vmserve.errors import (
 from vmserve.memory.base import Health, Regime
 from vmserve.memory.longest import LongestSequence
 from vmserve.memory.manager import MemoryManager
+from vmserve.numbers.sizes import format_size, parse_size
+from vmserve.numbers.values import step_value
 from vmserve.pool.shares import Holding
 from vmserve.runner.model_runner import AttentionTime
 from vmserve.runner.runtime import DeviceRuntime
@@ -40,7 +42,6 @@ from vmserve.sampling import GenerationParams
 from vmserve.scheduler.base import NoRoomError, StepPlan
 from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.sequence import Request
-from vmserve.sizes import format_size, parse_size
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.telemetry.kinds import kind_figures
 from vmserve.telemetry.phases import StepPhases
@@ -49,7 +50,6 @@ from vmserve.telemetry.trace import StepTrace
 from vmserve.text.prompts import encode_params
 from vmserve.text.update import RequestUpdate
 from vmserve.types import PinnedPrefix, RequestTerms
-from vmserve.values import step_value
 
 __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 

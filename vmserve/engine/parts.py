@@ -9,7 +9,6 @@ from vmserve.attention import create_backend
 from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
 from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig
-from vmserve.dtypes import DType
 from vmserve.engine.pins import MAX_PINNED_PREFIXES
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
@@ -25,6 +24,7 @@ from vmserve.memory.longest import LongestSequence, layers_for_kinds, own_kinds
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.numbers.dtypes import DType
 from vmserve.runner.calibration import measure_profile
 from vmserve.runner.runtime import DeviceRuntime, HeadShape
 from vmserve.scheduler.profile import DeviceProfile

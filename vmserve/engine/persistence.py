@@ -13,13 +13,13 @@ from typing import Any
 from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
 from vmserve.config import ResolvedConfig
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import MemoryStats
 from vmserve.memory.manager import MemoryManager
 from vmserve.memory.persist import core_digest, open_stores
 from vmserve.models.config import ModelConfig
 from vmserve.models.content import content_digest
+from vmserve.numbers.dtypes import DType
 from vmserve.runner.runtime import DeviceRuntime
 from vmserve.telemetry.counters import merged_stats
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from vmserve.errors import InvalidRequestError
 from vmserve.memory.base import Attach, MemoryPlan, Regime
-from vmserve.sizes import size_to_set
+from vmserve.numbers.sizes import size_to_set
 from vmserve.types import PinnedPrefix
 
 if TYPE_CHECKING:

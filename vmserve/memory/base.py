@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from vmserve._core import MemoryStats
-from vmserve.values import step_value
+from vmserve.numbers.values import step_value
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vmserve import _core
-from vmserve.dtypes import DType
-from vmserve.host_arrays import TensorTuple, array_tuple
 from vmserve.memory.base import Regime
 from vmserve.memory.layout import layer_places
 from vmserve.memory.views import HostView, ViewedMemory
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import TensorTuple, array_tuple
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vmserve.memory.layout import CUDA_GRANULARITY, KVLayout, LayerKind, plan_layout
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 __all__ = [
     "KindPages",

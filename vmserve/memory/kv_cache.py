@@ -14,7 +14,7 @@ from vmserve.errors import ConfigurationError, OutOfMemoryError
 from vmserve.memory.base import Fork, Growth, MemoryPlan, Shortfall
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.memory.tensors import arena_tensors, contiguous_view, safe_view
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 if TYPE_CHECKING:
     from types import TracebackType

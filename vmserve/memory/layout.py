@@ -27,9 +27,9 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vmserve.dtypes import DType, head_stride, vector_bytes
 from vmserve.errors import ConfigurationError
-from vmserve.sizes import format_size
+from vmserve.numbers.dtypes import DType, head_stride, vector_bytes
+from vmserve.numbers.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

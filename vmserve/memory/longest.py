@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-from vmserve.dtypes import DType, vector_bytes
 from vmserve.errors import ConfigurationError
 from vmserve.memory.kind_pages import KindPages, most_bytes, pages_of_layout
 from vmserve.memory.layout import KVLayout, LayerKind, layer_kinds, layers_for_granularity
-from vmserve.sizes import format_size, size_to_set
+from vmserve.numbers.dtypes import DType, vector_bytes
+from vmserve.numbers.sizes import format_size, size_to_set
 
 __all__ = ["LongestSequence", "layers_for_kinds", "own_kinds"]
 

@@ -27,7 +27,7 @@ from vmserve.memory.base import (
 )
 from vmserve.memory.device import MemoryDevice, memory_device
 from vmserve.memory.layout import LayerKind
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence

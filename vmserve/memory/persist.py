@@ -22,8 +22,8 @@ from typing import Any
 
 from vmserve import _core
 from vmserve.errors import ConfigurationError
-from vmserve.private_files import write_private
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
+from vmserve.system.files import write_private
 
 __all__ = [
     "BrokenFile",

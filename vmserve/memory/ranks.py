@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from vmserve import _core
-from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
 from vmserve.memory.layout import KVLayout, LayerKind
+from vmserve.numbers.dtypes import DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -17,7 +17,7 @@ from vmserve.memory.views import (
     StatePages,
     ViewedMemory,
 )
-from vmserve.torch_dtypes import as_torch
+from vmserve.numbers.torch_dtypes import as_torch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

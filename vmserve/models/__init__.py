@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
 from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.dtype import DTYPES, asked_dtype
@@ -19,6 +18,7 @@ from vmserve.models.native import (
     load_native,
     refusal,
 )
+from vmserve.numbers.dtypes import DType
 
 if TYPE_CHECKING:
     import torch

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from vmserve.attention.base import LayerAttention
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.json_files import read_json
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.families import FAMILIES
 from vmserve.models.gguf.config import describe
@@ -20,6 +18,8 @@ from vmserve.models.loader import weight_files
 from vmserve.models.quantized.formats import QuantizedFormat, describe_quantization
 from vmserve.models.safetensors_file import SafetensorsFile
 from vmserve.models.tensor_names import tensor_shapes
+from vmserve.numbers.dtypes import DType
+from vmserve.system.files import read_json
 
 if TYPE_CHECKING:
     from vmserve.models.foreign import ForeignConfig

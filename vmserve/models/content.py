@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from vmserve.models.gguf.reader import GgufModel, is_gguf, open_gguf
-from vmserve.private_files import write_private
+from vmserve.system.files import write_private
 
 __all__ = ["content_digest", "fingerprint"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
+from vmserve.numbers.dtypes import DType
 
 if TYPE_CHECKING:
     from vmserve.models.config import ModelConfig

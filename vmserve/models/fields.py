@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from vmserve.dtypes import DType
+from vmserve.numbers.dtypes import DType
 
 __all__ = [
     "Fields",

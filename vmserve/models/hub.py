@@ -11,7 +11,7 @@ from typing import Final, overload
 from vmserve.errors import ConfigurationError
 from vmserve.models.gguf.reader import is_gguf
 from vmserve.models.pullable import PULLABLE, find_pulled
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 __all__ = ["EMBEDDED_NAME", "is_embedded", "resolve_model"]
 

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from vmserve.errors import ConfigurationError, VmserveError
-from vmserve.json_files import read_json
 from vmserve.models.config import ModelConfig
 from vmserve.models.families import FAMILIES
 from vmserve.models.gguf.reader import GgufModel, is_gguf
@@ -21,6 +20,7 @@ from vmserve.models.hub import EMBEDDED_NAME, resolve_model
 from vmserve.models.hub_download import cached_snapshots
 from vmserve.models.loader import stored_bytes, weight_files
 from vmserve.models.pullable import PULLABLE, PullableModel, find_pulled, kept_directory
+from vmserve.system.files import read_json
 
 __all__ = ["ListedModel", "list_models"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vmserve.user_cache import user_cache
+from vmserve.system.cache import user_cache
 
 __all__ = ["PULLABLE", "PullableModel", "find_pulled", "kept_directory"]
 

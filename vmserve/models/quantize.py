@@ -16,11 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.file_locks import lock_for_writing
-from vmserve.host_arrays import as_float32
-from vmserve.json_files import read_json
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.gguf.reader import is_gguf
@@ -30,7 +26,10 @@ from vmserve.models.quantized.layout import KERNEL_GROUP, WORD_BITS
 from vmserve.models.rounding import round_weights
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
 from vmserve.models.tensor_names import is_router, tensor_shapes
-from vmserve.threads import num_threads
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import as_float32
+from vmserve.system.files import lock_for_writing, read_json
+from vmserve.system.threads import num_threads
 
 __all__ = ["GROUP", "quantize"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.host_arrays import rounded
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import rounded
 
 __all__ = [
     "ROPE_TYPES",

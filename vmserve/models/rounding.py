@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vmserve.dtypes import DType
-from vmserve.host_arrays import as_float32, rounded
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import as_float32, rounded
 
 __all__ = ["round_weights"]
 

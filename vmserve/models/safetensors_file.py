@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.file_rows import FileRows, keep_open
+from vmserve.numbers.dtypes import DType
 
 __all__ = ["SafetensorsFile", "StoredIntegers", "StoredTensor"]
 

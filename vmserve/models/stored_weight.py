@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve.attention.cpu import CPU_DTYPES
-from vmserve.dtypes import DType
-from vmserve.host_arrays import as_float32
 from vmserve.models.file_rows import FileRows
 from vmserve.models.grouped import Grouped
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import as_float32
 
 __all__ = ["Plain", "SafetensorsWeight", "StoredWeight", "Table", "as_plain"]
 

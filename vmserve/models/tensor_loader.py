@@ -21,8 +21,8 @@ from vmserve.models.shard import Part, Shard, Together
 from vmserve.models.stored_weight import SafetensorsWeight
 from vmserve.models.tensor_names import tensor_shapes, weight_name
 from vmserve.models.weights import DecoderWeights, assemble
-from vmserve.sizes import format_size
-from vmserve.torch_dtypes import as_torch
+from vmserve.numbers.sizes import format_size
+from vmserve.numbers.torch_dtypes import as_torch
 
 __all__ = ["load_decoder", "load_tensors"]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vmserve.dtypes import DType
 from vmserve.models.dtype import asked_dtype
+from vmserve.numbers.dtypes import DType
 
 if TYPE_CHECKING:
     from vmserve.models.config import ModelConfig

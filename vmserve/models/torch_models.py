@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
 from vmserve.models.collective import Collective
 from vmserve.models.config import ModelConfig
@@ -16,7 +15,8 @@ from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.gguf.reader import GgufModel
 from vmserve.models.loader import Progress
 from vmserve.models.tensor_loader import load_decoder
-from vmserve.torch_dtypes import as_torch
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.torch_dtypes import as_torch
 
 if TYPE_CHECKING:
     from vmserve.models.foreign import ForeignModel

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from vmserve.errors import EngineDeadError
-from vmserve.packed_errors import pack_error, unpack_error
+from vmserve.system.packed_errors import pack_error, unpack_error
 
 __all__ = ["ByteWire", "Link", "PairLink", "RankOrders", "TcpLink", "refused"]
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch.distributed as distributed
 
 from vmserve.errors import DriverError
-from vmserve.hosts import warn_of_loopback
 from vmserve.parallel.launched import Placement
 from vmserve.parallel.link import TcpLink
+from vmserve.system.hosts import warn_of_loopback
 
 __all__ = ["Host", "Visitor", "local_store", "ranks_store"]
 

@@ -14,7 +14,7 @@ from vmserve import _core
 from vmserve.errors import VmserveError
 from vmserve.memory.relay import Relay
 from vmserve.parallel.link import ByteWire, Link, PairLink, RankOrders, TcpLink
-from vmserve.processes import child_environment, describe_end
+from vmserve.system.processes import child_environment, describe_end
 
 __all__ = ["LaunchedMember", "LocalMember", "Member", "Told"]
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
-# Until all is loaded: see vmserve.imports.
+# Until all is loaded: see vmserve.system.imports.
 gc.disable()
 
 import msgspec
@@ -27,7 +27,6 @@ import msgspec
 from vmserve import _core
 from vmserve.attention import create_backend
 from vmserve.errors import DriverError, EngineDeadError, VmserveError
-from vmserve.logs import configure_logging
 from vmserve.memory.base import Regime
 from vmserve.memory.ranks import RankMemory
 from vmserve.models import load_model
@@ -35,11 +34,12 @@ from vmserve.models.config import ModelConfig
 from vmserve.models.native import RankGroup
 from vmserve.parallel.columns import decode
 from vmserve.parallel.link import Link, PairLink, RankOrders, refused
-from vmserve.processes import die_with
 from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner
-from vmserve.threads import keep_to
+from vmserve.system.logs import configure_logging
+from vmserve.system.processes import die_with
+from vmserve.system.threads import keep_to
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vmserve.config import EngineConfig, ResolvedConfig
-from vmserve.dtypes import DType
 from vmserve.errors import (
     ConfigurationError,
     EngineDeadError,
@@ -31,12 +30,13 @@ from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.native import RankGroup
 from vmserve.models.slices import refusal_of_ranks
+from vmserve.numbers.dtypes import DType
 from vmserve.parallel.columns import board_bytes, encode
 from vmserve.parallel.launched import Placement
 from vmserve.parallel.link import RankOrders
 from vmserve.parallel.members import LaunchedMember, LocalMember, Member
 from vmserve.runner.model_runner import StepColumns
-from vmserve.threads import keep_to, split_cpus
+from vmserve.system.threads import keep_to, split_cpus
 
 if TYPE_CHECKING:
     import torch

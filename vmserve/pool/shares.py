@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from vmserve.errors import ConfigurationError
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 __all__ = ["Holding", "Member", "Order", "Shares"]
 

@@ -12,7 +12,7 @@ from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
-from vmserve.server.dialect import check_template
+from vmserve.server.models.dialect import check_template
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

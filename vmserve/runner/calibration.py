@@ -25,7 +25,7 @@ from vmserve.attention.base import AttentionBackend, RaggedBatch
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.scheduler.profile import DeviceProfile, KernelCosts
-from vmserve.threads import num_threads
+from vmserve.system.threads import num_threads
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

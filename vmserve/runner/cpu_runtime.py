@@ -13,10 +13,10 @@ import numpy as np
 from vmserve.attention.base import LayerAttention
 from vmserve.attention.cpu import CpuCall
 from vmserve.errors import ConfigurationError
-from vmserve.host_arrays import array_tuple, rounded
 from vmserve.memory.base import Regime
 from vmserve.memory.cuda_driver import driver_refusal
 from vmserve.memory.host_views import host_view
+from vmserve.numbers.host_arrays import array_tuple, rounded
 from vmserve.runner.host import HostDevice
 from vmserve.sampling.sampler import Sampler
 

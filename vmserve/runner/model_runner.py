@@ -16,10 +16,10 @@ from vmserve.attention.base import AttentionCall, LayerAttention, RaggedBatch
 from vmserve.attention.states import StepStates
 from vmserve.memory.base import Regime
 from vmserve.models.hidden import HiddenRows
+from vmserve.numbers.values import step_value
 from vmserve.runner.runtime import CaptureError
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.sequence import Sequence, SequenceStatus
-from vmserve.values import step_value
 
 if TYPE_CHECKING:
     import torch

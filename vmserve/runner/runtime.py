@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from vmserve.dtypes import DType
+from vmserve.numbers.dtypes import DType
 
 if TYPE_CHECKING:
     import torch

@@ -31,22 +31,22 @@ from vmserve.memory.tensors import contiguous_view, paged_view
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.native import NativeDecoder
 from vmserve.models.torch_dtype import resolve_dtype
+from vmserve.numbers.torch_dtypes import as_torch
 from vmserve.runner.graphs import DecodeGraphs
 from vmserve.runner.host import HostDevice
 from vmserve.runner.ids import known
 from vmserve.sampling.device import DeviceSampler
 from vmserve.sampling.sampler import Sampler
-from vmserve.torch_dtypes import as_torch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.attention.base import AttentionCall
     from vmserve.attention.states import StepStates
-    from vmserve.dtypes import DType
     from vmserve.memory.views import KVView, ViewedMemory
     from vmserve.models import LoadedModel, ModelConfig
     from vmserve.models.decoder import Decoder
+    from vmserve.numbers.dtypes import DType
     from vmserve.runner.kernels import RegimeKernels
     from vmserve.runner.runtime import Fetch, Graph, HeadShape, TorchRuntime
     from vmserve.sampling.tokens import Logits, TokenSampler

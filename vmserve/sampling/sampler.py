@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve import _core
-from vmserve.host_arrays import TensorTuple
+from vmserve.numbers.host_arrays import TensorTuple
 from vmserve.sampling.params import GREEDY_TEMPERATURE
 from vmserve.sampling.tokens import PART_ELEMENTS, SampledToken, TopTokens
-from vmserve.threads import num_threads
+from vmserve.system.threads import num_threads
 
 if TYPE_CHECKING:
     from vmserve.sampling.tokens import Drawing, Logits, SamplingRow

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Convert, MemoryPlan, Regime
 from vmserve.memory.columns import step_columns, take_unpublished
+from vmserve.numbers.values import step_value
 from vmserve.scheduler.sequence import Request, Sequence
-from vmserve.values import step_value
 
 __all__ = [
     "AddDrafts",

@@ -10,24 +10,28 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vmserve.server.admin import AdminService
-from vmserve.server.anthropic import MessagesService
+from vmserve.server.access.origins import Cors, OriginPolicy
+from vmserve.server.access.scope import route_path
 from vmserve.server.auth import KeyRing
-from vmserve.server.chat import ChatService
-from vmserve.server.completions import CompletionService
 from vmserve.server.config import ServerConfig
 from vmserve.server.context import ServerContext
-from vmserve.server.embeddings import EmbeddingService
-from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import error_response
-from vmserve.server.info import InfoService, InvocationService
-from vmserve.server.live import LiveView, Pages
-from vmserve.server.middleware import GENERATION_PATHS, Boundary, Gate, RequestScope
+from vmserve.server.models.engine_client import EngineClient
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
-from vmserve.server.openapi import body_of, install_openapi
-from vmserve.server.origins import Cors, OriginPolicy
-from vmserve.server.protocol import (
+from vmserve.server.observe.tracing import Traced
+from vmserve.server.routes.admin import AdminService
+from vmserve.server.routes.anthropic import MessagesService
+from vmserve.server.routes.chat import ChatService
+from vmserve.server.routes.completions import CompletionService
+from vmserve.server.routes.embeddings import EmbeddingService
+from vmserve.server.routes.info import InfoService, InvocationService
+from vmserve.server.routes.live import LiveView, Pages
+from vmserve.server.routes.middleware import GENERATION_PATHS, Boundary, Gate, RequestScope
+from vmserve.server.routes.openapi import body_of, install_openapi
+from vmserve.server.routes.responses import ResponsesService
+from vmserve.server.routes.tokenization import TokenizationService
+from vmserve.server.words.protocol import (
     AddModelRequest,
     ChatCompletionRequest,
     CompletionRequest,
@@ -42,10 +46,6 @@ from vmserve.server.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from vmserve.server.responses import ResponsesService
-from vmserve.server.scope import route_path
-from vmserve.server.tokenization import TokenizationService
-from vmserve.server.tracing import Traced
 from vmserve.version import __version__
 
 __all__ = ["create_app"]

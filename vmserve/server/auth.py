@@ -15,7 +15,7 @@ from pathlib import Path
 
 from vmserve.errors import ConfigurationError
 from vmserve.options import read_text
-from vmserve.private_files import warn_if_shared
+from vmserve.system.files import warn_if_shared
 
 __all__ = ["ApiKey", "Caller", "KeyLimits", "KeyRing", "read_key_file"]
 

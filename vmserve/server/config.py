@@ -35,9 +35,9 @@ class ServerConfig:
     """Options of the HTTP server; names are those of the command line.
 
     ``tokenizer_info``: the reply of ``/tokenizer_info``, if there is one. ``allowed_origins`` and
-    ``allowed_hosts`` are in lower case; :class:`~vmserve.server.origins.OriginPolicy` fills them in
-    if they are empty, :class:`~vmserve.server.listen.ConnectionLimits` the limits of connections
-    that are None.
+    ``allowed_hosts`` are in lower case; :class:`~vmserve.server.access.origins.OriginPolicy` fills
+    them in if they are empty, :class:`~vmserve.server.net.listen.ConnectionLimits` the limits of
+    connections that are None.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.
     """

@@ -10,16 +10,18 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from vmserve.errors import DeadlineError
-from vmserve.server.admission import BodyBytes, Visit
-from vmserve.server.aside_process import AsideProcesses
+from vmserve.server.access.admission import BodyBytes, Visit
+from vmserve.server.access.key_limits import KeyLedger
 from vmserve.server.auth import ApiKey, KeyRing
 from vmserve.server.config import ServerConfig
-from vmserve.server.idle import IdleWork
-from vmserve.server.key_limits import KeyLedger
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
-from vmserve.server.protocol import (
+from vmserve.server.net.aside_process import AsideProcesses
+from vmserve.server.net.idle import IdleWork
+from vmserve.server.net.workers import Workers
+from vmserve.server.observe.tracing import Tracing
+from vmserve.server.words.protocol import (
     CountMessageTokensRequest,
     DetokenizeRequest,
     EmbeddingRequest,
@@ -27,8 +29,6 @@ from vmserve.server.protocol import (
     ResponsesRequest,
     TokenizeRequest,
 )
-from vmserve.server.tracing import Tracing
-from vmserve.server.workers import Workers
 
 __all__ = ["NamesModel", "ServerContext"]
 

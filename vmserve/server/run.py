@@ -18,12 +18,12 @@ import uvicorn
 from fastapi import FastAPI
 
 from vmserve.errors import EngineDeadError
-from vmserve.server.accept import Acceptor
-from vmserve.server.connection import GuardedProtocol
 from vmserve.server.context import ServerContext
 from vmserve.server.limits import MAX_HEADER_BYTES
-from vmserve.server.listen import ConnectionLimits, cannot_bind, url_of
 from vmserve.server.models.registry import Models
+from vmserve.server.net.accept import Acceptor
+from vmserve.server.net.connection import GuardedProtocol
+from vmserve.server.net.listen import ConnectionLimits, cannot_bind, url_of
 
 __all__ = ["serve", "stop_on_signals"]
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _SWITCH_SECONDS: Final = 0.0005
 #: The garbage collector visits all that requests hold, and streams wait for it: it comes seldom,
-#: and when large requests have passed (:mod:`vmserve.server.idle`).
+#: and when large requests have passed (:mod:`vmserve.server.net.idle`).
 _GC_THRESHOLDS: Final = (20_000, 20, 10)
 #: After the drain: for last bytes to leave, and for idle connections to close.
 FLUSH_SECONDS: Final = 3.0

@@ -13,12 +13,12 @@ import numpy as np
 
 from vmserve import _core
 from vmserve.config import EngineConfig, ResolvedConfig
-from vmserve.dtypes import DType
 from vmserve.engine.build import EngineParts
 from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models.config import ModelConfig
+from vmserve.numbers.dtypes import DType
 from vmserve.runner.cpu_runtime import CpuRuntime
 from vmserve.runner.model_runner import null_logits
 from vmserve.sampling.tokens import SampledToken

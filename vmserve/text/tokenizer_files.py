@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, p
 from tokenizers import Tokenizer as Backend
 
 from vmserve.errors import ConfigurationError
-from vmserve.json_files import read_json
+from vmserve.system.files import read_json
 from vmserve.text.light_tokenizer import LightTokenizer
 from vmserve.text.tokenizer_transformers import chosen_class, load_from_transformers
 

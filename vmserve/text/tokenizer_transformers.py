@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vmserve.errors import ConfigurationError
-from vmserve.json_files import read_json
+from vmserve.system.files import read_json
 
 __all__ = ["chosen_class", "load_from_transformers"]
 

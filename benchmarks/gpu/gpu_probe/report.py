@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 from .common import Record, one_line
 from .findings import UNREADABLE, Findings, Verdict

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from statistics import geometric_mean
 from typing import Any
 
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 from .common import one_line
 from .findings import (

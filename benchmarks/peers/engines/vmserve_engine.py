@@ -6,9 +6,9 @@ from typing import Any
 
 from engines.stepped import run_all
 from vmserve import LLM, SamplingParams
-from vmserve.dtypes import DType
 from vmserve.models import choose_native
 from vmserve.models.config import ModelConfig
+from vmserve.numbers.dtypes import DType
 from vmserve.types import RequestTerms
 
 Json = dict[str, Any]

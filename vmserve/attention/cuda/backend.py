@@ -42,9 +42,9 @@ from vmserve.attention.cuda.write import (
     check_queries,
 )
 from vmserve.attention.rotary import Rotary
-from vmserve.dtypes import DType
 from vmserve.memory.views import ContiguousView, KVView, PagedView
-from vmserve.torch_dtypes import as_torch
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.torch_dtypes import as_torch
 
 __all__ = ["CapacityPlan", "CudaCall", "CudaPagedBackend"]
 

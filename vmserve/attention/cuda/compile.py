@@ -21,7 +21,7 @@ from typing import Any
 
 from vmserve.attention.cuda.variant import Sizes, Variant
 from vmserve.errors import ConfigurationError
-from vmserve.user_cache import user_cache
+from vmserve.system.cache import user_cache
 
 __all__ = [
     "CompileError",

@@ -14,7 +14,7 @@ __all__ = ["DeviceView"]
 
 _UNIT_BYTES = 16
 _LEAST_BLOCK = 16
-#: Of views whose scales lie behind the codes of a token's heads (vmserve.dtypes.vector_bytes).
+#: Of views whose scales lie behind the codes of a token's heads (numbers.dtypes.vector_bytes).
 _CODES = torch.float8_e4m3fn
 
 

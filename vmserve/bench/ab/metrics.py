@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from vmserve.bench.lab.statistics import percentile
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -22,7 +22,7 @@ from vmserve.bench.alloc.reference import VATTENTION_GB_PER_S
 from vmserve.bench.alloc.section import Options, make_driver
 from vmserve.bench.lab.statistics import summarize
 from vmserve.bench.lab.table import SectionResult, Table
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 if TYPE_CHECKING:
     from vmserve.bench.alloc.section import DriverKind

@@ -23,8 +23,8 @@ from vmserve.bench.alloc.reference import OPT_13B_TOKEN_BYTES, VATTENTION_MAX_BA
 from vmserve.bench.alloc.replay import CorePool, Live, Regime, replay
 from vmserve.bench.alloc.section import Options
 from vmserve.bench.lab.table import SectionResult, Table
-from vmserve.memory.plan_report import PRESETS, block_size_table
-from vmserve.sizes import format_size
+from vmserve.cli.planning.report import PRESETS, block_size_table
+from vmserve.numbers.sizes import format_size
 from vmserve.workloads.shapes import sharegpt
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from vmserve import _core
 from vmserve.bench.alloc.section import Options, make_driver
 from vmserve.bench.lab.statistics import summarize
 from vmserve.bench.lab.table import SectionResult, Table, microseconds
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,7 +16,7 @@ from vmserve.bench.alloc.reference import (
 )
 from vmserve.bench.alloc.replay import PARTS as USAGE_PARTS
 from vmserve.bench.lab.plots import save
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -32,7 +32,7 @@ from vmserve.bench.alloc.replay import (
 )
 from vmserve.bench.alloc.section import Options
 from vmserve.bench.lab.table import SectionResult, Table
-from vmserve.sizes import format_size
+from vmserve.numbers.sizes import format_size
 from vmserve.workloads.shapes import alpaca, sharegpt
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ import numpy as np
 
 from vmserve import _core
 from vmserve.attention.cpu import ISA_VARIABLE
-from vmserve.dtypes import DType
-from vmserve.host_arrays import array_tuple, rounded
-from vmserve.threads import num_threads
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import array_tuple, rounded
+from vmserve.system.threads import num_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable

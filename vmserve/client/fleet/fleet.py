@@ -30,9 +30,9 @@ from vmserve.client.core import Pin
 from vmserve.client.fleet.figures import merged_snapshot
 from vmserve.config import ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError
+from vmserve.numbers.sizes import parse_size
 from vmserve.router.policy import Policy, Reason, Router
 from vmserve.sampling import GenerationParams
-from vmserve.sizes import parse_size
 from vmserve.telemetry.counters import merged_stats
 from vmserve.telemetry.snapshot import EngineSnapshot
 from vmserve.text.prompts import Prompt, PromptLike, encode_prompt

@@ -13,10 +13,10 @@ from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.config import default_kv_bytes
 from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
+from vmserve.numbers.sizes import format_size, parse_size
 from vmserve.router.policy import Policy
-from vmserve.sizes import format_size, parse_size
+from vmserve.system.threads import split_cpus
 from vmserve.text.tokenizer import Tokenizer
-from vmserve.threads import split_cpus
 
 __all__ = ["load_fleet"]
 

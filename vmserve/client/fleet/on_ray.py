@@ -27,10 +27,10 @@ from vmserve.client.remote.remote_llm import RemoteLLM
 from vmserve.config import EngineConfig, default_kv_bytes
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
-from vmserve.logs import configure_logging
 from vmserve.memory.limits import available_memory
+from vmserve.numbers.sizes import parse_size
 from vmserve.router.policy import Policy
-from vmserve.sizes import parse_size
+from vmserve.system.logs import configure_logging
 from vmserve.text.tokenizer import Tokenizer
 
 __all__ = ["num_nodes", "place_engines"]

@@ -12,8 +12,8 @@ from typing import TypeAlias
 
 from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.process_llm import Supervision
-from vmserve.client.remote.handshake import TakenError
 from vmserve.client.remote.remote_llm import RemoteLLM, until_connected
+from vmserve.client.transports.sealed.handshake import TakenError
 from vmserve.errors import EngineDeadError
 from vmserve.router.policy import Policy
 from vmserve.text.tokenizer import Tokenizer

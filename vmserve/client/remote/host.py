@@ -26,17 +26,17 @@ from vmserve.client.messages import (
     Shutdown,
     Unpin,
 )
-from vmserve.client.remote.handshake import (
+from vmserve.client.remote.remote_llm import LINK_SERIAL
+from vmserve.client.service import EngineService, check_question, ready_message
+from vmserve.client.transports.sealed.handshake import (
     HandshakeError,
     SessionKeys,
     TakenError,
     greet_server,
 )
-from vmserve.client.remote.identity import digest_of, tokenizer_files
-from vmserve.client.remote.link import prepare_socket
-from vmserve.client.remote.remote_llm import LINK_SERIAL
-from vmserve.client.remote.sealed import BrokenSealError, Opener, Sealer
-from vmserve.client.service import EngineService, check_question, ready_message
+from vmserve.client.transports.sealed.identity import digest_of, tokenizer_files
+from vmserve.client.transports.sealed.link import prepare_socket
+from vmserve.client.transports.sealed.stream import BrokenSealError, Opener, Sealer
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.models.hub import EMBEDDED_NAME

@@ -13,8 +13,8 @@ from typing import Any
 
 from vmserve.client.messages import FromEngine, Ping, Pong, Ready
 from vmserve.client.process_llm import ProcessLLM, Supervision
-from vmserve.client.remote.identity import write_files
-from vmserve.client.remote.link import Link, Place
+from vmserve.client.transports.sealed.identity import write_files
+from vmserve.client.transports.sealed.link import Link, Place
 from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -40,8 +40,8 @@ class RemoteLLM(ProcessLLM):
     to which this one's is added. Connecting blocks for some seconds at most.
 
     Raises :class:`~vmserve.errors.EngineDeadError` if nothing is there, and
-    :class:`~vmserve.client.remote.handshake.HandshakeError` for what is no engine, has another key
-    or version, or serves another server.
+    :class:`~vmserve.client.transports.sealed.handshake.HandshakeError` for what is no engine,
+    has another key or version, or serves another server.
     """
 
     def __init__(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.families import FAMILIES
@@ -19,6 +18,7 @@ from vmserve.models.gguf.metadata import (
 )
 from vmserve.models.gguf.reader import GgufFile, GgufModel, shown
 from vmserve.models.rope import RopeConfig
+from vmserve.numbers.dtypes import DType
 
 __all__ = ["GgufDescription", "describe"]
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.gguf.architectures import Architecture
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import GgufModel, shown
+from vmserve.numbers.dtypes import DType
 
 __all__ = ["LONG_FACTORS", "PLAIN", "ROPE_FACTORS", "Metadata", "read_factors"]
 

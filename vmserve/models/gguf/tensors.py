@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vmserve.attention.cpu import CPU_DTYPES
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.gguf.architectures import (
@@ -30,6 +29,7 @@ from vmserve.models.gguf.repack import is_quantized, repack
 from vmserve.models.grouped import Grouped
 from vmserve.models.stored_weight import Plain, Table
 from vmserve.models.tensor_names import mlp_names, shared_names, tensor_shapes
+from vmserve.numbers.dtypes import DType
 
 __all__ = ["GgufWeight", "find_weights"]
 

@@ -12,8 +12,6 @@ import numpy as np
 from vmserve import _core
 from vmserve.attention.base import LayerAttention
 from vmserve.attention.cpu import ISA_VARIABLE
-from vmserve.dtypes import DType
-from vmserve.host_arrays import TensorTuple, as_float32, rounded
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import (
     DecoderConfig,
@@ -35,7 +33,9 @@ from vmserve.models.row_orders import by_kind, gates_first
 from vmserve.models.slices import Slices
 from vmserve.models.stored_weight import Plain, SafetensorsWeight, StoredWeight, as_plain
 from vmserve.models.tensor_names import delta_projections, latent_names, mlp_names, shared_names
-from vmserve.threads import num_threads
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import TensorTuple, as_float32, rounded
+from vmserve.system.threads import num_threads
 
 __all__ = ["load_native"]
 

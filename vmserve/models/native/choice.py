@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from vmserve.attention.cpu import head_refusal
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import (
@@ -11,6 +10,7 @@ from vmserve.models.decoder_config import (
 )
 from vmserve.models.dtype import asked_dtype
 from vmserve.models.rope import RopeConfig
+from vmserve.numbers.dtypes import DType
 
 __all__ = ["ACTIVATIONS", "choose_native", "refusal"]
 

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from vmserve import _core
 from vmserve.attention.base import AttentionCall
 from vmserve.attention.cpu import CpuCall
-from vmserve.dtypes import DType
 from vmserve.errors import UnsupportedError
-from vmserve.host_arrays import array_tuple
 from vmserve.models.hidden import HiddenRows
 from vmserve.models.rope import HostRotations
 from vmserve.models.stored_weight import StoredWeight, Table
-from vmserve.threads import num_threads
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import array_tuple
+from vmserve.system.threads import num_threads
 
 __all__ = ["MIN_POSITIONS", "NativeDecoder", "RankGroup", "TimedPart"]
 

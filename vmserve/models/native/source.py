@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from vmserve import _core
 from vmserve.attention.cpu import CPU_DTYPES
-from vmserve.dtypes import DType
-from vmserve.host_arrays import TensorTuple, array_tuple, as_float32
 from vmserve.models.grouped import Grouped
 from vmserve.models.loader import Progress
 from vmserve.models.slices import Slices
 from vmserve.models.stored_weight import Plain, StoredWeight, as_plain
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import TensorTuple, array_tuple, as_float32
 
 __all__ = ["Source", "alternating", "rows_of"]
 

@@ -10,9 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vmserve.dtypes import DType
 from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.host_arrays import as_float32
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.grouped import Grouped
 from vmserve.models.loader import choose_tensors, listed, weight_files
@@ -22,6 +20,8 @@ from vmserve.models.quantized.layout import Layout, Sizes
 from vmserve.models.safetensors_file import SafetensorsFile, StoredIntegers, StoredTensor
 from vmserve.models.stored_weight import SafetensorsWeight, StoredWeight, Table
 from vmserve.models.tensor_names import canonical_name, tensor_shapes, weight_name
+from vmserve.numbers.dtypes import DType
+from vmserve.numbers.host_arrays import as_float32
 
 __all__ = ["QuantizedWeight", "find_quantized"]
 

@@ -15,15 +15,15 @@ from vmserve.config import CPU_KV_SHARE, LEAST, EngineConfig, default_kv_bytes
 from vmserve.engine.weights import model_weight_bytes
 from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
+from vmserve.numbers.sizes import format_size, parse_size
 from vmserve.server.auth import KeyRing
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.memory import PoolShare
+from vmserve.server.models.prefixes import Prefixes
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
 from vmserve.server.models.specs import ModelSpec, spec_of
-from vmserve.server.prefixes import Prefixes
-from vmserve.server.tokenizer_info import with_tokenizer
-from vmserve.sizes import format_size, parse_size
+from vmserve.server.models.tokenizer_info import with_tokenizer
 
 __all__ = ["ModelLoader", "share_memory"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from vmserve.client.core import ClientCore
 from vmserve.client.lending import KVPool, PoolMember
-from vmserve.sizes import parse_size
+from vmserve.numbers.sizes import parse_size
 
 __all__ = ["PoolShare"]
 

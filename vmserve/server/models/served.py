@@ -15,15 +15,15 @@ from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.errors import EngineDeadError, VmserveError
-from vmserve.server.admission import Admission
+from vmserve.server.access.admission import Admission
 from vmserve.server.config import ServerConfig
-from vmserve.server.dialect import ChatDialect
-from vmserve.server.engine_client import EngineClient
 from vmserve.server.errors import ApiError
 from vmserve.server.lifecycle import Lifecycle
+from vmserve.server.models.dialect import ChatDialect
+from vmserve.server.models.engine_client import EngineClient
 from vmserve.server.models.memory import PoolShare
-from vmserve.server.prefixes import Pinner, Prefixes
-from vmserve.server.telemetry import Histogram, Telemetry
+from vmserve.server.models.prefixes import Pinner, Prefixes
+from vmserve.server.observe.telemetry import Histogram, Telemetry
 from vmserve.version import __version__
 
 __all__ = ["ModelState", "ServedModel"]

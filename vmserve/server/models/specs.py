@@ -10,10 +10,10 @@ from typing import Annotated, Any, Final
 
 from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError
+from vmserve.numbers.sizes import parse_size
 from vmserve.options import Bounds, Option, check_options, declared_options, read_text
 from vmserve.server.config import API, ServerConfig
-from vmserve.server.prefixes import read_prefixes
-from vmserve.sizes import parse_size
+from vmserve.server.models.prefixes import read_prefixes
 
 __all__ = ["ModelSpec", "model_specs", "spec_of"]
 

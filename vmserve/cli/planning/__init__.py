@@ -1,0 +1,1 @@
+"""``vmserve plan``: what fits, without an engine."""

@@ -1,0 +1,1 @@
+"""Element types, sizes and arrays in host memory: what a number is."""

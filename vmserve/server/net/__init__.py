@@ -1,0 +1,1 @@
+"""Connections, and threads and processes for work on requests."""

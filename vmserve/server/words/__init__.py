@@ -1,0 +1,1 @@
+"""What a request says, read and checked, and what replies say."""
