@@ -17,7 +17,7 @@ void KindsMemory::complete(Epoch epoch) {
 
 // Drops what no later query sees, which growth would drop too late to use it. Returns whether there
 // was something. At the end of each step prefixes are found more often by sequences of blocks and
-// less often by slots, whose pages are dropped when they are needed (docs/log.md, 2026-11-24).
+// less often by slots, whose pages are dropped when they are needed (docs/log/2026-11-24.md).
 bool KindsMemory::give_up_past(bool from_slots) {
   bool gave = false;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {

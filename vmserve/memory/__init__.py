@@ -1,0 +1,1 @@
+"""KV memory: one pool of pages, two views of them."""

@@ -1,0 +1,1 @@
+"""What the engine counts, draws and writes down of itself."""

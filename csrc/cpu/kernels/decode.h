@@ -7,7 +7,7 @@
 // for all query heads of a group and all rows. A K or V row is loaded once for all query heads of
 // its group. Both passes read the rows of a block of tokens side by side from the first head to the
 // last: streams that the hardware prefetchers follow, as fast as a plain read (head by head over
-// more tokens is half as fast; docs/log.md). Both views become addresses of token rows, so the
+// more tokens is half as fast; docs/log). Both views become addresses of token rows, so the
 // arithmetic and all bits of the result are the same. Weighted sums of bfloat16 pairs:
 // decode_pairs.h.
 #pragma once
