@@ -1,7 +1,8 @@
-"""Writes docs/options.md from the declarations of options.
+"""Writes docs/options.md from the declarations of options, and the last section of docs/features.md
+from the rules of what does not go together.
 
 ``python tools/write_options.py [--check]``. With ``--check`` nothing is written; the exit status is
-1 if the document is out of date.
+1 if one of them is out of date.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from pathlib import Path
 from vmserve.cli.options import ENGINE_OPTIONS
 from vmserve.cli.serve import SERVE_OPTIONS
 from vmserve.options import Declared, in_words
+from vmserve.options.rules import RULES
 from vmserve.sampling.params import LIMITS, SAMPLING_OPTIONS
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "options.md"
+FEATURES = DOCUMENT.with_name("features.md")
 
 _INTRODUCTION = """\
 # Options
@@ -49,6 +52,24 @@ Fields of `SamplingParams` and `BeamSearchParams`. An HTTP request may have thos
 | field | values | default | |
 |---|---|---|---|
 """
+
+
+_RULES = """
+## What does not go together
+
+`scripts/options` writes this section from the table in `vmserve/options/rules.py`. Each pair is
+refused at start with a text that says what to do. Everything else goes together.
+
+| this | does not go with |
+|---|---|
+"""
+
+
+def features(page: str) -> str:
+    """The page with its last section as the rules are now."""
+    kept, _, _ = page.partition(_RULES.splitlines()[1])
+    rows = {f"| {_cell(rule.this.says)} | {_cell(rule.other.says)} |\n": None for rule in RULES}
+    return kept.rstrip() + "\n" + _RULES + "".join(rows)
 
 
 def document() -> str:
@@ -98,12 +119,17 @@ def _cell(text: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    text = document()
-    if not parser.parse_args().check:
-        DOCUMENT.write_text(text, encoding="utf-8")
-    elif not DOCUMENT.exists() or DOCUMENT.read_text(encoding="utf-8") != text:
-        print("docs/options.md is out of date: run scripts/options", file=sys.stderr)
-        return 1
+    is_check = parser.parse_args().check
+    pages = {
+        DOCUMENT: document(),
+        FEATURES: features(FEATURES.read_text(encoding="utf-8")),
+    }
+    for path, text in pages.items():
+        if not is_check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            print(f"docs/{path.name} is out of date: run scripts/options", file=sys.stderr)
+            return 1
     return 0
 
 

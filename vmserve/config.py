@@ -8,12 +8,12 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
-from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
 from vmserve.models.footprint import activation_bytes, state_copy_bytes, weight_bytes
 from vmserve.numbers.dtypes import DType, vector_bytes
 from vmserve.numbers.sizes import format_size, parse_size
-from vmserve.options import Bounds, Option, check_options
+from vmserve.options import Bounds, Option, check_options, rules
 from vmserve.sampling.tokens import sampling_bytes
 
 if TYPE_CHECKING:
@@ -448,8 +448,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
-        self._check_policy()
-        self._check_supported()
+        rules.check(self.facts)
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:
@@ -463,72 +462,13 @@ class EngineConfig:
             )
         return cls(**options)
 
-    def _check_policy(self) -> None:
-        if self.priority_max_wait is not None and self.scheduling_policy != "priority":
-            raise ConfigurationError(
-                "priority_max_wait: only the policy priority lets requests pass others; give "
-                "--scheduling-policy priority too"
-            )
-        drafts = self.speculative != "off"
-        if (self.speculative == "draft-model") > (self.speculative_model is not None):
-            raise ConfigurationError(
-                "speculative: draft-model needs a model that drafts: give --speculative-model"
-            )
-        if self.speculative_model is not None and self.speculative not in ("draft-model", "auto"):
-            raise ConfigurationError(
-                "speculative_model: it drafts with --speculative draft-model, or with auto as far "
-                f"as it pays, not with {self.speculative}"
-            )
-        if self.num_speculative_tokens is not None and not drafts:
-            raise ConfigurationError(
-                "num_speculative_tokens: nothing is drafted with --speculative off"
-            )
-        if self.scheduler_delay_factor and self.scheduling_policy != "v0":
-            raise ConfigurationError(
-                "scheduler_delay_factor: only the policy v0 waits before it reads prompts; "
-                "give --scheduling-policy v0 too"
-            )
-        if self.async_scheduling == "on" and self.scheduling_policy == "v0":
-            raise ConfigurationError(
-                "async_scheduling: the policy v0 ends a step before it plans the next: use "
-                "--async-scheduling off, or --scheduling-policy fcfs"
-            )
-
-    def _check_supported(self) -> None:
-        self._check_persistence()
-        if self.tensor_parallel_size > 1 and self.kv_cache_memory == LEAST:
-            raise UnsupportedError(
-                f"tensor_parallel_size: {self.tensor_parallel_size} ranks have a fixed KV cache, "
-                "which a pool of several models does not lend: serve this model by a server of its "
-                "own, or leave --tensor-parallel-size at 1"
-            )
-        if self.preemption == "swap" and parse_size(self.swap_space, "swap_space") == 0:
-            raise ConfigurationError(
-                "preemption: swap needs host memory to swap to: give --swap-space, e.g. 4GiB"
-            )
-        if self.linear_backend == "native" and self.attention_backend not in ("auto", "cpu"):
-            raise ConfigurationError(
-                "linear_backend: native attends with our own kernels: use --attention-backend cpu, "
-                f"not {self.attention_backend}"
-            )
-
-    def _check_persistence(self) -> None:
-        if self.kv_persist is None:
-            if self.kv_persist_bytes is not None:
-                raise ConfigurationError(
-                    "kv_persist_bytes: nothing is kept without a directory: give --kv-persist too"
-                )
-            return
-        if self.enable_prefix_caching is False:
-            raise ConfigurationError(
-                "kv_persist: what it keeps are cached prefixes: leave --no-enable-prefix-caching "
-                "out, or --kv-persist"
-            )
-        if self.tensor_parallel_size > 1:
-            raise UnsupportedError(
-                f"kv_persist: the blocks of {self.tensor_parallel_size} ranks are not kept yet: "
-                "use --tensor-parallel-size 1, or leave --kv-persist out"
-            )
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What rules ask of options: :mod:`vmserve.options.rules`."""
+        known = dict(vars(self))
+        if self.preemption == "swap":
+            known["swap_bytes"] = parse_size(self.swap_space, "swap_space")
+        return known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -597,8 +537,7 @@ def resolve(
             f"max_model_len: {max_model_len} is above the model's own context of {context} tokens: "
             f"lower --max-model-len to {context} or less"
         )
-    if model.state_bytes:
-        _check_states(config)
+    rules.check({**config.facts, "state_bytes": model.state_bytes})
     on_gpu = gpu_bytes is not None
     max_num_seqs = config.max_num_seqs or (GPU_NUM_SEQS if on_gpu else DEFAULT_NUM_SEQS)
     default_batched = GPU_BATCHED_TOKENS if on_gpu else DEFAULT_BATCHED_TOKENS
@@ -674,19 +613,6 @@ def resolve(
         activation_bytes=activations,
         seed=config.seed,
     )
-
-
-def _check_states(config: EngineConfig) -> None:
-    if config.speculative != "off":
-        raise ConfigurationError(
-            f"speculative: {config.speculative}: a model with linear attention takes no drafts, "
-            "because its state cannot forget a token that is rejected: use off"
-        )
-    if config.async_scheduling == "on":
-        raise ConfigurationError(
-            "async_scheduling: the states of a model with linear attention take a step's tokens "
-            "once these are known: use off"
-        )
 
 
 def _priority_max_wait(config: EngineConfig) -> float | None:

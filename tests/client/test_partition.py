@@ -21,8 +21,9 @@ from vmserve import EngineDeadError, SamplingParams
 from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.fleet.remote import connect_engines
 from vmserve.client.process_llm import Supervision
-from vmserve.client.remote import handshake, host, link, remote_llm
+from vmserve.client.remote import host, remote_llm
 from vmserve.client.remote.remote_llm import RemoteLLM
+from vmserve.client.transports.sealed import handshake, link
 from vmserve.client.transports.sealed.handshake import TakenError
 from vmserve.types import PinnedPrefix
 

@@ -11,6 +11,7 @@ import pytest
 from vmserve.cli.engines import EngineChoice
 from vmserve.client.fleet.on_ray import place_engines
 from vmserve.errors import ConfigurationError
+from vmserve.options.rules import check
 
 ELSEWHERE: dict[str, Any] = {"engines": ("127.0.0.1:8100",), "engine_key_file": Path("key")}
 
@@ -37,8 +38,8 @@ def test_what_does_not_go_together(
 def test_options_of_our_own_engines_are_refused_by_name_with_ray() -> None:
     choice = EngineChoice(distributed_executor="ray")
     with pytest.raises(ConfigurationError, match=r"engine_restarts: .*--distributed-executor ray"):
-        choice.refuse_other({"idle_unload": False, "engine_restarts": True})
-    EngineChoice(data_parallel_size=2).refuse_other({"engine_restarts": True})
+        check({**choice.facts, "idle_unload": False, "engine_restarts": True})
+    check({**EngineChoice(data_parallel_size=2).facts, "engine_restarts": True})
     assert not choice.is_one_process
     assert EngineChoice(data_parallel_size=1).is_one_process
 

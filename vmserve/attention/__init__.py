@@ -12,6 +12,7 @@ from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.memory.base import Regime
 from vmserve.memory.views import ContiguousView, PagedView
 from vmserve.numbers.dtypes import DType
+from vmserve.options import rules
 
 if TYPE_CHECKING:
     import torch
@@ -81,10 +82,8 @@ def create_backend(
         )
     able = PREFERRED[device]
     if name != "auto" and name not in able:
-        raise ConfigurationError(
-            f"attention_backend: {name} has no kernels for the device {device}: use auto or one of "
-            f"{', '.join(each for each in able if each in BACKENDS)}"
-        )
+        there = ", ".join(each for each in able if each in BACKENDS)
+        rules.check({"backend": name, "foreign_device": device, "able": there})
     kind = DType.of(dtype)
     view = ContiguousView if regime is Regime.VIRTUAL else PagedView
     if kv_dtype in (None, kind):
@@ -99,11 +98,8 @@ def create_backend(
             continue
         if chosen == name:
             check_backend(backend, layers)
-            if kv_dtype is not None and kv_dtype not in backend.kv_dtypes:
-                raise UnsupportedError(
-                    f"kv_cache_dtype: the {name} backend reads no KV cache of {kv_dtype}: use "
-                    "--attention-backend auto, or --kv-cache-dtype auto"
-                )
+            unread = None if kv_dtype in backend.kv_dtypes else kv_dtype
+            rules.check({"backend": name, "unread_kv_dtype": unread})
         elif not _suits(backend, layers) or (
             kv_dtype is not None and kv_dtype not in backend.kv_dtypes
         ):
@@ -114,10 +110,8 @@ def create_backend(
                 return _by_phases(backend, head_dim, kind, layers)
             return backend
         if chosen == name:
-            raise ConfigurationError(
-                f"attention_backend: {name} cannot serve a head_dim of {head_dim} in {kind}: "
-                f"{refusal}; use auto"
-            )
+            heads = {"head_dim": head_dim, "dtype": kind, "head_refusal": refusal}
+            rules.check({"backend": name, **heads})
         refusals.append(f"{chosen}: {refusal}")
     assert kv_dtype is not None, "the reference serves everything else"
     raise UnsupportedError(
@@ -142,28 +136,24 @@ def _suits(backend: AttentionBackend, layers: Sequence[LayerAttention]) -> bool:
 
 def check_backend(backend: AttentionBackend, layers: Iterable[LayerAttention]) -> None:
     """Raises :class:`~vmserve.errors.UnsupportedError` if ``backend`` lacks what a model needs."""
-    if not backend.windows and any(layer.window is not None for layer in layers):
-        raise UnsupportedError(
-            "layers of this model see a window of positions, which the "
-            f"{backend.name} backend as it is installed cannot do: use --attention-backend auto"
-        )
-    if not backend.sinks and any(layer.has_sinks for layer in layers):
-        raise UnsupportedError(
-            "the attention of this model has sinks, which the "
-            f"{backend.name} backend cannot do: use --attention-backend auto"
-        )
-    if not backend.latents and any(layer.value_dim is not None for layer in layers):
-        raise UnsupportedError(
-            "values of this model's attention are parts of its keys, which the "
-            f"{backend.name} backend cannot do: use --attention-backend auto"
-        )
-    if backend.softcap:
-        return
-    capped = [layer for layer in layers if layer.softcap is not None]
-    if capped:
+    layers = list(layers)
+    capped = [layer.softcap for layer in layers if layer.softcap is not None]
+    remedy = "choose another model"
+    if capped and not backend.softcap:
         able = [name for name in PREFERRED["cpu"] if BACKENDS[name]().softcap]
-        remedy = f"use --attention-backend {able[0]}" if able else "choose another model"
-        raise UnsupportedError(
-            f"{len(capped)} layers of this model cap their attention scores at "
-            f"{capped[0].softcap:g}, which the {backend.name} backend cannot do: {remedy}"
-        )
+        remedy = f"use --attention-backend {able[0]}" if able else remedy
+    rules.check(
+        {
+            "backend": backend.name,
+            "lacks_windows": not backend.windows,
+            "windows": any(layer.window is not None for layer in layers),
+            "lacks_sinks": not backend.sinks,
+            "sinks": any(layer.has_sinks for layer in layers),
+            "lacks_latents": not backend.latents,
+            "latents": any(layer.value_dim is not None for layer in layers),
+            "lacks_softcap": not backend.softcap,
+            "num_capped": len(capped),
+            "softcap": next(iter(capped), 0.0),
+            "softcap_remedy": remedy,
+        }
+    )

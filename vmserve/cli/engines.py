@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import is_embedded
-from vmserve.options import Bounds, Option, check_options
+from vmserve.options import Bounds, Option, check_options, rules
 from vmserve.router.policy import Policy
 from vmserve.server.config import PROCESSES
 
@@ -109,35 +109,26 @@ class EngineChoice:
         """Whether there is one engine, which this command starts itself."""
         return not (self.engines or self.uses_ray or (self.data_parallel_size or 1) > 1)
 
-    def refuse_other(self, given: Mapping[str, bool]) -> None:
-        """Refuse options, by whether they were given, that go with one engine of our own only.
-
-        Raises :class:`~vmserve.errors.ConfigurationError`.
-        """
-        whose = "--engine" if self.engines else "--distributed-executor ray"
-        if not (self.engines or self.uses_ray):
-            return
-        for option, is_given in given.items():
-            if is_given:
-                raise ConfigurationError(
-                    f"{option}: --{option.replace('_', '-')} is for engines that the server "
-                    f"starts, not for {whose}"
-                )
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What rules ask of engines: :mod:`vmserve.options.rules`."""
+        ray = "--distributed-executor ray" if self.uses_ray else ""
+        return {
+            "data_parallel_size": self.data_parallel_size,
+            "engines": self.engines,
+            "is_one_process": self.is_one_process,
+            "uses_ray": self.uses_ray,
+            "whose_engines": "--engine" if self.engines else ray,
+        }
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Check all that can be checked before anything is started, also ``options`` of engines.
 
         Raises :class:`~vmserve.errors.ConfigurationError`.
         """
-        if not self.engines:
-            return
-        self.refuse_other(
-            {
-                "distributed_executor": self.uses_ray,
-                "data_parallel_size": self.data_parallel_size is not None,
-            }
-        )
-        self._remote(options)
+        if self.engines:
+            rules.check(self.facts)
+            self._remote(options)
 
     def _remote(self, options: Mapping[str, Any]) -> tuple[bytes, Path | None]:
         """What ``--engine`` needs: the key, and a tokenizer of our own if there is one."""
@@ -155,11 +146,7 @@ class EngineChoice:
         others = sorted(name for name in options if name not in ("model", "tokenizer"))
         if options.get("model") is not None:
             others.insert(0, "model")
-        if others:
-            raise ConfigurationError(
-                f"{others[0]}: options of the engine are given to `vmserve engine`, not with "
-                "--engine"
-            )
+        rules.check({**self.facts, "engine_option": next(iter(others), None)})
         tokenizer = options.get("tokenizer")
         key = read_key(self.engine_key_file, "engine_key_file")
         return key, None if tokenizer is None else Path(tokenizer)

@@ -26,7 +26,7 @@ from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.numbers.sizes import format_size
-from vmserve.options import Option, check_options, declared_options, read_text
+from vmserve.options import Option, check_options, declared_options, read_text, rules
 from vmserve.server.auth import KeyRing, read_key_file
 from vmserve.server.config import API, LIMITS, NETWORK, PROCESSES, ServerConfig
 from vmserve.server.models.prefixes import Prefixes, read_prefixes
@@ -131,10 +131,6 @@ class ServeOptions:
 
 
 #: What several models have instead of an option of one.
-_REMEDIES = {
-    "served_model_name": ": name each, as --model NAME=PATH",
-    "pin_prefix": ": give pin_prefix in tables of --models-config",
-}
 _OWN = declared_options(ServeOptions)
 _ENGINES = declared_options(EngineChoice)
 _SERVER = declared_options(ServerConfig)
@@ -250,38 +246,18 @@ def _check_together(
     own: ServeOptions, engines: EngineChoice, server: dict[str, Any], are_several: bool
 ) -> None:
     """Refuse options that do not go together."""
-    engines.refuse_other(
+    rules.check(
         {
-            "in_process_engine": own.in_process_engine,
-            "models_config": own.models_config is not None,
+            **engines.facts,
+            "are_several": are_several,
             "engine_restarts": own.engine_restarts != 0,
             "idle_unload": "idle_unload" in server,
-            "model": are_several,
+            "in_process_engine": own.in_process_engine,
+            "models_config": own.models_config is not None,
+            "pin_prefix": bool(own.pin_prefixes),
+            "served_model_name": bool(server.get("served_model_names")),
         }
     )
-    if own.in_process_engine and "idle_unload" in server:
-        raise ConfigurationError(
-            "idle_unload: an engine in the server's own process cannot be ended: leave out "
-            "--in-process-engine"
-        )
-    if own.in_process_engine and not engines.is_one_process:
-        raise ConfigurationError(
-            "data_parallel_size: an engine in the server's own process is the only one: leave out "
-            "--in-process-engine"
-        )
-    if not are_several:
-        return
-    for option, is_given in (
-        ("served_model_name", bool(server.get("served_model_names"))),
-        ("pin_prefix", bool(own.pin_prefixes)),
-        ("in_process_engine", own.in_process_engine),
-        ("data_parallel_size", not engines.is_one_process),
-    ):
-        if is_given:
-            raise ConfigurationError(
-                f"{option}: --{option.replace('_', '-')} goes with one model, and several are given"
-                + _REMEDIES.get(option, "")
-            )
 
 
 def server_config(model: str, given: dict[str, Any]) -> ServerConfig:

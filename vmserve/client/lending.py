@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 from vmserve.client.core import ClientCore
 from vmserve.client.messages import Lend, MemoryReport
-from vmserve.config import LEAST
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.numbers.sizes import format_size, parse_size
+from vmserve.options import rules
 from vmserve.pool.shares import Member, Order, Shares
 
 __all__ = ["KVPool", "PoolMember"]
@@ -244,10 +244,7 @@ class KVPool:
         floor: int | str | None,
         cap: int | str | None,
     ) -> _Loan:
-        if client.config.kv_cache_memory != LEAST:
-            raise ConfigurationError(
-                f"{name}: its engine has memory of its own; start it with kv_cache_memory least"
-            )
+        rules.check({"lent_name": name, "lent_memory": client.config.kv_cache_memory})
         floor_bytes = _raised(name, floor, least_bytes)
         cap_bytes = None if cap is None else parse_size(cap, "kv_cap")
         loan = _Loan(self, name, client, least_bytes)

@@ -22,6 +22,7 @@ from vmserve.engine.build import Progress
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from vmserve.models.hub import EMBEDDED_NAME
+from vmserve.options import rules
 from vmserve.router.policy import Policy
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.sampling.params import Pooling
@@ -93,9 +94,15 @@ class LLM:
         self._engine: LLMEngine | None = None
         self._fleet: BlockingFleet | None = None
         self._pool = kv_pool
-        if data_parallel_size != 1 or distributed_executor != "process":
-            if kv_pool is not None:
-                raise ConfigurationError("kv_pool: a pool lends to one engine, not to several")
+        is_one = data_parallel_size == 1 and distributed_executor == "process"
+        rules.check(
+            {
+                "kv_pool": kv_pool is not None,
+                "is_one_process": is_one,
+                "own_kv_cache_memory": "kv_cache_memory" in engine_options,
+            }
+        )
+        if not is_one:
             self._fleet = _several(
                 data_parallel_size, router, distributed_executor, ray_num_cpus,
                 {"model": model, "progress": progress, **engine_options},
@@ -103,11 +110,6 @@ class LLM:
             self._client: ClientCore | FleetLLM = self._fleet.client
             return
         if kv_pool is not None:
-            if "kv_cache_memory" in engine_options:
-                raise ConfigurationError(
-                    "kv_cache_memory: the pool lends this model its memory; give kv_floor, kv_cap "
-                    "or neither"
-                )
             engine_options["kv_cache_memory"] = LEAST
         config = EngineConfig.from_options({"model": model, **engine_options})
         self._engine = engine = LLMEngine(config, progress=progress)

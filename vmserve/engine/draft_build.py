@@ -12,13 +12,14 @@ from vmserve.config import EngineConfig, ResolvedConfig
 from vmserve.engine.draft_model import DraftModel
 from vmserve.engine.parts import create_memory, kv_dtype, widest_window
 from vmserve.engine.persistence import computed_by, persist, settings_of
-from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.models import asked_dtype, load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.gguf.reader import GgufModel
 from vmserve.models.native import refusal
 from vmserve.numbers.dtypes import DType
+from vmserve.options import rules
 from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner
@@ -64,34 +65,23 @@ def choose_draft(
     """
     if config.speculative_model is None:
         return None
-    if device_type != "cpu":
-        raise UnsupportedError(
-            "speculative_model: a draft model runs beside a model on the CPU only: use "
-            "--device cpu, or --speculative prompt-lookup"
-        )
+    rules.check({**config.facts, "device": device_type})
     path = resolve_model(config.speculative_model)
     draft = ModelConfig.from_directory(path)
-    name = f"speculative_model: {config.speculative_model}"
-    if draft.state_bytes:
-        raise ConfigurationError(
-            f"{name} has linear attention, whose state cannot forget a token that is rejected: "
-            "use a draft model with attention alone"
-        )
     dtype = asked_dtype(config.dtype, draft)
-    if (reason := refusal(draft.network, dtype)) is not None:
-        raise UnsupportedError(
-            f"{name} cannot draft: draft models run in the native CPU decoder, and {reason}"
-        )
+    facts = {
+        **config.facts,
+        "draft_state_bytes": draft.state_bytes,
+        "draft_refusal": refusal(draft.network, dtype),
+    }
+    rules.check(facts)
     texts = draft.native_only if isinstance(draft.native_only, GgufModel) else path
-    if (difference := tokenizer.difference(load_tokenizer(texts))) is not None:
-        raise ConfigurationError(
-            f"{name} has another tokenizer: {difference}: use a draft model of the same family"
-        )
+    rules.check({**facts, "tokenizer_difference": tokenizer.difference(load_tokenizer(texts))})
     if draft.num_weights > target.num_weights:
         logger.warning(
-            "%s has %d weights, more than the model that it drafts for (%d): drafts cost more "
-            "than they save",
-            name,
+            "speculative_model: %s has %d weights, more than the model that it drafts for (%d): "
+            "drafts cost more than they save",
+            config.speculative_model,
             draft.num_weights,
             target.num_weights,
         )

@@ -10,7 +10,6 @@ from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
 from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig
 from vmserve.engine.pins import MAX_PINNED_PREFIXES
-from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.memory.device import MemoryDevice
 from vmserve.memory.layout import (
@@ -24,7 +23,9 @@ from vmserve.memory.longest import LongestSequence, layers_for_kinds, own_kinds
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.native import native_asked
 from vmserve.numbers.dtypes import DType
+from vmserve.options import rules
 from vmserve.runner.calibration import measure_profile
 from vmserve.runner.runtime import DeviceRuntime, HeadShape
 from vmserve.scheduler.profile import DeviceProfile
@@ -183,12 +184,8 @@ def attends_natively(config: EngineConfig, backends: Mapping[Regime, AttentionBa
     not.
     """
     others = sorted({each.name for each in backends.values() if not isinstance(each, CpuBackend)})
-    if others and (config.linear_backend == "native" or config.quantization != "none"):
-        raise ConfigurationError(
-            f"linear_backend: native attends with the cpu backend alone, and --attention-backend "
-            f"{config.attention_backend} is {' and '.join(others)} here: use --attention-backend "
-            "cpu, or --linear-backend torch without --quantization"
-        )
+    asked = native_asked(config.linear_backend, config.quantization)
+    rules.check({**config.facts, "native_asked": asked, "attends_by": " and ".join(others)})
     return not others
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from vmserve import _core
-from vmserve.errors import UnsupportedError
 from vmserve.memory.layout import KVLayout, LayerKind
 from vmserve.numbers.dtypes import DType
 
@@ -88,8 +87,7 @@ class GroupMemory:
 
     def describe(self, memory: MemoryManager, member: int) -> dict[str, Any]:
         """Plain data of which that rank, counted from 1, makes its :class:`RankMemory`."""
-        if memory.layout.state_bytes:
-            raise UnsupportedError("layers that keep a state are not divided among ranks")
+        assert not memory.layout.state_bytes, "rules refuse states among ranks"
 
         def places(buffers: Sequence[NDArray[np.uint8]]) -> list[tuple[int, int, int, int]]:
             return [(*self._place(each.ctypes.data, member), *each.shape) for each in buffers]

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vmserve.errors import UnsupportedError
 from vmserve.models.config import SUPPORTED_ARCHITECTURES, ModelConfig
 from vmserve.models.dtype import DTYPES, asked_dtype
 from vmserve.models.hub import resolve_model
@@ -19,6 +18,7 @@ from vmserve.models.native import (
     refusal,
 )
 from vmserve.numbers.dtypes import DType
+from vmserve.options import rules
 
 if TYPE_CHECKING:
     import torch
@@ -99,13 +99,14 @@ def load_model(
             group=group,
         )
         return LoadedModel(config, kind, network.weight_bytes, network)
-    if (kind_of_model := _native_kind(config)) is not None:
-        reason = (
-            refusal(config.network, kind) or "leave --linear-backend, --device and --dtype alone"
-        )
-        raise UnsupportedError(
-            f"{directory.name}: {kind_of_model} run in the native CPU decoder only: {reason}"
-        )
+    reason = refusal(config.network, kind) or "leave --linear-backend, --device and --dtype alone"
+    rules.check(
+        {
+            "model_name": directory.name,
+            "native_only": _native_kind(config),
+            "torch_because": reason,
+        }
+    )
     # Only now: torch, and transformers too, take longer to import than a small model to load.
     from vmserve.models.torch_models import load_torch  # noqa: PLC0415
 

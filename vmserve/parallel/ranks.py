@@ -20,7 +20,6 @@ from vmserve.errors import (
     ConfigurationError,
     EngineDeadError,
     RankLostError,
-    UnsupportedError,
     VmserveError,
 )
 from vmserve.memory.device import MemoryDevice
@@ -28,9 +27,10 @@ from vmserve.memory.manager import MemoryManager
 from vmserve.memory.ranks import GroupMemory
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
-from vmserve.models.native import RankGroup
+from vmserve.models.native import RankGroup, native_asked
 from vmserve.models.slices import refusal_of_ranks
 from vmserve.numbers.dtypes import DType
+from vmserve.options import rules
 from vmserve.parallel.columns import board_bytes, encode
 from vmserve.parallel.launched import Placement
 from vmserve.parallel.link import RankOrders
@@ -68,10 +68,7 @@ def refuse(model: ModelConfig, size: int) -> None:
     reason: str | None = f"{model.architecture} is computed by transformers"
     if isinstance(network, DecoderConfig):
         reason = refusal_of_ranks(network, size)
-    if reason is not None:
-        raise UnsupportedError(
-            f"tensor_parallel_size: {size} ranks cannot divide this model: {reason}"
-        )
+    rules.check({"tensor_parallel_size": size, "ranks_refusal": reason})
 
 
 def for_ranks(
@@ -81,24 +78,10 @@ def for_ranks(
 
     Raises :class:`~vmserve.errors.ConfigurationError` for those with which they do not.
     """
-    size = config.tensor_parallel_size
-    if config.async_scheduling == "on":
-        raise UnsupportedError(
-            f"async_scheduling: {size} ranks know a step's tokens before the next step begins: use "
-            "--async-scheduling off"
-        )
     if placed is not None:
-        if placed.rank != 0:
-            raise ConfigurationError(
-                f"tensor_parallel_size: a launcher has started this process as rank {placed.rank} "
-                f"of {size}; only rank 0 has an engine: start a command of vmserve with it, say "
-                "serve, in which the others serve rank 0"
-            )
-        if config.linear_backend == "native" or config.quantization != "none":
-            raise UnsupportedError(
-                "linear_backend: ranks of the native decoder share memory, and are started by the "
-                "engine: start one process without torchrun or srun, or give --linear-backend torch"
-            )
+        asked = native_asked(config.linear_backend, config.quantization)
+        known = {"launched_rank": placed.rank, "native_asked": asked, "is_launched": True}
+        rules.check({**config.facts, **known})
         config = replace(config, linear_backend="torch")
     return config, replace(resolved, async_scheduling=False, captures_graphs=False)
 
@@ -179,11 +162,10 @@ class Ranks:
         if common.device == "cpu":
             cpus = split_cpus(self.size, "tensor_parallel_size: {} ranks")
             self._restore = keep_to(cpus[0])
-        elif (num_gpus := _num_gpus()) < self.size:
-            raise ConfigurationError(
-                f"tensor_parallel_size: {self.size} ranks need {self.size} GPUs, and there are "
-                f"{num_gpus}: lower --tensor-parallel-size, or start ranks on several hosts"
-            )
+        else:
+            num_gpus = _num_gpus()
+            missing = {"num_gpus": num_gpus, "missing_gpus": self.size - num_gpus}
+            rules.check({"tensor_parallel_size": self.size, **missing})
         if not common.native:
             # Imported late: the native decoder does without torch.
             from vmserve.parallel.meeting import local_store  # noqa: PLC0415

@@ -17,6 +17,7 @@ from vmserve.memory.base import Regime
 from vmserve.memory.cuda_driver import driver_refusal
 from vmserve.memory.host_views import host_view
 from vmserve.numbers.host_arrays import array_tuple, rounded
+from vmserve.options import rules
 from vmserve.runner.host import HostDevice
 from vmserve.sampling.sampler import Sampler
 
@@ -139,20 +140,12 @@ def open_runtime(name: str, kv_driver: str = "auto") -> DeviceRuntime:
     # A driver of host memory was chosen, and so the CPU.
     on_host = name == "auto" and kv_driver not in ("auto", "cuda")
     if name != "cpu" and refusal is None and not on_host:
-        if kv_driver not in ("auto", "cuda"):
-            raise ConfigurationError(
-                f"kv_driver: {kv_driver} gives memory of the processor, and the model is on the "
-                "GPU: use --kv-driver auto, or --device cpu"
-            )
+        rules.check({"device": "cuda", "kv_driver": kv_driver})
         from vmserve.runner.torch_runtime import CudaRuntime  # noqa: PLC0415 - as above
 
         return CudaRuntime()
-    if kv_driver == "cuda":
-        why = "" if refusal is None else f" ({refusal})"
-        raise ConfigurationError(
-            f"kv_driver: cuda gives memory of a GPU, and the model is on the CPU{why}: use "
-            "--kv-driver auto, or --device cuda"
-        )
+    why = "" if refusal is None else f" ({refusal})"
+    rules.check({"device": "cpu", "kv_driver": kv_driver, "no_gpu": why})
     if name == "auto" and refusal is not None and not on_host:
         # Tell people who have a GPU why it is not used.
         has_gpu = driver_refusal() is None

@@ -11,9 +11,9 @@ from typing import Any, Final
 from vmserve.client.fleet.fleet import FleetLLM
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.config import default_kv_bytes
-from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
 from vmserve.numbers.sizes import format_size, parse_size
+from vmserve.options import rules
 from vmserve.router.policy import Policy
 from vmserve.system.threads import split_cpus
 from vmserve.text.tokenizer import Tokenizer
@@ -80,11 +80,8 @@ def _cpus(size: int, num_ranks: int) -> list[tuple[int, ...]]:
 
 def _check_device(options: dict[str, Any]) -> None:
     device = options.get("device")
-    if device == "cuda" or (device in (None, "auto") and _GPU.exists()):
-        raise ConfigurationError(
-            "data_parallel_size: engines of one server would share a GPU: start a server for each "
-            "GPU, with CUDA_VISIBLE_DEVICES, or give --device cpu"
-        )
+    on_gpu = device == "cuda" or (device in (None, "auto") and _GPU.exists())
+    rules.check({"engines_here": True, "on_gpu": on_gpu})
 
 
 def _total(options: dict[str, Any]) -> int:

@@ -4,7 +4,7 @@
 """
 
 from vmserve.models.native.build import load_native
-from vmserve.models.native.choice import choose_native, refusal
+from vmserve.models.native.choice import choose_native, native_asked, refusal
 from vmserve.models.native.decoder import MIN_POSITIONS, NativeDecoder, RankGroup, TimedPart
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "TimedPart",
     "choose_native",
     "load_native",
+    "native_asked",
     "refusal",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from vmserve.attention.cpu import head_refusal
-from vmserve.errors import ConfigurationError
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import (
     DecoderConfig,
@@ -11,8 +10,9 @@ from vmserve.models.decoder_config import (
 from vmserve.models.dtype import asked_dtype
 from vmserve.models.rope import RopeConfig
 from vmserve.numbers.dtypes import DType
+from vmserve.options import rules
 
-__all__ = ["ACTIVATIONS", "choose_native", "refusal"]
+__all__ = ["ACTIVATIONS", "choose_native", "native_asked", "refusal"]
 
 #: What sizes of delta layers and of gates are multiples of.
 DELTA_UNIT = 16
@@ -68,10 +68,17 @@ def choose_native(
         reason = "it runs on a CPU only"
     if linear_backend != "torch" and reason is None:
         return chosen
-    asked = "linear_backend: native"
-    if linear_backend != "native":
-        asked = f"quantization: {quantization}"
-    if linear_backend == "native" or quantization != "none":
-        why = reason or "it needs --linear-backend native"
-        raise ConfigurationError(f"{asked} cannot serve this model: {why}")
+    rules.check(
+        {
+            "native_asked": native_asked(linear_backend, quantization),
+            "native_refusal": reason or "it needs --linear-backend native",
+        }
+    )
     return None
+
+
+def native_asked(linear_backend: str, quantization: str) -> str:
+    """The option that asks for the native decoder, with its value; empty if none does."""
+    if linear_backend == "native":
+        return "linear_backend: native"
+    return "" if quantization == "none" else f"quantization: {quantization}"

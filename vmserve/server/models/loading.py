@@ -13,9 +13,9 @@ from vmserve.client.lending import KVPool
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.config import CPU_KV_SHARE, LEAST, EngineConfig, default_kv_bytes
 from vmserve.engine.weights import model_weight_bytes
-from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
 from vmserve.numbers.sizes import format_size, parse_size
+from vmserve.options import rules
 from vmserve.server.auth import KeyRing
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.memory import PoolShare
@@ -138,13 +138,9 @@ def _pool_bytes(shared: Mapping[str, Any], specs: Sequence[ModelSpec]) -> int:
     """
     given = shared.get("kv_cache_memory")
     on_gpu = shared.get("device") == "cuda" or (shared.get("device") != "cpu" and _GPU.exists())
+    rules.check({"are_several": True, "unlimited_gpu": on_gpu and given is None})
     if given is not None and on_gpu:
         return parse_size(given, "kv_cache_memory")
-    if on_gpu:
-        raise ConfigurationError(
-            "kv_cache_memory: several models share a GPU's memory: say how much of it their KV "
-            "caches may take together, e.g. --kv-cache-memory 16GiB"
-        )
     free, whose = available_memory()
     known = {spec.name: _weight_bytes(spec) for spec in specs}
     weights = {name: num_bytes for name, num_bytes in known.items() if num_bytes is not None}

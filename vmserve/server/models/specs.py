@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError
 from vmserve.numbers.sizes import parse_size
-from vmserve.options import Bounds, Option, check_options, declared_options, read_text
+from vmserve.options import Bounds, Option, check_options, declared_options, read_text, rules
 from vmserve.server.config import API, ServerConfig
 from vmserve.server.models.prefixes import read_prefixes
 
@@ -113,11 +113,8 @@ def spec_of(
     http = {key: value for key, value in table.items() if key in _HTTP}
     engine = {key: value for key, value in table.items() if key not in {*own, *http, _PINS}}
     try:
-        if "kv_cache_memory" in engine:
-            raise ConfigurationError(
-                "kv_cache_memory is the memory of all models together: give kv_floor or kv_cap, or "
-                "--kv-cache-memory to the server"
-            )
+        has_memory = "kv_cache_memory" in engine
+        rules.check({"are_several": True, "table_kv_cache_memory": has_memory})
         if (template := http.get("chat_template")) is not None:
             http["chat_template"] = read_text(Path(str(template)), "chat_template")
         ServerConfig(served_model_names=(name,), **http)
