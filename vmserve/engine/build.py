@@ -9,29 +9,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig, resolve
+from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig
+from vmserve.engine.choose import Choices, choose
 from vmserve.engine.draft_build import choose_draft, load_draft, persist_draft
 from vmserve.engine.draft_model import DraftModel
-from vmserve.engine.parts import (
-    attends_natively,
-    attention_backends,
-    cost_model,
-    create_memory,
-    kv_dtype,
-    most_pairs,
-    widest_window,
-)
+from vmserve.engine.parts import cost_model, create_memory, most_pairs
 from vmserve.engine.persistence import computed_by, identity_of, persist, settings_of
-from vmserve.engine.weights import linear_backend
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
-from vmserve.models import choose_native, load_model, resolve_model
+from vmserve.models import load_model, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.content import fingerprint
 from vmserve.models.gguf.reader import GgufModel
 from vmserve.models.loader import stored_bytes
 from vmserve.parallel.launched import placement
-from vmserve.parallel.ranks import Ranks, for_ranks, refuse, share_of
+from vmserve.parallel.ranks import Ranks
 from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner, Runner
@@ -92,113 +84,102 @@ def build(
     config: EngineConfig, progress: Progress | None = None, runtime: DeviceRuntime | None = None
 ) -> EngineParts:
     """Load the model and reserve the memory. Raises as :class:`vmserve.engine.engine.LLMEngine`."""
+    path = resolve_model(config.model)
+    model = ModelConfig.from_directory(path)
+    texts: Path | GgufModel = resolve_model(config.tokenizer) if config.tokenizer else path
+    if texts == path and isinstance(model.native_only, GgufModel):
+        texts = model.native_only  # open already
+    tokenizer = load_tokenizer(texts)
+    runtime = runtime or open_runtime(config.device, config.kv_driver)
+    choices = choose(
+        config,
+        model,
+        runtime,
+        file_bytes=stored_bytes(path, model.native_only),
+        placed=placement(os.environ, config.tensor_parallel_size),
+    )
+    if choices.needs_torch:
+        runtime = runtime.with_torch()
     with contextlib.ExitStack() as undo:
-        parts = _build(config, progress, runtime, undo)
+        parts = _build(choices, path, tokenizer, runtime, progress, undo)
         undo.pop_all()
     return parts
 
 
 def _build(
-    config: EngineConfig,
+    choices: Choices,
+    path: Path,
+    tokenizer: Tokenizer,
+    runtime: DeviceRuntime,
     progress: Progress | None,
-    runtime: DeviceRuntime | None,
     undo: contextlib.ExitStack,
 ) -> EngineParts:
     """``undo``: closed if building fails."""
-    num_ranks = config.tensor_parallel_size
-    path = resolve_model(config.model)
-    model_config = ModelConfig.from_directory(path)
-    texts: Path | GgufModel = resolve_model(config.tokenizer) if config.tokenizer else path
-    if texts == path and isinstance(model_config.native_only, GgufModel):
-        texts = model_config.native_only  # open already
-    tokenizer = load_tokenizer(texts)
-    runtime = runtime or open_runtime(config.device, config.kv_driver)
-    native_dtype = choose_native(
-        linear_backend(config, runtime.device_type, wants_graphs=runtime.wants_graphs),
-        config.quantization,
-        config.dtype,
-        model_config,
-        runtime.device_type,
-    )
-    files = None if native_dtype is None else stored_bytes(path, model_config.native_only)
-    resolved = resolve(config, model_config, runtime.gpu_bytes, stored_bytes=files)
-    placed = None
-    if num_ranks > 1:
-        refuse(model_config, num_ranks)
-        placed = placement(os.environ, num_ranks)
-        config, resolved = for_ranks(config, resolved, placed)
-    if native_dtype is None:
-        torch_runtime = runtime = runtime.with_torch()
-        dtype = torch_runtime.dtype(config.dtype, model_config)
-    else:
-        dtype = native_dtype
-    backends = attention_backends(config, model_config, dtype, runtime.device_type)
-    native = native_dtype is not None and attends_natively(config, backends)
-    if not native or resolved.async_scheduling:
-        runtime = runtime.with_torch()
-    slack = max(backend.read_slack_tokens for backend in backends.values())
-    head_slack = max(backend.head_slack_tokens for backend in backends.values())
+    config, resolved, model_config = choices.config, choices.resolved, choices.model
     pages = runtime.memory(resolved.activation_bytes)
     ranks = None
-    if num_ranks > 1:
+    if choices.num_ranks > 1:
         ranks = Ranks(
             config,
             resolved,
             model_config,
             path,
-            dtype,
+            choices.dtype,
             len(set(model_config.windows)),
-            native=native,
-            device=None if native else runtime.with_torch().device,
-            placed=placed,
+            native=choices.native,
+            device=None if choices.native else runtime.with_torch().device,
+            placed=choices.placed,
         )
         undo.callback(ranks.close)
         pages = ranks.memory(pages)
     with runtime.active():
         model = load_model(
             path,
-            dtype,
+            choices.dtype,
             runtime.device_name,
             config=model_config,
             max_model_len=resolved.max_model_len,
-            native=native,
+            native=choices.native,
             quantization=config.quantization,
             progress=progress,
             ranks=None if ranks is None else ranks.collective,
-            group=ranks.group if ranks is not None and native else None,
+            group=ranks.group if ranks is not None and choices.native else None,
         )
         runtime.synchronize()
     if ranks is not None:
         ranks.wait_loaded()
-    choice = choose_draft(config, model_config, dtype, tokenizer, runtime.device_type)
+    draft = choose_draft(config, model_config, choices.dtype, tokenizer, runtime.device_type)
     draft_model = None
-    if choice is not None:
+    if draft is not None:
         part = limit = resolved.kv_limit_bytes
         if limit != LEAST_BYTES:
-            part = int(choice.share * limit)
+            part = int(draft.share * limit)
             limit -= part
-        draft_model = load_draft(choice, config, resolved, part, model.parameter_bytes, progress)
+        draft_model = load_draft(draft, config, resolved, part, model.parameter_bytes, progress)
         resolved = replace(resolved, kv_limit_bytes=limit)
-    own_heads = share_of(model_config, num_ranks)
     memory = create_memory(
         resolved,
-        own_heads,
-        kv_dtype(config, dtype),
-        slack,
+        choices.own_model,
+        choices.kv_dtype,
+        choices.read_slack_tokens,
         pages,
-        head_slack_tokens=head_slack,
-        num_ranks=num_ranks,
+        head_slack_tokens=choices.head_slack_tokens,
+        num_ranks=choices.num_ranks,
     )
     if ranks is not None:
         ranks.begin(memory)
     computed = computed_by(
-        runtime, backends, config.quantization, native=native, num_ranks=num_ranks
+        runtime,
+        choices.backends,
+        config.quantization,
+        native=choices.native,
+        num_ranks=choices.num_ranks,
     )
-    settings = settings_of(memory, resolved, model_config, dtype, computed)
+    settings = settings_of(memory, resolved, model_config, choices.dtype, computed)
     if resolved.kv_persist is not None:
         persist(memory, resolved, path, settings)
-        if choice is not None and draft_model is not None:
-            persist_draft(draft_model, choice, config, resolved, runtime)
+        if draft is not None and draft_model is not None:
+            persist_draft(draft_model, draft, config, resolved, runtime)
     if resolved.kv_limit_bytes == LEAST_BYTES:
         least = memory.limit_bytes + (0 if draft_model is None else draft_model.limit_bytes)
         resolved = replace(resolved, kv_limit_bytes=least)
@@ -208,10 +189,10 @@ def _build(
         resolved.kv_regime,
         cost_model(
             resolved,
-            own_heads,
+            choices.own_model,
             memory.layout,
-            backends,
-            dtype,
+            choices.backends,
+            choices.dtype,
             runtime,
         ),
     )
@@ -220,7 +201,7 @@ def _build(
         SchedulerLimits(
             resolved.max_num_seqs,
             resolved.max_num_batched_tokens,
-            window=widest_window(model_config, head_slack),
+            window=choices.window,
             narrowest_window=memory.narrowest_window,
             checkpoints=memory.checkpoints,
             max_scored_tokens=max(1, SCORED_LOGITS // model_config.vocab_size),
@@ -236,7 +217,7 @@ def _build(
     opened = model_config.native_only
     weights = fingerprint(path, opened if isinstance(opened, GgufModel) else None)
     views = runtime.views(memory)
-    kernels = {regime: RegimeKernels(backends[regime], views[regime]) for regime in Regime}
+    kernels = {regime: RegimeKernels(choices.backends[regime], views[regime]) for regime in Regime}
     graphs = None
     if resolved.captures_graphs:
         with runtime.active():

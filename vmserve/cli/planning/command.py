@@ -6,11 +6,13 @@ import dataclasses
 import enum
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from vmserve.cli.planning.report import (
     PRESETS,
@@ -25,7 +27,7 @@ from vmserve.config import DEFAULT_BATCHED_TOKENS, GPU_BATCHED_TOKENS
 from vmserve.errors import ConfigurationError
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY
 from vmserve.memory.limits import available_memory, max_map_count
-from vmserve.numbers.sizes import parse_size
+from vmserve.numbers.sizes import format_size, parse_size
 
 __all__ = ["plan_command"]
 
@@ -83,7 +85,8 @@ def plan_command(
 ) -> None:
     """Print how a model's KV cache can be laid out in pages, and what each way costs.
 
-    Where layers are of several kinds (sliding windows, states): also what each kind takes.
+    Where layers are of several kinds (sliding windows, states): also what each kind takes. Of a
+    model with weights: what an engine here would choose, or why it would refuse.
     """
     if paper:
         _print_paper_table(output_format)
@@ -91,6 +94,15 @@ def plan_command(
     lengths = _lengths(tokens)
     limit_bytes = _optional_size(kv_cache_memory, "kv_cache_memory")
     reports, needs = [], []
+    chosen: dict[str, dict[str, Any]] = {}
+    options = {
+        "dtype": dtype,
+        "kv_cache_memory": kv_cache_memory,
+        "kv_page_size": kv_page_size,
+        "max_model_len": max_model_len,
+        "block_size": block_size,
+        "tensor_parallel_size": tensor_parallel_size,
+    }
     for name in model or ["embedded", *PRESETS]:
         found = _find(name, dtype)
         size = parse_size(granularity, "granularity") if granularity else found.granularity
@@ -108,6 +120,8 @@ def plan_command(
             chunk_tokens=chunk,
         )
         reports.append(report)
+        if found.source is not None:
+            chosen[report.shape.name] = _choices(found.source, options)
         if report.longest is not None:
             needs.append(
                 ModelNeed(
@@ -121,7 +135,9 @@ def plan_command(
     if model is not None and len(model) > 1 and len(needs) == len(reports):
         together = _together(needs, limit_bytes, lengths)
     if output_format is PlanFormat.json:
-        described: object = [report.to_dict() for report in reports]
+        described: object = [
+            {**report.to_dict(), "engine": chosen.get(report.shape.name)} for report in reports
+        ]
         if together is not None:
             described = {"models": described, "together": together.to_dict()}
         print(json.dumps(described, indent=2))
@@ -129,6 +145,8 @@ def plan_command(
     console = _console()
     for report in reports:
         console.print(report)
+        if report.shape.name in chosen:
+            console.print(_choices_table(chosen[report.shape.name]))
     if together is not None:
         console.print(together)
 
@@ -167,11 +185,15 @@ def _print_paper_table(output_format: PlanFormat) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A model, the granularity of the device that usually serves it, and the size of its files."""
+    """A model, the granularity of the device that usually serves it, and the size of its files.
+
+    ``source``: where its weights are, of a model that has some.
+    """
 
     shape: ModelShape
     granularity: int
     weight_bytes: int | None = None
+    source: str | None = None
 
 
 def _find(given: str, dtype: str | None) -> _Found:
@@ -199,7 +221,34 @@ def _find(given: str, dtype: str | None) -> _Found:
         state_bytes=config.state_bytes // max(1, config.num_states),
     )
     num_bytes = stored_bytes(path, config.native_only)
-    return _Found(_with_dtype(shape, dtype), HOST_GRANULARITY, num_bytes)
+    return _Found(_with_dtype(shape, dtype), HOST_GRANULARITY, num_bytes, source)
+
+
+def _choices(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """What an engine here would be with these options; under "refused" why there would be none."""
+    from vmserve.config import EngineConfig  # noqa: PLC0415 - presets need none of it
+    from vmserve.engine.choose import choices_for  # noqa: PLC0415 - as above
+
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        return choices_for(EngineConfig(model=source, **given)).to_dict()
+    except ConfigurationError as error:
+        return {"refused": str(error)}
+
+
+def _choices_table(chosen: Mapping[str, Any]) -> Table:
+    table = Table(title="an engine here", title_justify="left", show_header=False)
+    for name, value in chosen.items():
+        if name.endswith("_bytes"):
+            shown = format_size(value) if value else "none"
+        elif isinstance(value, dict):
+            shown = ", ".join(f"{key}: {each}" for key, each in value.items())
+        elif isinstance(value, bool):
+            shown = "yes" if value else "no"
+        else:
+            shown = str(value)
+        table.add_row(name.removesuffix("_bytes").replace("_", " "), shown)
+    return table
 
 
 def _lengths(tokens: str | None) -> list[int]:

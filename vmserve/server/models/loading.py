@@ -12,7 +12,7 @@ from typing import Any, Final
 from vmserve.client.lending import KVPool
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.config import CPU_KV_SHARE, LEAST, EngineConfig, default_kv_bytes
-from vmserve.engine.weights import model_weight_bytes
+from vmserve.engine.choose import model_weight_bytes
 from vmserve.memory.limits import available_memory
 from vmserve.numbers.sizes import format_size, parse_size
 from vmserve.options import rules
