@@ -58,7 +58,7 @@ _RULES = """
 ## What does not go together
 
 `scripts/options` writes this section from the table in `vmserve/options/rules.py`. Each pair is
-refused at start with a text that says what to do. Everything else goes together.
+refused with a text that says what to do. All other options go together.
 
 | this | does not go with |
 |---|---|

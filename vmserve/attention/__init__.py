@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vmserve.attention.base import AttentionBackend, LayerAttention, lacking
 from vmserve.attention.cpu import CpuBackend
-from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.memory.views import ContiguousView, PagedView
 from vmserve.numbers.dtypes import DType
@@ -114,11 +114,15 @@ def create_backend(
             rules.check({"backend": name, **heads})
         refusals.append(f"{chosen}: {refusal}")
     assert kv_dtype is not None, "the reference serves everything else"
-    raise UnsupportedError(
-        f"kv_cache_dtype: no kernels read a KV cache of {kv_dtype} on the device {device} for "
-        f"this model{''.join(f' ({each})' for each in refusals)}: use "
-        f"{' or '.join(sorted(readable - {kv_dtype}))}"
+    rules.check(
+        {
+            "kernels_device": device,
+            "nobody_reads": kv_dtype,
+            "refusals": "".join(f" ({each})" for each in refusals),
+            "readable": " or ".join(sorted(readable - {kv_dtype})),
+        }
     )
+    raise AssertionError("the rule refuses")
 
 
 def _by_phases(

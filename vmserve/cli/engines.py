@@ -95,10 +95,14 @@ class EngineChoice:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.engine_key_file is not None and not self.engines:
-            raise ConfigurationError("engine_key_file: --engine HOST:PORT is missing")
-        if self.ray_num_cpus is not None and not self.uses_ray:
-            raise ConfigurationError("ray_num_cpus: --distributed-executor ray is missing")
+        rules.check(
+            {
+                "engine_key_file": self.engine_key_file,
+                "engines": self.engines,
+                "ray_num_cpus": self.ray_num_cpus,
+                "uses_ray": self.uses_ray,
+            }
+        )
 
     @property
     def uses_ray(self) -> bool:

@@ -13,13 +13,13 @@ from typing import Any
 from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
 from vmserve.config import ResolvedConfig
-from vmserve.errors import ConfigurationError
 from vmserve.memory.base import MemoryStats
 from vmserve.memory.manager import MemoryManager
 from vmserve.memory.persist import core_digest, open_stores
 from vmserve.models.config import ModelConfig
 from vmserve.models.content import content_digest
 from vmserve.numbers.dtypes import DType
+from vmserve.options import rules
 from vmserve.runner.runtime import DeviceRuntime
 from vmserve.telemetry.counters import merged_stats
 
@@ -44,11 +44,7 @@ def persist(
     from vmserve.version import __version__  # noqa: PLC0415 - slow to import
 
     assert resolved.kv_persist is not None
-    if not memory.can_persist:
-        raise ConfigurationError(
-            "kv_persist: this page driver has no host memory through which blocks go to the disk: "
-            "leave --kv-persist out, or --kv-driver"
-        )
+    rules.check({"kv_persist": resolved.kv_persist, "no_host_memory": not memory.can_persist})
     directory = Path(resolved.kv_persist)
     identity = {
         "model": path.name,

@@ -19,6 +19,7 @@ from vmserve.models.quantized.formats import QuantizedFormat, describe_quantizat
 from vmserve.models.safetensors_file import SafetensorsFile
 from vmserve.models.tensor_names import tensor_shapes
 from vmserve.numbers.dtypes import DType
+from vmserve.options import rules
 from vmserve.system.files import read_json
 
 if TYPE_CHECKING:
@@ -124,11 +125,8 @@ class ModelConfig:
             text = hf
         else:
             hf = _parse(str(raw["model_type"]), raw)
-            if quantized is not None:
-                raise UnsupportedError(
-                    f"{quantized.name} checkpoints run in the native CPU decoder only, which has "
-                    f"no {architecture}: use the model's bfloat16 or float16 weights"
-                )
+            by = None if quantized is None else quantized.name
+            rules.check({"quantized_by": by, "no_family": architecture})
             network = _inspect(architecture, hf)
             num_weights = network.num_weights
             text = hf.get_text_config()

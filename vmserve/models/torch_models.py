@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vmserve.errors import UnsupportedError
 from vmserve.models.collective import Collective
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder import Decoder
@@ -41,11 +40,7 @@ def load_torch(
         return load_decoder(
             directory, config.network, kind, where, max_len, progress, quantized, ranks
         )
-    if ranks is not None:
-        raise UnsupportedError(
-            f"{config.architecture} is computed by transformers, which {ranks.size} ranks cannot "
-            "divide: leave --tensor-parallel-size at 1"
-        )
+    assert ranks is None, "rules refuse ranks of what transformers computes"
     # Only now: transformers takes seconds to import.
     from vmserve.models.foreign import load_foreign  # noqa: PLC0415
 

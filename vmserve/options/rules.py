@@ -66,7 +66,7 @@ def _given(name: str, example: Any, says: str | None = None) -> Fact:
 
 
 def _missing(name: str) -> Fact:
-    return Fact(name, f"no `{_option(name)}`", lambda value: value is None, None)
+    return Fact(name, f"a missing `{_option(name)}`", lambda value: value is None, None)
 
 
 def _true(name: str, says: str, example: Any = True) -> Fact:
@@ -249,6 +249,12 @@ _MEMORY: Final = (
         UnsupportedError,
     ),
     Rule(
+        _KV_PERSIST,
+        _true("no_host_memory", "a page driver without host memory"),
+        "kv_persist: this page driver has no host memory through which blocks go to the disk: "
+        "leave --kv-persist out, or --kv-driver",
+    ),
+    Rule(
         Fact(
             "kv_driver",
             "a `--kv-driver` of host memory",
@@ -284,6 +290,12 @@ _RANKS_AND_LAUNCHERS: Final = (
         "tensor_parallel_size: a launcher has started this process as rank {launched_rank} of "
         "{tensor_parallel_size}; only rank 0 has an engine: start a command of vmserve with it, "
         "say serve, in which the others serve rank 0",
+    ),
+    Rule(
+        _RANKS,
+        _true("other_size", "a launcher that started another number of processes", 3),
+        "{launcher} has started {other_size:,} processes ({size_name}), but "
+        "--tensor-parallel-size is {tensor_parallel_size:,}: make them equal",
     ),
     Rule(
         _NATIVE,
@@ -336,6 +348,20 @@ _DECODERS: Final = (
 )
 _ATTENTION: Final = (
     Rule(
+        _true("quantized_by", "checkpoints of GPTQ, AWQ, compressed-tensors", "GPTQ"),
+        _true("no_family", "a model that the native decoder does not know", "MptForCausalLM"),
+        "{quantized_by} checkpoints run in the native CPU decoder only, which has no {no_family}: "
+        "use the model's bfloat16 or float16 weights",
+        UnsupportedError,
+    ),
+    Rule(
+        _true("kernels_device", "kernels of a device", "cpu"),
+        _true("nobody_reads", "a `--kv-cache-dtype` that none of them reads", "fp8"),
+        "kv_cache_dtype: no kernels read a KV cache of {nobody_reads} on the device "
+        "{kernels_device} for this model{refusals}: use {readable}",
+        UnsupportedError,
+    ),
+    Rule(
         _true("lacks_windows", "an `--attention-backend` without windows"),
         _true("windows", "layers with a sliding window"),
         f"layers of this model see a window of positions, which {_BACKEND} as it is installed "
@@ -385,6 +411,30 @@ _ATTENTION: Final = (
 )
 _SERVING: Final = (
     Rule(
+        _given("engine_key_file", "FILE"),
+        Fact("engines", "a missing `--engine`", lambda value: not value, ()),
+        "engine_key_file: --engine HOST:PORT is missing",
+    ),
+    Rule(
+        _given("ray_num_cpus", 2),
+        Fact("uses_ray", "a missing `--distributed-executor ray`", lambda value: not value, False),
+        "ray_num_cpus: --distributed-executor ray is missing",
+    ),
+    *(
+        Rule(
+            _given(one, "FILE"),
+            _missing(other),
+            "ssl_certfile and ssl_keyfile go together: a certificate, and its private key",
+        )
+        for one, other in (("ssl_certfile", "ssl_keyfile"), ("ssl_keyfile", "ssl_certfile"))
+    ),
+    Rule(
+        _true("added_model", "`POST /v1/models/add`"),
+        _true("unshared_memory", "an engine with `--in-process-engine`, or several engines"),
+        "the engine of this server has memory that no other model can share: start it without "
+        "--in-process-engine and --data-parallel-size, or with --models-config",
+    ),
+    Rule(
         _true("idle_unload", "`--idle-unload`"),
         _true("in_process_engine", "`--in-process-engine`"),
         "idle_unload: an engine in the server's own process cannot be ended: leave out "
@@ -422,7 +472,9 @@ _SERVING: Final = (
         )
     ),
     Rule(
-        _true("engine_option", "options of an engine", "max_model_len"),
+        _true(
+            "engine_option", "options of the engine, which `vmserve engine` takes", "max_model_len"
+        ),
         _true("engines", "`--engine`"),
         "{engine_option}: options of the engine are given to `vmserve engine`, not with --engine",
     ),

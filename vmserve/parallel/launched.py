@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from vmserve.errors import ConfigurationError
+from vmserve.options import rules
 
 __all__ = ["Placement", "placement"]
 
@@ -51,11 +52,14 @@ def placement(environ: Mapping[str, str], tensor_parallel_size: int) -> Placemen
     else:
         return None
     rank, size, local_rank = (_number(environ, name) for name in names)
-    if size != tensor_parallel_size:
-        raise ConfigurationError(
-            f"{launcher} has started {size:,} processes ({names[1]}), but --tensor-parallel-size "
-            f"is {tensor_parallel_size:,}: make them equal"
-        )
+    rules.check(
+        {
+            "tensor_parallel_size": tensor_parallel_size,
+            "launcher": launcher,
+            "other_size": size if size != tensor_parallel_size else 0,
+            "size_name": names[1],
+        }
+    )
     if not local_rank <= rank < size:
         raise ConfigurationError(
             f"{launcher} says that this is rank {rank:,} of {size:,} ({names[0]}, {names[1]}) and "

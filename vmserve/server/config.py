@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 from vmserve.errors import ConfigurationError
-from vmserve.options import Bounds, Option, check_options
+from vmserve.options import Bounds, Option, check_options, rules
 from vmserve.server.auth import ApiKey, KeyLimits, KeyRing
 from vmserve.server.limits import WRITE_STALL_SECONDS
 from vmserve.tools.reasoning import REASONING_PARSERS
@@ -327,10 +327,7 @@ class ServerConfig:
             raise ConfigurationError(
                 f"root_path: {self.root_path!r} must start with a slash and not end with one"
             )
-        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ConfigurationError(
-                "ssl_certfile and ssl_keyfile go together: a certificate, and its private key"
-            )
+        rules.check({"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile})
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vmserve.client.lending import KVPool
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.options import rules
 from vmserve.server.errors import ApiError
 from vmserve.server.models.served import ServedModel
 
@@ -116,12 +117,8 @@ class Models:
     async def _maker(self) -> Make:
         async with self._sharing:
             if self._make is None:
-                if self._share is None:
-                    raise ConfigurationError(
-                        "the engine of this server has memory that no other model can share: "
-                        "start it without --in-process-engine and --data-parallel-size, or with "
-                        "--models-config"
-                    )
+                rules.check({"added_model": True, "unshared_memory": self._share is None})
+                assert self._share is not None
                 self._make, self.pool = await self._share(self.default)
         return self._make
 
