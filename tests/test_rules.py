@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import string
 from itertools import combinations
@@ -74,6 +75,15 @@ def test_facts_of_one_name_say_what_they_mean() -> None:
             assert fact.holds(fact.example), fact
             known = meanings.setdefault((fact.name, fact.says), fact)
             assert known.example == fact.example
+
+
+def test_a_fact_with_the_name_of_an_option_is_the_option() -> None:
+    options = {field.name for field in dataclasses.fields(EngineConfig)}
+    for rule in RULES:
+        for fact in {rule.this, rule.other}:
+            if fact.name in options - {"kv_cache_memory"}:
+                flag = fact.name.replace("_", "-").replace("enable-", "no-enable-")
+                assert f"--{flag}" in fact.says, fact
 
 
 OPTIONS: dict[str, list[Any]] = {

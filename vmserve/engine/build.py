@@ -95,7 +95,7 @@ def build(
         config,
         model,
         runtime,
-        file_bytes=stored_bytes(path, model.native_only),
+        file_bytes=lambda: stored_bytes(path, model.native_only),
         placed=placement(os.environ, config.tensor_parallel_size),
     )
     if choices.needs_torch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -115,18 +115,19 @@ def choose(
     model: ModelConfig,
     device: Device,
     *,
-    file_bytes: int,
+    file_bytes: Callable[[], int],
     placed: Placement | None = None,
 ) -> Choices:
     """Decide all that options leave open, and refuse what does not go together.
 
-    Reads no file. ``file_bytes``: of the files with the weights. torch is imported where it is to
-    compute. Raises :class:`~vmserve.errors.ConfigurationError`.
+    Reads no file. ``file_bytes``: the size of the files with the weights, asked where the native
+    decoder keeps what they have. torch is imported where it is to compute. Raises
+    :class:`~vmserve.errors.ConfigurationError`.
     """
     native_dtype = _native_dtype(
         config, model, device.device_type, wants_graphs=device.wants_graphs
     )
-    kept = None if native_dtype is None else file_bytes
+    kept = None if native_dtype is None else file_bytes()
     resolved = resolve(config, model, device.gpu_bytes, stored_bytes=kept)
     if config.tensor_parallel_size > 1:
         refuse(model, config.tensor_parallel_size)
@@ -152,8 +153,8 @@ def choices_for(config: EngineConfig) -> Choices:
     """
     path = resolve_model(config.model)
     model = ModelConfig.from_directory(path)
-    files = stored_bytes(path, model.native_only)
-    return choose(config, model, open_runtime(config.device, config.kv_driver), file_bytes=files)
+    runtime = open_runtime(config.device, config.kv_driver)
+    return choose(config, model, runtime, file_bytes=lambda: stored_bytes(path, model.native_only))
 
 
 def model_weight_bytes(config: EngineConfig) -> int | None:

@@ -65,7 +65,7 @@ def choose_draft(
     """
     if config.speculative_model is None:
         return None
-    rules.check({**config.facts, "device": device_type})
+    rules.check({**config.facts, "device_type": device_type})
     path = resolve_model(config.speculative_model)
     draft = ModelConfig.from_directory(path)
     dtype = asked_dtype(config.dtype, draft)

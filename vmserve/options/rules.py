@@ -176,7 +176,7 @@ _STEPS: Final = (
 _DRAFTS: Final = (
     Rule(
         _DRAFT_MODEL,
-        Fact("device", "a GPU", lambda value: value != "cpu", "cuda"),
+        Fact("device_type", "a GPU", lambda value: value != "cpu", "cuda"),
         "speculative_model: a draft model runs beside a model on the CPU only: use --device cpu, "
         "or --speculative prompt-lookup",
         UnsupportedError,
@@ -261,13 +261,13 @@ _MEMORY: Final = (
             lambda value: value not in ("auto", "cuda"),
             "host",
         ),
-        Fact("device", "a GPU", lambda value: value == "cuda", "cuda"),
+        Fact("device_type", "a GPU", lambda value: value == "cuda", "cuda"),
         "kv_driver: {kv_driver} gives memory of the processor, and the model is on the GPU: use "
         "--kv-driver auto, or --device cpu",
     ),
     Rule(
         _is("kv_driver", "cuda"),
-        Fact("device", "a model on the CPU", lambda value: value == "cpu", "cpu"),
+        Fact("device_type", "a model on the CPU", lambda value: value == "cpu", "cpu"),
         "kv_driver: cuda gives memory of a GPU, and the model is on the CPU{no_gpu}: use "
         "--kv-driver auto, or --device cuda",
     ),

@@ -140,12 +140,12 @@ def open_runtime(name: str, kv_driver: str = "auto") -> DeviceRuntime:
     # A driver of host memory was chosen, and so the CPU.
     on_host = name == "auto" and kv_driver not in ("auto", "cuda")
     if name != "cpu" and refusal is None and not on_host:
-        rules.check({"device": "cuda", "kv_driver": kv_driver})
+        rules.check({"device_type": "cuda", "kv_driver": kv_driver})
         from vmserve.runner.torch_runtime import CudaRuntime  # noqa: PLC0415 - as above
 
         return CudaRuntime()
     why = "" if refusal is None else f" ({refusal})"
-    rules.check({"device": "cpu", "kv_driver": kv_driver, "no_gpu": why})
+    rules.check({"device_type": "cpu", "kv_driver": kv_driver, "no_gpu": why})
     if name == "auto" and refusal is not None and not on_host:
         # Tell people who have a GPU why it is not used.
         has_gpu = driver_refusal() is None
