@@ -45,12 +45,12 @@ class RaggedBatch:
     tables, ``places[i]``.
     """
 
-    #: int64 ``[num_sequences]``
+    #: Slots, or rows of the block tables: int64 ``[num_sequences]``.
     places: NDArray[np.int64]
     num_past: NDArray[np.int64]
     num_new: NDArray[np.int64]
     num_tokens: int
-    #: Rows of the table of states, in either view; None: ``places``.
+    #: Rows of the states' table in either view; None: ``places``.
     state_places: NDArray[np.int64] | None = None
 
     @property
@@ -119,8 +119,8 @@ class LayerAttention:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
-    #: Values are the last so many components of the keys' rows, and are kept there alone; None:
-    #: they have rows of their own.
+    #: Values are the last ``value_dim`` components of the keys' rows and are stored there only.
+    #: None: values have rows of their own.
     value_dim: int | None = None
     sinks: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
@@ -168,20 +168,20 @@ class AttentionBackend(Protocol):
     """A kernel family over one or both views of the KV memory."""
 
     name: str
-    #: How many tokens past a sequence's length the kernels may read. Pages up to there must stay
-    #: mapped and hold finite numbers.
+    #: Tokens after a sequence's end that the kernels may read. Pages up to there must stay mapped
+    #: and hold finite numbers.
     read_slack_tokens: int
-    #: How many tokens before a window's first one the kernels may read: whole tiles.
+    #: Tokens before a window's first one that the kernels may read: whole tiles.
     head_slack_tokens: int
-    #: Whether it supports ``LayerAttention.window``. Every backend supports scales.
+    #: Whether the backend supports ``LayerAttention.window``. Every backend supports scales.
     windows: bool
-    #: Whether it supports ``LayerAttention.softcap``.
+    #: Whether the backend supports ``LayerAttention.softcap``.
     softcap: bool
-    #: Whether it supports ``LayerAttention.sinks``.
+    #: Whether the backend supports ``LayerAttention.sinks``.
     sinks: bool
-    #: Whether it supports ``LayerAttention.value_dim``.
+    #: Whether the backend supports ``LayerAttention.value_dim``.
     latents: bool
-    #: Types of a KV cache beside that of q, k and v.
+    #: KV cache types besides that of q, k and v.
     kv_dtypes: frozenset[DType]
 
     @property
@@ -231,7 +231,7 @@ class AttentionPlan(Protocol):
 class PlansAhead(Protocol):
     """A backend whose steps CUDA graphs can capture."""
 
-    #: Whether a captured step is frozen to ``max_len``, by which its kernels split the keys. Else
+    #: Whether a captured step is frozen to ``max_len``, by which its kernels split the keys. False:
     #: one plan serves every length equally well.
     plans_by_length: bool
 

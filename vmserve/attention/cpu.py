@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["CPU_DTYPES", "ISA_VARIABLE", "CpuBackend", "CpuCall", "head_refusal", "tensor_tuple"]
 
 MAX_HEAD_DIM = 576
-#: Forces an instruction set: generic, avx2 or avx512.
+#: Environment variable that forces an instruction set: generic, avx2 or avx512.
 ISA_VARIABLE = "VMSERVE_CPU_ISA"
 
 CPU_DTYPES = frozenset((DType.FLOAT32, DType.BFLOAT16))
@@ -67,7 +67,7 @@ class CpuBackend:
         except ValueError as error:
             told = f"{ISA_VARIABLE}: {error}" if isa is None else str(error)
             raise ConfigurationError(told) from None
-        #: A view of tensors, and the same for the kernels.
+        #: The last view of tensors, and its form for the kernels.
         self._view: tuple[TensorView, HostView] | None = None
 
     def refusal(self, head_dim: int, dtype: DType, kv_dtype: DType | None = None) -> str | None:

@@ -90,7 +90,7 @@ class Slots(NamedTuple):
 
     tensors: SlotTensors
     write: SlotWriter
-    #: Those of the backend's kernels that can read them.
+    #: The backend's kernels that can read the slots.
     kernels: tuple[SlotKernel, ...]
 
 
@@ -104,8 +104,9 @@ class Capacity(NamedTuple):
     dtype: DType | None
 
 
-#: Attends q ``[rows, q_heads, head_dim]``, rotated and contiguous, of the sequences that it was
-#: made for, in a layer; returns the same shape. K and V of the new tokens are in the slots already.
+#: Attends q ``[rows, q_heads, head_dim]``, rotated and contiguous, in one layer; returns the same
+#: shape. The sequences are those that it was made for. K and V of the new tokens are in the slots
+#: already.
 PartCall = Callable[[torch.Tensor, LayerAttention], torch.Tensor]
 
 
@@ -113,7 +114,7 @@ class SlotKernel(Protocol):
     """What differs between kernels. Stock ones have one call: :class:`StockKernel`."""
 
     name: str
-    #: How far past a sequence's length, and before its window, it may read; see
+    #: Tokens that it may read after a sequence's end and before its window; see
     #: ``AttentionBackend``.
     read_slack_tokens: int
     head_slack_tokens: int
@@ -122,7 +123,7 @@ class SlotKernel(Protocol):
     sinks: bool
     #: See ``PlansAhead``.
     plans_by_length: bool
-    #: Whether it is called for one sequence after the other.
+    #: Whether it is called for one sequence at a time.
     one_by_one: bool
 
     @property
@@ -141,7 +142,7 @@ class SlotKernel(Protocol):
     def takes(self, batch: RaggedBatch) -> NDArray[np.int64]:
         """How many of each sequence's new tokens it attends, the first ones.
 
-        The rest goes to the next kernel, as new tokens behind a longer past.
+        The rest goes to the next kernel, as new tokens after a longer past.
         """
         ...
 
@@ -228,8 +229,8 @@ class TorchFlash(StockKernel):
 
     def __init__(self, op: Callable[..., Any] | None = None) -> None:
         self._op: Callable[..., Any] = op or torch.ops.aten._flash_attention_forward.default
-        #: Rows past the length are predicated away; later FlashAttention, which may have been
-        #: activated in its place, loads whole tiles.
+        #: Rows after the length are predicated away. Later versions of FlashAttention, one of which
+        #: may have been activated instead, load whole tiles.
         self.read_slack_tokens = 0 if activated() is None else LARGEST_TILE
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
@@ -406,7 +407,7 @@ _HEAD_DIMS_3 = (64, 96, 128, 192, 256)
 
 
 def _left_out(function: Callable[..., Any] | None) -> frozenset[str]:
-    """What a build of FlashAttention 3 leaves out: its set-up writes ``.._config.py`` beside
+    """What a build of FlashAttention 3 leaves out: its set-up writes ``.._config.py`` next to
     ``.._interface.py``. Empty if it did not."""
     module = getattr(function, "__module__", "")
     try:
@@ -441,7 +442,7 @@ class FlashBackend:
     def __init__(self, *kernels: SlotKernel, launcher: Launcher | None = None) -> None:
         self.kernels = kernels
         self._launcher = launcher
-        #: What serves, e.g. "cuda + torch-flash".
+        #: The kernels that serve, e.g. "cuda + torch-flash".
         self.name = " + ".join(kernel.name for kernel in kernels)
         self.read_slack_tokens = max(kernel.read_slack_tokens for kernel in kernels)
         self.head_slack_tokens = max(kernel.head_slack_tokens for kernel in kernels)
@@ -525,7 +526,7 @@ class _Piece(NamedTuple):
     """Rows of a step that one call of a kernel attends."""
 
     kernel: SlotKernel
-    #: Of q, ascending.
+    #: Rows of q, ascending.
     rows: NDArray[np.int64]
     batch: RaggedBatch
 
@@ -577,7 +578,7 @@ class SlotCall:
         device = slots.tensors.view.keys[0].device
         self._places = upload(slots.write.places(batch), device)
         pieces = sorted(_pieces(slots.kernels, batch), key=lambda piece: int(piece.rows[0]))
-        #: The names of the kernels, and how many rows each of their calls attends.
+        #: Names of the kernels, and the rows that each of their calls attends.
         self.served = tuple((piece.kernel.name, len(piece.rows)) for piece in pieces)
         self._pieces = [
             _Bound(
@@ -588,7 +589,7 @@ class SlotCall:
             )
             for piece in pieces
         ]
-        #: Whether the rows of the pieces, one after the other, are those of q.
+        #: Whether the rows of the pieces, one piece after the other, are those of q.
         self._in_order = all(piece.scattered is None for piece in self._pieces)
 
     def __call__(

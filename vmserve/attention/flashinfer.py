@@ -26,7 +26,7 @@ from vmserve.numbers.dtypes import DType
 
 __all__ = ["BlockTensors", "FlashInferBackend"]
 
-#: Room for results of FlashInfer's splits along the keys, as its documentation advises.
+#: Memory for results of FlashInfer's splits along the keys, as its documentation advises.
 WORKSPACE_BYTES = 128 << 20
 #: Block size for slots, which are whole pages of whole blocks.
 SLOT_BLOCK_TOKENS = 16
@@ -153,7 +153,7 @@ class FlashInferBackend:
         self._module = module
         self._tensors: BlockTensors | None = None
         self._workspace: torch.Tensor | None = None
-        #: Used in turns: a plan's memory is still read while the next step is planned.
+        #: Wrappers used in turns: a plan's memory is still read while the next step is planned.
         self._wrappers: tuple[dict[LayerKind, Any], dict[LayerKind, Any]] = ({}, {})
         self._turn = 0
 
@@ -196,7 +196,7 @@ class FlashInferCall:
         self._tensors = tensors
         self._turn = turn
         self._device = tensors.keys[0].device
-        #: Where the new tokens go, by window of layers that have pages of their own.
+        #: Places of the new tokens, by window of layers that have pages of their own.
         self._written: dict[int | None, torch.Tensor] = {}
         self._batch = batch
         self._planned: dict[LayerKind, Any] = {}

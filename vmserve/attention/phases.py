@@ -8,7 +8,7 @@ H100, with the heads of Llama 3 8B (32 and 8, of 128, bfloat16):
 * **Prompts** are FlashAttention 3's where it is installed: 626 to 647 TFLOP/s.
 * Else **the beginning of a prompt** is cuDNN's, through torch: 474 to 577 TFLOP/s, where
   FlashAttention 2 in torch has 274 to 333, and our own kernels 208 to 256.
-* What is left, such as the end of a prompt, and tokens behind cached ones, is the chosen stock
+* What is left, such as the end of a prompt, and tokens after cached ones, is the chosen stock
   kernel's.
 """
 
@@ -49,17 +49,19 @@ from vmserve.numbers.dtypes import DType
 __all__ = ["CudaDecodes", "CudnnPrompts", "by_phases"]
 
 logger = logging.getLogger(__name__)
-#: cuDNN's plans are for one length each. torch makes one when a thread first has a length, which
-#: the step waits for, and keeps it for good. That was not measured here; others had 42 ms on a
-#: GB200 (pytorch/pytorch#191576) and 400 on an H20 (sgl-project/sglang#4650), as long as a prompt
-#: of some thousand tokens takes. So cuDNN gets lengths that come again, multiples of this: 13 of
-#: them in a step's budget of 8192 tokens. torch's own remedy (TORCH_CUDNN_SDPA_AVOID_RECOMPILE)
-#: wants keys of one layer side by side, which those of slots are not.
+#: Lengths that cuDNN gets are multiples of this: 13 of them in a step's budget of 8192 tokens. A
+#: plan of cuDNN is for one length. torch makes it when a thread first has a length, which the step
+#: waits for, and keeps it for good. That was not measured here. Others had 42 ms on a GB200
+#: (pytorch/pytorch#191576) and 400 on an H20 (sgl-project/sglang#4650), as long as a prompt of some
+#: thousand tokens takes. torch's own remedy (TORCH_CUDNN_SDPA_AVOID_RECOMPILE) wants keys of one
+#: layer side by side, which those of slots are not.
 WHOLE_TOKENS = 512
-#: Below, the numbers above say that a prompt of an 8B model is 3 % shorter at most.
+#: Least tokens for cuDNN. Below, the numbers above say that an 8B model's prompt is 3 % shorter at
+#: most.
 LEAST_TOKENS = 2048
 _CUDNN_HEAD_DIM = 128
-#: Keys that lie further apart were not tried with cuDNN: 32 bits cannot count to them.
+#: Most numbers between two keys. Keys further apart were not tried with cuDNN: 32 bits cannot count
+#: to them.
 _NEAR_NUMBERS = 2**31
 
 

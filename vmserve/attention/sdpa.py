@@ -20,10 +20,10 @@ from vmserve.numbers.dtypes import DType
 
 __all__ = ["SdpaBackend"]
 
-#: Queries behind a past are attended in tiles of this many rows: a mask is never larger than
-#: one tile, and a tile does not read the keys that lie after it.
+#: Rows of a tile in which queries after a past are attended. A mask is never larger than one tile,
+#: and a tile does not read the keys that lie after it.
 TILE_ROWS = 256
-#: Components that are added to heads for sinks; kernels want multiples of 8.
+#: Components added to heads for sinks; kernels want multiples of 8.
 _SINK_PADDING = 8
 
 
@@ -36,8 +36,8 @@ class _Tile:
     rows: int
     first: int
     length: int
-    #: ``[rows, length]``, added to the scores; None where all positions are seen, or
-    #: (``causal``) where row i sees positions up to i.
+    #: ``[rows, length]``, added to the scores. None: all positions are seen, or (``causal``) row i
+    #: sees positions up to i.
     mask: torch.Tensor | None
     causal: bool
 
@@ -88,7 +88,7 @@ class _SdpaCall:
         device = slots.view.keys[0].device
         rows = (batch.token_places, batch.positions)
         self._index = tuple(torch.from_numpy(each).to(device) for each in rows)
-        #: Per window, as the layers ask for them; layers with the same window share one.
+        #: Tiles by window, made when a layer asks; layers with the same window share them.
         self._tiles: dict[int | None, list[_Tile]] = {}
 
     def __call__(
@@ -158,7 +158,7 @@ def _with_sink(
     spec: LayerAttention,
     like: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Copies with one more key and value of zeros behind the others, and the mask for all.
+    """Copies with one more key and value of zeros after the others, and the mask for all.
 
     The key has a 1 in the component where queries have their head's sink, so that its score is
     this, and the mask is one for all heads.

@@ -21,7 +21,7 @@ from vmserve.memory.views import ContiguousView
 __all__ = ["SlotTensors", "SlotWriter", "slot_writer"]
 
 logger = logging.getLogger(__name__)
-#: Kernels count the tokens of all slots in 32 bits.
+#: Most tokens of all slots: kernels count them in 32 bits.
 MAX_FLAT_TOKENS = 2**31
 
 
@@ -61,7 +61,7 @@ class SlotTensors:
 class SlotWriter(Protocol):
     """Writes a step's keys and values, layer by layer."""
 
-    #: Of the places on the device.
+    #: Type of the places on the device.
     dtype: torch.dtype
 
     def places(

@@ -22,9 +22,9 @@ class Applied(NamedTuple):
     """The last layer whose states have the step's tokens, and what goes on from it."""
 
     layer: int
-    #: ``[tokens, value_size]``, of that layer.
+    #: Attention's result in that layer, ``[tokens, value_size]``.
     attended: torch.Tensor
-    #: ``[tokens, hidden]``, to which it is added.
+    #: The residual, ``[tokens, hidden]``, to which ``attended`` is added.
     residual: torch.Tensor
 
 
@@ -33,11 +33,11 @@ class StepStates:
     """Sequences in the order of their rows in the ragged batch.
 
     A step that is tried again gets the same one: a state takes each token once, so the pass begins
-    behind the last layer that has done so.
+    after the last layer that has done so.
     """
 
     pages: torch.Tensor
-    #: int64 ``[num_sequences]``, rows of ``pages``.
+    #: Rows of ``pages``, int64 ``[num_sequences]``.
     rows: NDArray[np.int64]
     num_past: NDArray[np.int64]
     num_new: NDArray[np.int64]

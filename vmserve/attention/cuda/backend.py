@@ -108,7 +108,7 @@ class CudaPagedBackend:
     def bind(
         self, view: KVView, batch: RaggedBatch, prefixes: Sequence[SharedPrefix] = ()
     ) -> CudaCall:
-        """Lay out one step; the plan is made when the first layer tells the number of heads.
+        """Lay out one step; the plan is made when the first layer passes the number of heads.
 
         Raises ``ValueError`` for a sequence that does not fit its place, and
         :class:`~vmserve.errors.UnsupportedError` for a view that the kernels cannot read.
@@ -215,7 +215,7 @@ class _PlanInUse:
 class _Plans(ABC):
     """Plans by window. Subclasses decide when they are made and how large they are.
 
-    ``dtype``: of q, k and v; None: of those that :meth:`use` is told first.
+    ``dtype``: of q, k and v; None: of those that :meth:`use` gets first.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ class CompileError(ConfigurationError):
 
 
 def source_directory() -> Path:
-    """Find the sources: beside this file if vmserve is installed, else in csrc."""
+    """Find the sources: next to this file if vmserve is installed, else in csrc."""
     here = Path(__file__).parent
     installed = here / "kernels"
     return installed if installed.is_dir() else here.parents[2] / "csrc" / "cuda"

@@ -1,4 +1,4 @@
-"""What layers compute beside products and attention, in one launch each."""
+"""What layers compute besides products and attention, in one launch each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vmserve.attention.cuda.variant import HEAD_DIMS, Variant
 __all__ = ["GateKernel", "LayerKernels", "NormKernel", "layer_kernels"]
 
 logger = logging.getLogger(__name__)
-#: Elements of a row: the most that a block's threads hold, and how many they move at once.
+#: Elements of a row: the most that a block's threads hold, and those that they move at once.
 _MAX_SIZE, _UNIT = 16384, 8
-#: Elements of a row that a block of the gate's kernel has: a unit for each of its threads.
+#: Elements of a row per block of the gate's kernel: one unit for each thread.
 _GATE_ELEMENTS = 128 * _UNIT
-#: As in csrc/cuda/params.h, by the name in config.json.
+#: Codes of csrc/cuda/params.h by the name in config.json.
 _ACTIVATIONS: Mapping[str, int] = {"silu": 0, "swish": 0, "gelu_pytorch_tanh": 1}
 
 

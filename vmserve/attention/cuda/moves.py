@@ -12,7 +12,7 @@ from vmserve.attention.cuda.variant import Variant
 
 __all__ = ["Mover"]
 
-#: The moves do not depend on the variant: any will do.
+#: Any variant will do: the moves do not depend on it.
 _VARIANT = Variant(torch.bfloat16, 128, True)
 _PIECE_BYTES = 64 << 10
 _MAX_PIECES = 64

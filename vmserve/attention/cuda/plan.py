@@ -38,12 +38,12 @@ __all__ = [
     "make_plan",
 ]
 
-#: Query rows of an item of each kernel (csrc/cuda), of the append's at least.
+#: Query rows per item of the decode kernel, and the least of the append kernel (csrc/cuda).
 DECODE_ROWS, APPEND_ROWS = 16, 64
-#: Splits make at most this many items for each block that runs at once; but see item_limit.
+#: Most items that splits make, for each block that runs at once; but see item_limit.
 MAX_WAVES = 4
-#: Parts to combine, for each item that a split may make (chunk_limit). A decode may combine the
-#: parts of 62 chunks of 512 keys for each block at once: eight sequences of 131,072 tokens on an
+#: Most parts to combine, for each item that a split may make (chunk_limit). A decode may combine
+#: the parts of 62 chunks of 512 keys per block. That is eight sequences of 131,072 tokens on an
 #: H100, in 35 MB of sums (heads of 128, four to a KV head).
 DECODE_PARTS, APPEND_PARTS = 16, 1
 
@@ -166,9 +166,9 @@ class Costs(NamedTuple):
     remainder: bool
 
 
-#: After an H100 (3.03 TB/s), with heads of 128: 44 ns a key. Each of 264 blocks has 11.5 GB/s, of
-#: 128 some 20, of 32 or 64 it has 22 (pages) to 28. To combine takes 4 us, and took 0.17 to 0.28 us
-#: for a part when it waited for each.
+#: Fitted to an H100 (3.03 TB/s) with heads of 128: 44 ns a key. Each of 264 blocks has 11.5 GB/s,
+#: each of 128 some 20, each of 32 or 64 has 22 (pages) to 28. Combining takes 4 us. It took 0.17 to
+#: 0.28 us a part when it waited for each.
 DECODE_COSTS = Costs(DECODE_PARTS, (0.4, 0.6, 1.0), 32, 90, 2, 16, True)
 #: Estimates, not measured on a device yet.
 APPEND_COSTS = Costs(APPEND_PARTS, (1.0, 1.0, 1.0), 32, 64, 0, 0, False)

@@ -34,7 +34,7 @@ class Tables:
         self.copied = False
         #: Whether the layers have pages of their own.
         self.is_own = False
-        #: That of layers whose copy begins at it.
+        #: Window of layers whose copy begins at the window; None: the others.
         self._window: int | None = None
         self._given = 0, 0
         paged = view.view

@@ -23,12 +23,12 @@ __all__ = [
 
 HEAD_DIMS = (64, 128, 256)
 _TYPES = {torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-#: Positions of a tile of keys, and of a part: both kernels add them up at multiples of these.
+#: Positions of a tile of keys, and of a part. Both kernels add up at multiples of these.
 TILE_TOKENS, PART_TOKENS = 32, 512
 _WARPS, _DECODE_ROWS = 4, 16
-#: Tiles of the decode kernel, in use and in flight.
+#: Fewest and most tiles of the decode kernel, in use and in flight.
 _LEAST_STAGES, _MOST_STAGES = 4, 8
-#: Shared memory of each block that the device reserves.
+#: Shared memory that the device reserves for each block.
 _RESERVED_BYTES = 1024
 
 

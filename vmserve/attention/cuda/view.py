@@ -14,7 +14,7 @@ __all__ = ["DeviceView"]
 
 _UNIT_BYTES = 16
 _LEAST_BLOCK = 16
-#: Of views whose scales lie behind the codes of a token's heads (numbers.dtypes.vector_bytes).
+#: Type of views whose scales follow the codes of a token's heads (numbers.dtypes.vector_bytes).
 _CODES = torch.float8_e4m3fn
 
 
@@ -42,7 +42,7 @@ class DeviceView:
             raise UnsupportedError(
                 "the cuda backend wants the codes of a token's heads side by side"
             )
-        #: That of q, k and v; None: the view has codes, with which either type goes.
+        #: The type of q, k and v. None: the view has codes, which go with either type.
         self.dtype = None if self.has_codes else first.dtype
         self.variant(self.dtype or torch.bfloat16)
         self._strides = self._byte_strides(first)

@@ -17,9 +17,9 @@ from vmserve.attention.rotary import Rotary
 __all__ = ["KeyValueWriter", "Places", "check_inputs", "check_queries"]
 
 _UNIT_BYTES = 16
-#: Bytes of a row of heads that a block of the kernel moves: a unit for each of its threads.
+#: Bytes of a row of heads per block of the kernel: one unit for each thread.
 _BLOCK_BYTES = 128 * _UNIT_BYTES
-#: Blocks that are enough: about as many as a device has at once. Beyond, threads have more units.
+#: Blocks that are enough: about as many as a device runs at once. Above, threads have more units.
 _ENOUGH_BLOCKS = 1024
 
 
