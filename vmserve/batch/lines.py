@@ -28,9 +28,9 @@ __all__ = [
     "reply_line",
 ]
 
-#: Room for the longest body that the server takes, and for what is around it.
+#: The longest body that the server takes, and what is around it.
 MAX_LINE_BYTES: Final = 2 * MAX_BODY_BYTES
-#: Of every line of an output.
+#: Start of every line of an output.
 LINE_START: Final = b'{"id":"batch_req_'
 _URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 _BOM: Final = b"\xef\xbb\xbf"

@@ -27,7 +27,7 @@ from vmserve.server.wire import JSON_TYPE
 
 __all__ = ["Batch", "Figures", "default_concurrency"]
 
-#: Of the bodies of running requests, unless a single one is larger.
+#: Most bytes of the bodies of running requests; a single one may be larger.
 _MOST_BYTES: Final = 32 * 1024**2
 _SYNC_SECONDS: Final = 5.0
 _REPORT_SECONDS: Final = 0.5
