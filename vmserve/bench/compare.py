@@ -24,7 +24,7 @@ from vmserve.errors import ConfigurationError
 
 __all__ = ["compare_cases", "compare_command", "regressions"]
 
-#: What makes two requests of equal place the same request.
+#: Fields that are equal if two requests of equal place are the same.
 _SAME = ("input_tokens", "output_tokens", "sequences")
 _SETTINGS = ("quick", "seed", "minutes", "model", "driver", "isa", "num_threads")
 _MACHINE = ("cpu", "num_usable_cores", "memory_bytes", "python", "git_revision")

@@ -38,7 +38,7 @@ SCHEMAS: Mapping[str, _Schema] = {
     "vmserve-bench-papers": _Schema("bench papers --engine real"),
     "vmserve-bench-papers-simulated": _Schema("bench papers"),
 }
-#: Files of these were written before they named their schema; they are like version 1.
+#: Cases whose files were written before files named their schema; they are like version 1.
 _UNNAMED = {
     "step": "vmserve-bench-step",
     "kernels": "vmserve-bench-kernels",
@@ -60,8 +60,8 @@ class Case:
     seeds: tuple[int, ...]
     described: Mapping[str, Any] = field(default_factory=dict)
     requests: Mapping[tuple[int, int], Mapping[str, Any]] = field(default_factory=dict)
-    #: Metrics that :data:`METRICS` does not have, by column; what stands before a last ``|`` says
-    #: which of them are judged together.
+    #: Metrics that :data:`METRICS` does not have, by column. Columns with the same text before the
+    #: last ``|`` are judged together.
     own: Mapping[str, Metric] = field(default_factory=dict)
 
 

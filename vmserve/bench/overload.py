@@ -42,7 +42,7 @@ Kind = Literal["simulated", "real"]
 #: Goal at 1, 2 and 4 times the pool, as a share of the best point.
 GOAL = 0.9
 
-#: Of a run.
+#: Requests of a run.
 _NUM_REQUESTS: Mapping[Kind, int] = {"simulated": 600, "real": 96}
 _REAL_POOL_TOKENS = 1024
 _REAL_CONTEXT = 512

@@ -46,7 +46,7 @@ __all__ = [
 SCHEMA = "vmserve-bench-startup"
 SCHEMA_VERSION = 2
 
-#: In the order in which an engine comes to them; each counts from the process's start.
+#: Phases in the order in which an engine comes to them; each counts from the process's start.
 PHASES: Mapping[str, str] = {
     "imports": "imports done",
     "model": "model loaded",
@@ -73,7 +73,7 @@ class Samples:
     """One value per process in each list."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
-    #: Processor time up to a phase.
+    #: Processor seconds up to a phase.
     cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
     #: Process -> kind of memory -> bytes.
     memory: dict[str, dict[str, list[int]]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""``vmserve bench step``: what a step costs beside the model, by part.
+"""``vmserve bench step``: what a step costs besides the model, by part.
 
 The whole engine steps as it serves: scheduler, KV memory (host driver, prefix caching on), input
 preparation, sampler and acceptance of tokens. Only the model is null: its logits are always the
@@ -45,23 +45,23 @@ __all__ = [
 
 Regimes = Literal["virtual", "paged", "mixed"]
 REGIMES: tuple[Regimes, ...] = get_args(Regimes)
-#: What the goal is about: scheduler, memory and input preparation.
+#: Parts that the goal is about: scheduler, memory and input preparation.
 PARTS = ("schedule", "plan", "apply", "inputs", "complete")
-#: What else a step does, the null model included.
+#: Other parts of a step, the null model included.
 BEYOND = ("model", "sample", "output", "rest")
-#: Goal for all parts together, when 256 sequences decode.
+#: Goal for the sum of all parts while 256 sequences decode.
 GOAL_NS_PER_SEQUENCE = 3_000
 GOAL_NUM_SEQS = 256
 
 _MAX_PROMPT = 128
 #: Steps that are not timed: at most so many read prompts, then caches warm up and pools grow.
 _FILL, _WARM_UP = 64, 24
-#: What the context of the embedded model, whose shape is used, leaves after a prompt.
+#: Steps that fit after a prompt in the context of the embedded model, whose shape is used.
 _MAX_STEPS = 8192 - _MAX_PROMPT - _FILL - _WARM_UP - 8
 #: Steps of one regime before the next has its turn, so that disturbances meet all alike.
 _BLOCK = 25
 _BATCHED_TOKENS = 4096
-#: Keys and values of the embedded model, whose sizes the KV memory has.
+#: Bytes of a token's keys and values in the embedded model, whose sizes the KV memory has.
 _TOKEN_BYTES = 4096
 
 
@@ -121,7 +121,7 @@ class SteppedEngine:
             self._checked_step()
         self._stopwatch = Stopwatch()
         self._put_watches()
-        #: Nanoseconds of each step, by part; "step" is all of it.
+        #: Nanoseconds of each step, by part; "step" is the sum.
         self.samples: dict[str, list[int]] = {part: [] for part in (*PARTS, *BEYOND, "step")}
 
     def step(self) -> None:
@@ -211,7 +211,7 @@ def step_command(
     json_path: opt.JsonPath = None,
     markdown_path: opt.MarkdownPath = None,
 ) -> None:
-    """Measure what a decoding step costs beside the model, by part. The model is null."""
+    """Measure what a decoding step costs besides the model, by part. The model is null."""
     options = Options(numbers("num-seqs", num_seqs, most=1024), steps)
     SUITE.measure(["step"], options, json_path=json_path, markdown_path=markdown_path)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Clock", "Load", "RunFailedError", "check_jobs", "reset", "serve"]
 
-#: Least time between samples of the memory: reading it takes some 50 us.
+#: Least seconds between samples of the memory: reading it takes some 50 us.
 _SAMPLE_EVERY_S = 0.005
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "ab_command", "check_positive", "fresh_output"]
 
-#: Requests of a run, where the workload was not published with so many.
+#: Requests of a run, unless the workload was published with a number of its own.
 _REQUESTS = 20
 
 HELP = f"""Compare engine options on the same requests, with error bars.

@@ -33,7 +33,7 @@ __all__ = [
     "run_workload",
 ]
 
-#: Seeds of warm-up rounds begin here, away from those of the rounds that count.
+#: First seed of warm-up rounds, away from those of the rounds that count.
 _WARMUP_SEED = 1_000_000
 
 
@@ -52,7 +52,7 @@ class Workload:
     name: str
     make: Callable[[int], list[Job]]
     load: Load = field(default_factory=Load)
-    #: What was asked for, for the results.
+    #: Settings of the workload, for the results.
     described: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -63,10 +63,10 @@ class Settings:
     seed: int = 0
     slo: Slo = field(default_factory=Slo)
     price_per_hour: float | None = None
-    #: Engines are made anew, and warmed up, before every so many rounds; 0: never.
+    #: Rounds after which engines are made anew and warmed up; 0: never.
     renew_every: int = 0
-    #: Runs of each variant in a round, in turns, of which the fastest one counts: other work on
-    #: the machine only ever adds. It takes a closed loop, where time is what is asked for.
+    #: Runs of each variant in a round, in turns, of which the fastest one counts: other work on the
+    #: machine only ever adds. It takes a closed loop, where the time is measured.
     tries: int = 1
 
     @property
@@ -149,7 +149,7 @@ class WorkloadResult:
     workload: Workload
     rounds: tuple[Round, ...]
     comparisons: Mapping[str, Sequence[Comparison]]
-    #: Answers equal to the first variant's, token by token, and all answers, by variant.
+    #: Answers equal to the first variant's, token by token, and all answers; by variant.
     same_answers: Mapping[str, tuple[int, int]]
 
     def values(self, variant: str, metric: str) -> list[float | None]:

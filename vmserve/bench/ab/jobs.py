@@ -26,7 +26,7 @@ __all__ = [
     "with_arrivals",
 ]
 
-#: Keys of random streams beside those of :mod:`vmserve.workloads.shapes`.
+#: Keys of random streams besides those of :mod:`vmserve.workloads.shapes`.
 _HASHED = 6
 
 
@@ -198,7 +198,7 @@ def ideal_hit_rate(jobs: Sequence[Job]) -> float | None:
     Each prompt is taken to be in the cache before the next one comes. Blocks are those of
     ``hash_ids``; None without any.
     """
-    #: A block after the blocks before it, numbered.
+    #: Numbers of chains of blocks, by the number of the chain before and the last block.
     chains: dict[tuple[int, int], int] = {}
     found = 0
     for job in jobs:

@@ -121,7 +121,7 @@ _ALL = (
     Metric("cost_per_million", "cost of a million output tokens", "money", "lower"),
 )
 
-#: By name, in the order of tables.
+#: Metrics by name, in the order of tables.
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
 
 

@@ -39,9 +39,9 @@ __all__ = [
     "sources",
 ]
 
-#: The context that workloads are scaled to on the embedded model: two cores serve it in seconds.
+#: Context that workloads are scaled to on the embedded model: two cores serve it in seconds.
 EMBEDDED_MAX_LEN = 1024
-#: Tokens of an answer to a conversation of text, and to a prompt of the user's.
+#: Tokens of an answer to a conversation of text, and to one of the user's prompts.
 TEXT_OUTPUT, PROMPTS_OUTPUT = 192, 64
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(s|ms|us)?")
 _UNITS = {"s": 1.0, None: 1.0, "ms": 1e-3, "us": 1e-6}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Plot", "largest", "search", "workload"]
 
 Json: TypeAlias = dict[str, Any]
-#: A title, and an SVG as a data URL: whatever has one stands alone.
+#: A title, and an SVG as a data URL, which stands alone.
 Plot: TypeAlias = tuple[str, str]
 Points: TypeAlias = "Sequence[tuple[float, float]]"
 
@@ -40,7 +40,7 @@ _STATES = {
 }
 _VIEWS = {"virtual": "#0072b2", "paged": "#d55e00"}
 _VERDICTS = {"better": "#0a7a55", "worse": "#b3411a", "neutral": "#60646c"}
-#: Texts stay text, so that files are small and can be searched; ids do not depend on chance.
+#: Texts stay text, so that files are small and can be searched. Ids do not depend on chance.
 _STYLE: Any = {
     "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "vmserve", "text.parse_math": False,
 }  # fmt: skip

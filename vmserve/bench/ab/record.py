@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MEMORY_STATES", "MemorySample", "RequestSample", "RunRecord", "StepSample"]
 
-#: What committed memory is used for, in the order of a stacked plot; bytes of each add up to it.
+#: Uses of committed memory in the order of a stacked plot; their bytes add up to it.
 MEMORY_STATES = ("tokens", "waste", "idle", "in_transit", "free")
 
 
@@ -21,7 +21,7 @@ MEMORY_STATES = ("tokens", "waste", "idle", "in_transit", "free")
 class RequestSample:
     """Times are seconds from the run's start.
 
-    ``due_s`` is when the request was to arrive, not when the engine was told: a client that is
+    ``due_s`` is when the request was to arrive, not when the engine got it: a client that is
     held up by a long step must not hide that from its latencies. ``token_times_s`` are the
     moments at which something new of the answer could be read; for beam search, whose answer
     is known at its end only, the first token's and the last one's.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LIMIT", "Regret", "regret"]
 
-#: A regret above it must be excluded.
+#: Bound of the regret: PASS excludes a larger one.
 LIMIT = 0.05
 CONFIDENCE = 0.95
 _CORRECTED = 1.0 - (1.0 - CONFIDENCE) / 2.0

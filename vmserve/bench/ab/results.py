@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 SCHEMA = "vmserve-bench-ab"
-#: Raised when a reader of older files would misread newer ones.
+#: Version of the format, raised when a reader of older files would misread newer ones.
 SCHEMA_VERSION = 1
 
 _ALWAYS_SHOWN = (

@@ -21,7 +21,7 @@ __all__ = ["Bracket", "Probe", "RateSearch", "SearchResult", "search_rate"]
 
 MAX_RATE = "max_rate_per_s"
 _SEARCH_SEED = 2_000_000
-#: The search begins between these multiples of what a closed loop serves per second.
+#: Bounds of the search's start, as multiples of what a closed loop serves per second.
 _LOWEST, _HIGHEST = 1 / 16, 2.0
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HASH_BLOCK_TOKENS", "at_rate", "read_prompts", "read_trace"]
 
-#: Tokens of the block behind each hash id, in traces as Mooncake's (FAST 2025) are published.
+#: Tokens of a block, which a hash id stands for in traces published as Mooncake's (FAST 2025).
 HASH_BLOCK_TOKENS = 512
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 

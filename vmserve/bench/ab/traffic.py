@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ARXIV", "KINDS", "MIX", "Kind", "get_kind", "sessions", "text_jobs"]
 
-#: Streams of a seed beside those of :mod:`vmserve.workloads.shapes`.
+#: Streams of a seed besides those of :mod:`vmserve.workloads.shapes`.
 _LONG, _WMT, _SESSIONS, _MIX, _TEXTS = range(10, 15)
 
 #: arXiv summarization: inputs of mean 2,588, p50 2,730, p90 3,702 tokens, outputs of mean 291,
@@ -300,7 +300,7 @@ _ALL = (
     Kind("mix", "some of the others together: " + ", ".join(MIX), 8192, _mix),
 )
 
-#: By the name that commands use.
+#: Kinds by the name that commands use.
 KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _ALL})
 
 
@@ -321,7 +321,7 @@ def text_jobs(
 ) -> list[Job]:
     """Conversations of a kind of text, drawn; again from the first when all were there.
 
-    An answer ends where the model ends it: behind that end a model repeats itself.
+    An answer ends where the model ends it: after that end a model repeats itself.
     """
     messages = conversations(name)
     order = np.random.default_rng([seed, _TEXTS]).permutation(len(messages)).tolist()

@@ -12,7 +12,7 @@ from vmserve.bench.lab.suite import Suite
 
 __all__ = ["SUITE", "Options"]
 
-#: Sections run in this order.
+#: Sections in the order in which they run.
 SUITE = Suite[Options](
     name="alloc",
     sections={

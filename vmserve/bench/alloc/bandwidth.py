@@ -33,7 +33,8 @@ __all__ = ["WAYS", "BandwidthRig", "run"]
 HOST_PAGE_SIZES = (4 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10, 2 << 20)
 CUDA_PAGE_SIZES = (2 << 20, 4 << 20, 16 << 20)
 RUN_PAGES = 64
-#: With small pages fewer bytes are mapped, so that a round has a few hundred calls.
+#: Most pages of a round. With small ones fewer bytes are mapped, so that a round has a few hundred
+#: calls.
 MOST_PAGES = 512
 WAYS = ("new, one by one", "ready, one by one", "ready, in runs")
 

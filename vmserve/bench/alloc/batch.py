@@ -37,7 +37,7 @@ __all__ = ["POOL_TOKENS", "VARIANTS", "largest_batch", "run"]
 
 POOL_TOKENS = 16384
 _QUICK_POOL_TOKENS = 4096
-#: The view and the tokens of a page.
+#: View, and tokens of a page.
 VARIANTS: tuple[tuple[Regime, int], ...] = (
     ("virtual", 16),
     ("virtual", 64),

@@ -5,7 +5,7 @@ named and published as they fill, as a server with prefix caching has it. Virtua
 the pages that they grow into already mapped in their slots; the paged ones take blocks. No step
 calls the driver: the counters are checked.
 
-The time of a call includes crossing from Python; what that alone takes is measured beside it.
+The time of a call includes crossing from Python; what that alone takes is measured as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["GOAL_PLAN_APPLY_NS", "PARTS", "REGIMES", "Decoder", "run"]
 Regime = Literal["virtual", "paged", "mixed"]
 REGIMES: tuple[Regime, ...] = ("virtual", "paged", "mixed")
 PARTS = ("plan_step", "apply_step", "complete", "append_tokens")
-#: Plan and apply of 256 decoding sequences.
+#: Goal for plan and apply of 256 decoding sequences.
 GOAL_PLAN_APPLY_NS = 150_000
 
 PAGE_TOKENS = 256

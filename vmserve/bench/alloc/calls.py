@@ -31,7 +31,7 @@ HOST_PAGE_SIZES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 2 << 20)
 CUDA_PAGE_SIZES = (2 << 20, 4 << 20, 16 << 20)
 RUN_LENGTHS = (1, 8, 64)
 
-#: In the order of a round.
+#: Operations in the order of a round.
 OPERATIONS = (
     "create",
     "map",

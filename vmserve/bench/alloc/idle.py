@@ -31,7 +31,7 @@ __all__ = ["layouts", "measure", "run"]
 
 _NUM_LAYERS, _KV_HEADS, _HEAD_DIM = 36, 8, 128
 _SEQS = 96
-#: More than 96 of the longest requests take, so that nothing is preempted.
+#: Tokens of the pool, more than 96 of the longest requests take, so that nothing is preempted.
 _POOL_TOKENS = 200_000
 REGIMES: tuple[Literal["virtual", "paged"], ...] = ("virtual", "paged")
 

@@ -11,7 +11,7 @@ Four states that a pool can be in when the prompt arrives:
   group, the worst case;
 * ``new memory``: the pool has not grown yet and takes the memory from the system first.
 
-What ending the earlier request cost (release) is given beside it: without deferred reclamation
+What ending the earlier request cost (release) is reported too: without deferred reclamation
 that is where the unmapping is.
 """
 

@@ -32,9 +32,9 @@ __all__ = [
 #: PagedAttention, figure 2: share of KV memory that holds token states in existing systems,
 #: from the worst (Orca, Max) to the best (Orca, Oracle).
 PAPER_EXISTING_USED_PERCENT = (20.4, 38.2)
-#: And with PagedAttention: more than this.
+#: The same share with PagedAttention: more than this.
 PAGED_ATTENTION_USED_PERCENT_ABOVE = 96.0
-#: And how many times as many requests it runs at once, OPT-13B on ShareGPT.
+#: PagedAttention, OPT-13B on ShareGPT: ratios of the numbers of requests that run at once.
 PAPER_TIMES_ORACLE_BATCH = 2.2
 PAPER_TIMES_MAX_BATCH = 4.3
 
@@ -49,8 +49,8 @@ VATTENTION_MAX_BATCH: Mapping[int, tuple[int, int, int]] = MappingProxyType(
     {2 << 20: (187, 203, 56), 64 << 10: (240, 258, 68)}
 )
 
-#: kvcached: tokens that its prefix cache keeps at most, and the memory of an idle instance over
-#: that of as many tokens: 22 pages over 16 (38 and 75 in earlier versions).
+#: kvcached: most tokens that its prefix cache keeps; and memory of an idle instance over that of as
+#: many tokens: 22 pages over 16 (38 and 75 in earlier versions).
 KVCACHED_CACHED_TOKENS = 16_000
 KVCACHED_IDLE_OVER_FLOOR = 1.4
 

@@ -52,10 +52,10 @@ __all__ = [
 Baseline = Literal["max", "pow2", "oracle", "oracle, any place"]
 Regime = Literal["virtual", "paged", "mixed"]
 
-#: The longest request, which is what the worst baseline reserves.
+#: Tokens of the longest request, which the worst baseline reserves.
 CONTEXT_TOKENS = 2048
 PARTS = ("states", "reserved", "unused", "split", "free")
-#: Admission leaves this share of the positions to those that run, as the paper's system does.
+#: Share of the positions that admission leaves to running requests, as the paper's system does.
 WATERMARK = 0.01
 _PAGE_BYTES = 4096
 
@@ -66,7 +66,7 @@ class Live:
 
     shape: RequestShape
     length: int = 0
-    #: Its sequence in the core, or where its reservation starts and how large it is.
+    #: Sequence in the core, or start and size of the reservation.
     handle: int = -1
     chunk: int = 0
 

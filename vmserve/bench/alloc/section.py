@@ -11,7 +11,7 @@ __all__ = ["CUDA_SECTIONS", "DriverKind", "Options", "make_driver"]
 
 DriverKind = Literal["host", "cuda"]
 
-#: The sections that ask a driver and nothing else; the others write to the memory as the CPU does.
+#: Sections that only ask a driver; the others write to the memory as the CPU does.
 CUDA_SECTIONS = ("calls", "bandwidth")
 
 

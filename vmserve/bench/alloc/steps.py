@@ -16,7 +16,7 @@ where a spike is tallest; and pages of 16 tokens, four times the calls.
 
 Blocks of steps, with equally many crossings in each (16 steps where they lie evenly apart, else as
 many as a page has tokens), are interleaved in drawn orders. What is compared is the time of whole
-blocks, which have what happens in few steps too, and beside it the median step of each block.
+blocks, which have what happens in few steps too, and with it the median step of each block.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Way = Literal["pre-mapped", "overlapped", "synchronous"]
 WAYS: tuple[Way, ...] = ("pre-mapped", "overlapped", "synchronous")
 
 MODEL_STEP_S = 0.010
-#: Tokens mapped ahead: a page is asked for this many steps before it is needed.
+#: Tokens mapped ahead: a page is requested this many steps before it is needed.
 LOOKAHEAD_TOKENS = 16
 PROMPT_PAGES, MAX_PAGES = 1, 5
 

@@ -40,7 +40,7 @@ def kernels_command(
             "seed": seed,
             "isa": CpuBackend().isa,
             "num_threads": torch.get_num_threads(),
-            # The load tells how quiet the machine was: 0 before is quiet.
+            # The load shows how quiet the machine was: 0 before is quiet.
             "load_average_before": round(load_before, 2),
             "load_average_after": round(os.getloadavg()[0], 2),
         },

@@ -33,7 +33,7 @@ class Form(NamedTuple):
     steps: bool = False  # scales are int8 multiples of a step of eight groups
 
 
-#: Grouped ones are as Q4_0, Q4_1, Q4_K and Q8_0 of GGUF.
+#: Forms of matrices; grouped ones are as Q4_0, Q4_1, Q4_K and Q8_0 of GGUF.
 FORMS = (
     Form("bfloat16", 0),
     Form("int8", 0, "int8"),
@@ -49,7 +49,7 @@ FORMS = (
 )
 
 
-#: Prompts of other forms are compared with those of this.
+#: Form with whose prompts those of other forms are compared.
 BASE = FORMS[1]
 
 

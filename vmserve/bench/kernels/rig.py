@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["DTYPES", "SHAPES", "Rig", "Shape"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-#: One random stretch of numbers fills the memory again and again: drawing them all takes minutes.
+#: Numbers of one random stretch, which fills the memory again and again: drawing all takes minutes.
 _PATTERN_ELEMENTS = 1 << 22
 
 

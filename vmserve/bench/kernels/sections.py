@@ -25,7 +25,7 @@ BLOCK_TOKENS = 16
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 CONTEXTS = (1024, 2048, 4096, 8192)
 BATCHES = (1, 4, 32)
-#: (tokens that are there already, tokens of the prompt's chunk)
+#: (tokens computed before, tokens of the prompt's chunk)
 CHUNKS = ((0, 512), (0, 2048), (2048, 512))
 
 

@@ -15,10 +15,11 @@ from pathlib import Path
 
 __all__ = ["KINDS", "MemorySamples", "child_processes", "pss_bytes", "read_memory", "watch"]
 
-#: A sample walks the page tables of the whole process: far apart, it costs under 1 %.
+#: Seconds between samples. A sample walks the page tables of the whole process: at this distance it
+#: costs under 1 %.
 SAMPLE_INTERVAL_S = 2.0
-#: Fields of /proc/PID/smaps_rollup (the split: since Linux 5.3). What several processes share
-#: counts for each of them in equal parts, so that the processes of a machine add up.
+#: Fields of /proc/PID/smaps_rollup (the split: since Linux 5.3). Memory shared by processes counts
+#: for each in equal parts, so the processes of a machine add up.
 KINDS: Mapping[str, str] = {
     "pss": "Pss",
     "anon": "Pss_Anon",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from rich.progress import TaskID
 
-#: Told the share of a section that is done, 0 to 1.
+#: Callback for the share of a section that is done, 0 to 1.
 Report: TypeAlias = "Callable[[float], None]"
 
 __all__ = [
@@ -51,7 +51,7 @@ __all__ = [
     "write_text",
 ]
 
-#: Wide enough for every column, for output that is piped into a file or a pager.
+#: Columns of output that is piped into a file or a pager: wide enough for every table.
 _PIPED_WIDTH = 160
 
 
@@ -134,7 +134,7 @@ def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:
 
 
 def results_directory(script: str, *, device: str | None = None, root: str = "") -> Path:
-    """A new ``<date>-<device>`` in ``root``, by default in ``results`` beside ``script``.
+    """A new ``<date>-<device>`` in ``root``, by default in ``results`` next to ``script``.
 
     ``device``: by default the processor.
     """
@@ -154,7 +154,7 @@ def kept_arguments(
 ) -> list[str]:
     """Arguments for ``vmserve bench`` that write to a fresh directory.
 
-    ``results/<date>-<cpu>`` beside ``script`` gets JSON, Markdown and, with ``plots``, pictures;
+    ``results/<date>-<cpu>`` next to ``script`` gets JSON, Markdown and, with ``plots``, pictures;
     with ``output`` the command has one option for all of them.
     """
     directory = results_directory(script)

@@ -33,8 +33,8 @@ __all__ = [
 
 Verdict = Literal["A faster", "B faster", "no difference shown"]
 
-#: With fewer pairs not even the smallest and largest ratio enclose the true median with
-#: 95 % confidence (1 - 2 / 2^n), so no verdict is given.
+#: Fewest pairs for a verdict. With fewer, not even the smallest and largest ratio enclose the true
+#: median with 95 % confidence (1 - 2 / 2^n).
 MIN_PAIRS_FOR_VERDICT = 6
 
 

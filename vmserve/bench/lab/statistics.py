@@ -53,7 +53,8 @@ __all__ = [
 
 #: Confidence of the intervals; 1 - CONFIDENCE is the rate of false verdicts per comparison.
 CONFIDENCE = 0.99
-#: With fewer, resamples without any spread are so frequent that intervals have no end.
+#: Fewest pairs. With fewer, resamples without any spread are so frequent that intervals have no
+#: end.
 MIN_PAIRS = 6
 NUM_RESAMPLES = 10_000
 
@@ -153,7 +154,7 @@ class Comparison:
     metric: str
     effect: Effect
     verdict: Verdict | None
-    #: Corrected for the comparison's other headline metrics; None where there is no verdict.
+    #: The p value corrected for the comparison's other headline metrics; None without a verdict.
     adjusted_p: float | None
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["REAL", "SIMULATED", "EngineKind", "chosen", "papers_command"]
 
-#: Figures run in this order; vAttention's have a v.
+#: Figures in the order in which they run; vAttention's have a v.
 REAL = Suite[RealOptions](
     name="papers",
     benchmark="papers, real",

@@ -32,12 +32,12 @@ __all__ = ["FIGURES", "LATENCY_BOUND", "Options", "swap_seconds"]
 LATENCY_BOUND = 0.2
 #: Start of the search, requests/s.
 _START = {"sharegpt": 1.0, "alpaca": 8.0}
-#: More than any system sustains: memory is what limits who runs.
+#: Requests/s, more than any system sustains: memory limits how many run.
 _SATURATING = {"sharegpt": 4.0, "alpaca": 60.0}
 _PAPERS_RATE = {"sharegpt": 2.0, "alpaca": 30.0}
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 #: Calls that copy a block to the host where each layer's K and V lie apart, as in the paper's
-#: system, and what each takes besides its bytes: assumed, a copy's launch.
+#: system. The time that each takes besides its bytes is assumed: a copy's launch.
 COPIES_PER_BLOCK = 2 * OPT_13B.num_layers
 SECONDS_PER_COPY = 3e-6
 
@@ -233,7 +233,7 @@ def figure_19(options: Options, report: Report) -> SectionResult:
     return SectionResult(data, (table,))
 
 
-#: Near what the pool sustains: decoding outgrows it now and then.
+#: Requests/s near what the pool sustains: decoding outgrows the pool now and then.
 _FIGURE_19_RATE = 2.4
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Fleet"]
 
 _MAX_SEQS = 256
-#: Bytes that a host's page is a multiple of.
+#: Bytes; a host's page is a multiple of them.
 _GRANULARITY = 4096
 
 

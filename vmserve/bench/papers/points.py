@@ -35,7 +35,7 @@ _ALL = (
     Metric("kv_bytes_per_s", "new KV memory, bytes/s", "rate"),
     Metric("prefix_hit_rate", "prefix cache hits", "share", "higher"),
 )
-#: By name, in the order in which they are shown.
+#: Metrics by name, in the order in which they are shown.
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
 
 

@@ -52,7 +52,7 @@ _NOTE = (
 _TRACES = "Medians of rounds, each with a trace of its own."
 #: Shares of the rate that vmserve sustains with all requests at once.
 _RATES = (0.5, 0.7, 0.85, 1.0)
-#: What lengths are divided by where very little is to be measured.
+#: Divisor of lengths in quick runs.
 _QUICK_SCALE = 32
 
 

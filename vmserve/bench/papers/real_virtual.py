@@ -33,7 +33,7 @@ __all__ = ["REAL_VIRTUAL"]
 
 _VIEWS = {"paged": System("paged"), "virtual": System("virtual")}
 _BLOCK_TOKENS, _PAGE_TOKENS = 16, 64
-#: Steps of one engine, then of the next: what drifts meets all alike.
+#: Steps of one engine, then of the next, so that drift meets all alike.
 _BLOCK_STEPS = 10
 _HERE = "This machine's processor."
 
@@ -69,7 +69,7 @@ def _prompt(num_tokens: int, first: int, vocabulary: int) -> list[int]:
 
 
 def _fill(engine: LLMEngine, batch: int, num_prompt: int, num_output: int, name: str) -> None:
-    """Step until ``batch`` requests decode, each behind ``num_prompt`` tokens."""
+    """Step until ``batch`` requests decode, each after ``num_prompt`` tokens."""
     vocabulary = engine.model_config.vocab_size
     params = SamplingParams(
         temperature=0.0, max_tokens=num_output, ignore_eos=True, detokenize=False
@@ -202,7 +202,7 @@ def figure_6(options: RealOptions, report: Report) -> SectionResult:
 
 
 def figure_7(options: RealOptions, report: Report) -> SectionResult:
-    """Decoding throughput behind long contexts, by batch and view."""
+    """Decoding throughput after long contexts, by batch and view."""
     batches = (1, 2) if options.quick else (1, 4, 8, 16)
     steps = options.pick(100, 10)
     room = 4 * steps + 12 * batches[-1]

@@ -19,10 +19,10 @@ __all__ = [
     "PAPER_REQUESTS_OVER_ORACLE",
 ]
 
-#: Section 6.2, OPT-13B on ShareGPT: how many times as many requests run at once.
+#: Section 6.2, OPT-13B on ShareGPT: ratios of the numbers of requests that run at once.
 PAPER_REQUESTS_OVER_ORACLE = 2.2
 PAPER_REQUESTS_OVER_MAX = 4.3
-#: Section 6.2, ShareGPT: how many times the request rate at similar latency, from and to.
+#: Section 6.2, ShareGPT: ratios of the request rates at similar latency, from and to.
 PAPER_RATE_OVER_ORACLE = (1.7, 2.7)
 PAPER_RATE_OVER_MAX = (2.7, 8.0)
 #: Figure 13, OPT-13B: mean number of batched requests at 2 (ShareGPT) and 30 requests/s (Alpaca).
@@ -44,7 +44,7 @@ PAPER_BATCHES: Mapping[str, Mapping[str, float]] = MappingProxyType(
 )
 #: Section 6.3, OPT-13B on Alpaca: the gain over Orca (Oracle) in basic sampling, and with 6 beams.
 PAPER_BEAM_GAIN = (1.3, 2.3)
-#: Figure 2: percent of KV memory that holds token states, existing systems from and to; and more
-#: than so many of what PagedAttention allocates.
+#: Figure 2: percent of KV memory that holds token states in existing systems, from and to.
+#: PagedAttention's share is more than the second constant.
 PAPER_EXISTING_SHARE = (20.4, 38.2)
 PAPER_PAGED_SHARE = 96

@@ -329,7 +329,7 @@ class _Run:
 def _start(engine: LLMEngine, job: Job, *, is_shared: bool) -> int:
     """How many requests of the engine it is. Orca computes and keeps a prompt for each sample.
 
-    Beams are one search either way: of Orca's only the memory that they reserve is told apart.
+    Beams are one search either way: Orca's differ only in the memory that they reserve.
     """
     if job.is_beam:
         beams = BeamSearchParams(

@@ -26,7 +26,7 @@ __all__ = [
 
 Kind = Literal["engine", "v0", "orca", "static"]
 
-#: What a system is: our engine in a regime, or a baseline and what it knows of a request.
+#: A system: our engine in a regime, or a baseline and what it knows of a request.
 SYSTEMS: dict[str, tuple[Kind, str]] = {
     "vmserve, paged": ("engine", "paged"),
     "vmserve, virtual": ("engine", "virtual"),
@@ -39,8 +39,8 @@ SYSTEMS: dict[str, tuple[Kind, str]] = {
 OURS = ("vmserve, paged", "vmserve, virtual", "vmserve, the paper's policy")
 BASELINES = ("Orca (Oracle)", "Orca (Pow2)", "Orca (Max)", "static")
 
-#: A trace is served for this many times its length at most; who is not done by then counts with
-#: the latency that it has so far.
+#: Most time that a trace is served, as a multiple of its length. Requests which are not done by
+#: then count with the latency that they have so far.
 _PATIENCE = 3.0
 
 
@@ -126,7 +126,7 @@ def _batch(run: Run, trace: Trace) -> float:
     return run.batch_size(trace.warmup_s, trace.seconds)
 
 
-#: The papers' systems differ by far less.
+#: Bound of the search, as a multiple of its start; the papers' systems differ by far less.
 _MOST_TIMES_START = 16
 
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "KNOWN", "SUITE", "Options", "quality_command", "run"]
 
-#: Variants that need no options on the command line: values of --quantization and of --dtype, and
-#: of --kv-cache-dtype.
+#: Variants that need no options on the command line: values of --quantization, --dtype and
+#: --kv-cache-dtype.
 KNOWN: Mapping[str, Variant] = {
     **{name: Variant(name, {"quantization": name}) for name in get_args(Quantization)},
     **{name: Variant(name, {"dtype": name}) for name in ("float32", "bfloat16")},
@@ -40,7 +40,7 @@ KNOWN: Mapping[str, Variant] = {
 _DEFAULT = "none,int8,int8-dynamic"
 #: Share of the progress that loading takes.
 _LOADING = 0.1
-#: What broken weights may exceed: the perplexity stays a number of JSON.
+#: Bound of the mean loss, which broken weights may exceed: the perplexity stays a number of JSON.
 _MOST_NATS = 700.0
 
 HELP = f"""Measure what quantization costs: perplexity, and agreement with the first variant.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Scores", "Subject", "without_paths"]
 
-#: Options of the engine unless others are given: one window at a time, nothing kept between them.
+#: Options of the engine unless others are given: one window at a time, no prefix cache.
 _DEFAULTS: Mapping[str, Any] = {
     "max_num_seqs": 1,
     "enable_prefix_caching": False,
@@ -121,7 +121,7 @@ class Subject:
         self._sampler = WatchedSampler(parts.sampler)
         sampler = cast("TokenSampler", self._sampler)
         self.engine = LLMEngine(config, parts=replace(parts, sampler=sampler))
-        #: Seconds of steps, without what is done here with their logits.
+        #: Seconds of steps, without the scoring of their logits.
         self.seconds = 0.0
 
     @property
@@ -224,7 +224,7 @@ def _last_part(path: str) -> str:
 
 
 def _weights(model: LoadedModel) -> dict[str, Any]:
-    """Bytes in memory, and bits of a weight in products: without an embedding kept beside them."""
+    """Bytes in memory, and bits of a weight in products: without an embedding kept as well."""
     network, config = model.network, model.config
     num_bytes = model.parameter_bytes
     if not isinstance(network, NativeDecoder):

@@ -39,7 +39,7 @@ class Windows:
 
     prompts: list[list[int]]
     num_scored: int
-    #: What the tokenizer puts before a text (BOS); each prompt begins with them.
+    #: Tokens that the tokenizer puts before a text (BOS); each prompt begins with them.
     leading: list[int]
 
 

@@ -32,11 +32,11 @@ _PATHS: Mapping[Endpoint, str] = {
     "completions": "/completions",
     "chat": "/chat/completions",
 }
-#: Statuses after which a server may ask to come again.
+#: Statuses with which a server may ask for a later attempt.
 _BUSY = (429, 503)
 _LONGEST_WAIT_S = 60.0
 _MESSAGE_CHARS = 200
-#: Frequent words, which most vocabularies have as one token each.
+#: Frequent words, which are one token each in most vocabularies.
 _TEXT = """
     the of and to in is it you that he was for on are with as his they be at one have this from
     or had by not but what all were when we there can an your which their said if do will each
@@ -91,12 +91,12 @@ class ServedRun:
     record: RunRecord
     failures: tuple[Failure, ...]
     num_retries: int
-    #: Answers whose length the server did not tell: events were counted.
+    #: Answers whose length the server did not report: events were counted.
     num_counted: int
-    #: Answers that are not as long as was asked.
+    #: Answers whose length is not the one that was asked for.
     num_other_length: int
-    #: From when requests were due to when the client came to send them, on average: part of
-    #: each TTFT, which other clients do not count.
+    #: Mean seconds from when requests were due to when the client sent them: a part of each TTFT,
+    #: which other clients do not count.
     mean_send_delay_s: float = 0.0
 
     @property
@@ -323,7 +323,7 @@ class _Run:
 
 
 def _conversations(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Group jobs in order, each turn behind the one that it follows."""
+    """Group jobs in order, each turn after the one that it follows."""
     found: list[list[Job]] = []
     holders: dict[int, list[Job]] = {}
     for job in jobs:

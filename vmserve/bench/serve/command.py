@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "serve_load_command"]
 
-#: Context if the server does not tell its own.
+#: Context if the server does not report its own.
 _DEFAULT_MAX_LEN = 2048
 #: First ids of a vocabulary are often special tokens or single bytes.
 _NUM_RESERVED = 100
 _WARMUP_SEED = 1_000_000
-#: Requests of a round, where the workload was not published with so many.
+#: Requests of a round, unless the workload was published with a number of its own.
 _REQUESTS = 100
 
 HELP = f"""Send a workload to an OpenAI-compatible server, vmserve's or another, and time it.

@@ -36,7 +36,7 @@ class EventReader:
 class Answer:
     """Content of a stream so far.
 
-    ``times_s`` by choice: when an event told something of it. Every event with choices counts,
+    ``times_s`` by choice: when an event reported something of it. Every event with choices counts,
     one without text as well (its token's text may be held back), except the opening of a chat,
     which gives the role and nothing else.
     """
@@ -46,7 +46,7 @@ class Answer:
     token_ids: dict[int, list[int]] = field(default_factory=dict)
     num_prompt_tokens: int | None = None
     num_cached_tokens: int = 0
-    #: All choices together; None if the server does not say.
+    #: Output tokens of all choices together; None if the server does not say.
     num_output_tokens: int | None = None
     error: str = ""
     is_complete: bool = False

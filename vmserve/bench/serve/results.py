@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 SCHEMA = "vmserve-bench-serve"
-#: Raised when a reader of older files would misread newer ones.
+#: Version of the format, raised when a reader of older files would misread newer ones.
 SCHEMA_VERSION = 1
 #: Share of one core above which the client's own work may show in the latencies.
 _BUSY_CLIENT = 0.7
@@ -45,7 +45,7 @@ _SWEEP = (
         for title, statistic in (("Median", "p50"), ("P99", "p99"))
     ),
 )
-#: Mean delay in sending that is worth a word.
+#: Mean delay in sending above which the report says so, in seconds.
 _LATE_CLIENT_S = 0.005
 
 
@@ -166,7 +166,7 @@ def sweep_table(
 def notes(rounds: Sequence[ServedRound], num_rounds: int | None = None) -> list[str]:
     """Notes on failures and deviations; empty if there were none.
 
-    ``num_rounds``: behind each figure; None: all of them.
+    ``num_rounds``: rounds in each figure; None: all of them.
     """
     lines = []
     num_rounds = len(rounds) if num_rounds is None else num_rounds

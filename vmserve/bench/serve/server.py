@@ -21,7 +21,7 @@ _TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """``max_len``: tokens of prompt and answer, None where the server does not tell."""
+    """``max_len``: tokens of prompt and answer, None where the server does not say."""
 
     base_url: str
     model: str
@@ -100,7 +100,7 @@ def _models(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def _version(client: httpx.Client, base_url: str) -> str | None:
-    """Version by ``/version`` beside ``/v1``, if there is such a route."""
+    """Version by ``/version`` next to ``/v1``, if there is such a route."""
     root = urlsplit(base_url)
     url = urlunsplit((root.scheme, root.netloc, root.path.removesuffix("/v1") + "/version", "", ""))
     try:

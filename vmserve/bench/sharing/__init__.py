@@ -12,7 +12,7 @@ from vmserve.bench.sharing.section import Options
 
 __all__ = ["SUITE", "Options"]
 
-#: Sections run in this order.
+#: Sections in the order in which they run.
 SUITE = Suite[Options](
     name="sharing",
     sections={"blocks": blocks.run, "prefix": prefix.run},

@@ -31,10 +31,10 @@ Method = Literal["parallel", "beam"]
 METHODS: tuple[Method, ...] = ("parallel", "beam")
 #: Sequences at once: 16 requests of the widest kind, 48 of the narrowest.
 MAX_NUM_SEQS = 96
-#: Which steps are counted: requests that last long differ little from one step to the next.
+#: Distance of counted steps: requests which last long differ little from one step to the next.
 _EVERY = {"alpaca": 1, "sharegpt": 4}
 _REQUESTS = {"alpaca": 64, "sharegpt": 40}
-#: Requests whose lengths alone are counted, for the workload as a whole.
+#: Number of requests whose lengths are counted, for the workload as a whole.
 _POPULATION = 20_000
 
 

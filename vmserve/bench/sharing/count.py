@@ -72,7 +72,7 @@ def parallel_from_lengths(
     A prompt of p tokens is computed in one step by one sequence. In each of the m - 1 steps that
     compute generated tokens (the last one needs no keys and values) all ``width`` sequences list
     the blocks of their length and share the floor(p / block) full ones of the prompt. The partial
-    block behind is copied as soon as it is written, which is in the first of these steps, so
+    block after them is copied as soon as it is written, which is in the first of these steps, so
     that no step shares it.
     """
     prompts = np.array([shape.num_input_tokens for shape in shapes], dtype=np.int64)

@@ -46,7 +46,7 @@ class Step:
     """
 
     forks: tuple[ForkOf, ...]
-    #: Sequence, and its tokens from this step on.
+    #: Sequences, and their tokens from this step on.
     growths: tuple[tuple[int, int], ...]
     live: tuple[int, ...]
     counted: bool = True

@@ -16,8 +16,8 @@ __all__ = ["PAPER_BLOCK_TOKENS", "PAPER_PREFIX_SPEEDUP", "PAPER_SAVED_PERCENT", 
 
 #: The paper's block size, in tokens, where it does not vary it.
 PAPER_BLOCK_TOKENS = 16
-#: Section 6.3, figure 15: blocks saved by sharing, percent of the blocks without sharing, OPT-13B,
-#: from the least to the most of its widths (2, 4, 6).
+#: Section 6.3, figure 15, OPT-13B: percent of blocks saved by sharing, at the least and the most of
+#: the paper's widths (2, 4, 6).
 PAPER_SAVED_PERCENT: Mapping[tuple[str, str], tuple[float, float]] = MappingProxyType(
     {
         ("alpaca", "parallel"): (6.1, 9.8),
@@ -28,5 +28,6 @@ PAPER_SAVED_PERCENT: Mapping[tuple[str, str], tuple[float, float]] = MappingProx
 )
 #: Section 6.4, figure 16: tokens of the common prefix, WMT16 English to German, LLaMA-13B.
 SHOT_TOKENS: Mapping[str, int] = MappingProxyType({"one-shot": 80, "five-shot": 341})
-#: And throughput over Orca (Oracle), another system: not over itself without sharing.
+#: Section 6.4, figure 16: throughput over Orca (Oracle), another system, not over itself without
+#: sharing.
 PAPER_PREFIX_SPEEDUP: Mapping[str, float] = MappingProxyType({"one-shot": 1.67, "five-shot": 3.58})
