@@ -40,7 +40,7 @@ from vmserve.system.progress import loading_progress
 
 __all__ = ["ServeCommand", "batch_command"]
 
-#: Options of the server that say what replies are like, and how long they have at the end.
+#: Options of the server that shape replies, and the time that they have at the end.
 _SERVER: Final = {
     name: option
     for name, option in declared_options(ServerConfig).items()
@@ -56,9 +56,9 @@ _SERVER: Final = {
     }
 }
 _ENGINES: Final = declared_options(EngineChoice)
-#: Of one of several engines, or the run would go on with fewer.
+#: Restarts of one of several engines; without them the run would go on with fewer.
 _RESTARTS: Final = 10
-#: Between two lines of progress where nobody watches.
+#: Seconds between two lines of progress when the output is no terminal.
 _SECONDS_UNWATCHED: Final = 15.0
 
 

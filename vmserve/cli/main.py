@@ -65,7 +65,7 @@ def _options(
     pass
 
 
-#: What is wrong with a command line: click's error, which typer has a copy of, or has not.
+#: Error in a command line: click's class, of which some versions of typer have a copy.
 _UsageError: Any = typer.BadParameter.__base__
 
 
@@ -78,7 +78,7 @@ _LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 def _be_rank_if_launched(args: list[str]) -> None:
     """Serve rank 0 of an engine, if torchrun or srun has started this process as another one.
 
-    All that it computes with, but for the number of ranks, is told by rank 0.
+    All that it computes with, but for the number of ranks, comes from rank 0.
     """
     if not args or args[0] not in _ENGINES or not any(name in os.environ for name in _LAUNCHERS):
         return

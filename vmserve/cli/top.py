@@ -32,9 +32,9 @@ __all__ = ["Monitor", "Screen", "top_command"]
 
 Data = dict[str, Any]
 
-#: What a document has that can be shown: servers of other versions may have less.
+#: Fields that a document must have to be shown: servers of other versions may have fewer.
 _FIELDS: Final = frozenset({"stats", "pool", "requests", "latency", "num_failed"})
-#: How a use is drawn: its character and its colour.
+#: Character and colour of each use.
 _LOOKS: Final = {
     "virtual": ("█", "blue"),
     "paged": ("█", "dark_orange"),
@@ -64,11 +64,11 @@ _STATES: Final = {"ready": "green", "waking": "yellow", "failed": "red", "leavin
     "down": "red",
 }
 _NUMBERS: Final = ("prompt", "generated", "age", "TTFT", "ITL")
-#: Columns that give way in a narrow terminal, in this order, and the least they keep; then those
-#: that are left out.
+#: Columns that shrink in a narrow terminal, in this order, and their least widths. Then columns are
+#: left out.
 _CUT: Final = (("request", 20), ("why", 12), ("request", 12), ("why", 6), ("request", 8))
 _LEFT_OUT: Final = ("why", "slots", "state", "regime")
-#: Tokens per second are averaged over so many seconds.
+#: Seconds over which tokens per second are averaged.
 _RATE_SECONDS: Final = 3.0
 _LONGEST_WAIT: Final = 15.0
 
@@ -133,7 +133,7 @@ class Screen:
     def __init__(self) -> None:
         self._tokens: deque[tuple[float, float]] = deque()
         self.data: Data | None = None
-        #: What went wrong last; empty while all is well.
+        #: The last error; empty while all is well.
         self.note = ""
 
     def take(self, data: Data, now: float) -> None:
