@@ -37,7 +37,7 @@ __all__ = ["ClientCore", "Lender", "Pin"]
 logger = logging.getLogger(__name__)
 
 _USUAL = SamplingParams()
-#: How often a prefix is computed if some of it is evicted before it is pinned.
+#: Times that a prefix is computed if some of it is evicted before it is pinned.
 _PIN_ATTEMPTS = 3
 
 
@@ -74,7 +74,7 @@ class ClientCore:
 
     #: Most steps whose tokens are in one output of a stream.
     _most_at_once: ClassVar[int] = 1
-    #: Whether the engine sends each step's tokens also for requests that are not streams.
+    #: Whether the engine sends each step's tokens for requests that are not streams too.
     _sends_each_step: ClassVar[bool] = False
 
     _transport: Transport
@@ -92,14 +92,14 @@ class ClientCore:
         self.tokenizer = tokenizer
         self._limits = limits
         self._default_sampling = default_sampling
-        #: The last parameters that were encoded, and what they became.
+        #: The last parameters that were encoded, and the result.
         self._last_params: tuple[GenerationParams, GenerationParams] = (_USUAL, _USUAL)
         self._only_inbox = Inbox()
         self._handles = itertools.count(1)
         self._serials = itertools.count(1)
         self._pin_handles = itertools.count()
         self._pins: dict[int, Pin] = {}
-        #: Hears of the engine's memory, which it lends; None: the engine has memory of its own.
+        #: Receives reports on the engine's lent memory; None: the engine has memory of its own.
         self.lender: Lender | None = None
 
     @property

@@ -40,8 +40,8 @@ from vmserve.system.threads import keep_to
 
 logger = logging.getLogger("vmserve.engine")
 
-#: The garbage collector visits each token of each prompt, and all wait for it: it comes seldom, and
-#: when the engine is idle.
+#: Thresholds of the garbage collector. It visits each token of each prompt while all wait, so it
+#: runs seldom, and when the engine is idle.
 _GC_THRESHOLDS = (50_000, 20, 10)
 #: Exit status of an engine whose client has gone.
 _EXIT_ORPHANED = 3

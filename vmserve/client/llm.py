@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
-#: How often within an hour an engine of several is started again.
+#: Restarts of an engine within an hour, if it is one of several.
 _RESTARTS = 10
 
 

@@ -76,7 +76,7 @@ class Add(_Message, frozen=True):
 
 
 class Abort(_Message, frozen=True):
-    """End a request. ``tell``: send a last update; otherwise the client has forgotten it."""
+    """End a request. ``tell``: send a last update; False: the client has forgotten it."""
 
     handle: int
     tell: bool

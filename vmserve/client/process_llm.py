@@ -39,11 +39,11 @@ __all__ = ["ProcessLLM", "Supervision"]
 
 logger = logging.getLogger(__name__)
 
-#: An engine is suspected at the latest after this part of the time after which it is killed.
+#: Part of the time before an engine is killed after which it is suspected at the latest.
 _SUSPECT_PART = 0.5
-#: Time that an engine has to end after :class:`Shutdown`.
+#: Seconds that an engine has to end after :class:`Shutdown`.
 _END_SECONDS = 10.0
-#: What every step tells of.
+#: Figures that every step reports.
 _COUNTS = ("num_requests_running", "num_requests_waiting")
 
 
@@ -133,7 +133,7 @@ class ProcessLLM(ClientCore):
         self._stats: dict[str, float | int] = ready.stats
         self._connecting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        #: Why nothing can be sent to the engine; and whether it has ended by itself.
+        #: Reason why nothing can be sent to the engine, and whether it has ended by itself.
         self._error: EngineDeadError | None = None
         self._died = False
         self._ending = False
@@ -145,9 +145,9 @@ class ProcessLLM(ClientCore):
         self._retry_seconds: float | None = None
         #: Called when an engine has ended, for whatever reason.
         self.on_lost: Callable[[], None] = lambda: None
-        #: Called when :attr:`errored` or :attr:`is_suspect` has changed, and with how many more
-        #: requests run than before.
+        #: Called when :attr:`errored` or :attr:`is_suspect` has changed.
         self.on_change: Callable[[], None] = lambda: None
+        #: Called with the number of requests that run more than before.
         self.on_running: Callable[[int], None] = lambda more: None
         self._pulse = self._new_pulse()
         self._is_suspect = False
@@ -244,7 +244,7 @@ class ProcessLLM(ClientCore):
 
     def _learn(self, stats: Mapping[str, float | int]) -> None:
         """Take the figures of an answer. Requests are counted by steps: an answer may be read
-        after those that came behind it, and after the engine's end."""
+        after those that came later, and after the engine's end."""
         counts = {name: self._stats[name] for name in _COUNTS if name in self._stats}
         self._stats = {**stats, **self._own_stats(), **counts}
 

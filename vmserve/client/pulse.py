@@ -4,25 +4,25 @@ from __future__ import annotations
 
 __all__ = ["Pulse"]
 
-#: An engine is suspected when it leaves so many times as many pings unanswered as it has of late.
+#: An engine is suspected when it leaves this many times its usual number of pings unanswered.
 _TIMES = 4
-#: It is never suspected after fewer pings.
+#: Fewest unanswered pings of a suspected engine.
 _LEAST = 2.0
-#: What is left of the longest silence after each ping.
+#: Part of the longest silence that is left after each ping.
 _REMEMBERED = 0.99
 
 
 class Pulse:
     """Counts pings, not seconds: whoever sends them may have been stopped itself.
 
-    An engine answers a ping between two steps, so its steps of late tell how many it leaves
+    An engine answers a ping between two steps, so its last steps show how many it leaves
     unanswered. ``most``: pings after which it is suspected however long its steps are.
     """
 
     def __init__(self, most: float) -> None:
         self._most = most
         self._usual = 1.0
-        #: Pings since the engine's last message, the one that is sent now counted.
+        #: Pings since the engine's last message, including the one being sent.
         self.num_silent = 0
 
     def ping(self) -> None:

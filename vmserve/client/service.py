@@ -36,7 +36,7 @@ from vmserve.text.update import RequestUpdate
 __all__ = ["QUESTIONS", "EngineService", "check_question", "ready_message"]
 
 
-#: How long a step that has no memory is put off for messages, one of which may bring some.
+#: Seconds that a step without memory is put off for messages, one of which may bring some.
 _MEMORY_SECONDS = 0.01
 
 
@@ -75,7 +75,7 @@ class EngineService:
         self._failures: list[tuple[int, Exception]] = []
         #: Running and waiting requests, as last sent.
         self._counts = (0, 0)
-        #: The engine's handles of pinned prefixes, by the client's.
+        #: Handles of pinned prefixes, by the client's.
         self._pins: dict[int, int] = {}
         if engine.ranks is not None:
             engine.ranks.on_lost(self._rank_lost)
@@ -122,7 +122,7 @@ class EngineService:
             self.flush()
         except EngineDeadError as error:
             self._failures += [(handle, error) for handle in self._ids]
-            self.flush()  # each is told why
+            self.flush()  # each learns why
             raise
         finally:
             with self._wake:
@@ -316,7 +316,7 @@ def ready_message(engine: LLMEngine) -> Ready:
     )
 
 
-#: What a client can ask, by name. Answers are plain data.
+#: Questions of a client, by name. Answers are plain data.
 QUESTIONS: Mapping[str, Callable[..., Any]] = {
     "kv_bounds": lambda service, pinned=(): service.engine.kv_bounds(pinned),
     "hold_prefix": EngineService.hold_prefix,

@@ -1,9 +1,9 @@
 """The interface of :class:`~vmserve.client.process_llm.ProcessLLM` over several engines.
 
 Each request goes to one member, which the router chooses. If its engine dies before the request has
-a token, or is not heard of for long, another member gets it: nobody can tell, since a request's
+a token, or is silent for long, another member gets it: nobody notices, since a request's
 tokens depend on its seed alone. What a request costs does not depend on the number of members: they
-tell of what changes.
+report what changes.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ __all__ = ["FleetLLM", "Member", "MemberState", "Replica"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-#: "suspect": nothing was heard of it for long, although it owes an answer.
+#: "suspect": the engine has been silent for long, although it owes an answer.
 MemberState = Literal["ready", "draining", "suspect", "down"]
 
-#: So many engines may die under a request before it fails: it may be what kills them.
+#: Engines that may die under a request before it fails: it may be the cause.
 _MOST_DEATHS = 3
-#: So often may a request leave an engine that is suspected: its own step may be what takes long.
-#: What is not streamed may be nearly done: it moves once.
+#: Times that a request may leave a suspected engine: its own step may be what takes long. A request
+#: which is not streamed may be nearly done: it moves once.
 _MOST_MOVES, _MOST_MOVES_WHOLE = 3, 1
-#: Engines that are asked for their figures in one turn of the event loop.
+#: Engines whose figures are asked for in one turn of the event loop.
 _ASKED_AT_ONCE = 16
 _SILENT = "nothing was heard of the engine for too long"
 
@@ -154,22 +154,22 @@ class FleetLLM:
         first = clients[0]
         self.tokenizer = first.tokenizer
         self.model_config = first.model_config
-        #: As one member has it: a request runs in one.
+        #: Settings of one member: a request runs in one.
         self.resolved = first.resolved
         self._facts = first.facts()
         self.default_sampling = first.default_sampling
         self._router = Router(policy, block_tokens=first.resolved.block_tokens)
         self._members: dict[str, Member] = {}
         self._names = map(str, itertools.count())
-        #: Who has the requests that have a name.
+        #: Members by the names of their requests, where requests have names.
         self._homes: dict[str, Member] = {}
-        #: The members' identity, and all of them where machines differ: any may answer.
+        #: The members' identities, joined where machines differ: any may answer.
         self.identity = ""
         self._identities: Counter[str] = Counter()
-        #: How many members are in each state, and in which one are those that take requests.
+        #: Number of members in each state, and the state of those that take requests.
         self._states: Counter[MemberState] = Counter()
         self._takers: MemberState = "suspect"
-        #: Requests that run in all engines, and the most that can.
+        #: Requests which run in all engines, and their limit.
         self.num_running = self.max_num_running = 0
         self._is_listening = False
         self._changed = asyncio.Event()
@@ -179,7 +179,7 @@ class FleetLLM:
         self._num_failovers = 0
         self._expected_tokens = 0
         self._choice_seconds = 0.0
-        #: What is done beside requests: not begun, and going on.
+        #: Work besides requests: not begun, and going on.
         self._works: list[Callable[[], Awaitable[None]]] = []
         self._tasks: set[asyncio.Future[None]] = set()
         for client in clients:

@@ -37,12 +37,12 @@ __all__ = ["num_nodes", "place_engines"]
 
 logger = logging.getLogger(__name__)
 
-#: How long Ray may take to place all engines: clusters that grow start machines meanwhile.
+#: Seconds that Ray may take to place all engines: clusters that grow start machines meanwhile.
 PLACE_SECONDS: Final = 300.0
 _REMIND_SECONDS: Final = 10.0
-#: How long a question to an actor waits, so that whoever waits can be stopped.
+#: Seconds that a question to an actor waits, so that its caller can be stopped.
 _ASK_SECONDS: Final = 2.0
-#: So often may an engine end while it loads before its server begins without it.
+#: Times that an engine may end while it loads before its server begins without it.
 _MOST_ENDS: Final = 3
 
 

@@ -22,9 +22,9 @@ __all__ = ["connect_engines", "join_engines"]
 
 logger = logging.getLogger(__name__)
 
-#: Why an engine cannot be had now.
+#: Reason why an engine is not available now.
 Absence: TypeAlias = EngineDeadError | TakenError
-#: Between two looks at an engine that serves another server.
+#: Seconds between two looks at an engine that serves another server.
 _WAIT_SECONDS = 1.0
 
 

@@ -45,7 +45,7 @@ __all__ = ["EngineHost"]
 
 logger = logging.getLogger(__name__)
 
-#: Silence after which a server counts as gone: it pings each second.
+#: Seconds of silence after which a server counts as gone: it pings each second.
 _SILENT_SECONDS = 20.0
 #: Connections that have not proved that they know the key.
 _MOST_STRANGERS = 16
@@ -78,7 +78,7 @@ class EngineHost:
             queue.SimpleQueue()
         )
         self._strangers = _Strangers()
-        #: Held by the server that is served.
+        #: Lock held for the server that is served.
         self._seat = threading.Lock()
         self._service: EngineService | None = None
         self._is_stopping = False
@@ -179,7 +179,7 @@ class _Strangers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        #: In the order in which they came.
+        #: Hosts of connections, in order of arrival.
         self._hosts: dict[socket.socket, str] = {}
         self._heard: set[socket.socket] = set()
 
@@ -216,7 +216,7 @@ class _Strangers:
 
 
 class _Guest:
-    """The connection to one server. When it breaks, the service is told to end."""
+    """The connection to one server. When it breaks, the service is asked to end."""
 
     service: EngineService
 

@@ -23,7 +23,7 @@ __all__ = ["LINK_SERIAL", "RemoteLLM", "until_connected"]
 
 logger = logging.getLogger(__name__)
 
-#: A Pong with this serial is of the engine's machine, also during a step: the network works.
+#: Serial of a Pong from the engine's machine, sent during a step too: the network works.
 LINK_SERIAL = -1
 #: Pings without such an answer after which the network counts as cut.
 _MOST_SILENT_PINGS = 8
@@ -36,7 +36,7 @@ class RemoteLLM(ProcessLLM):
     The engine was started, and is ended, by others. A connection that is lost is made again, with
     pauses, until :meth:`shutdown`; requests fail meanwhile with
     :class:`~vmserve.errors.EngineDeadError`. ``tokenizer``: a directory; None: the engine sends it.
-    ``tokenizers``: those that were loaded already, by directory or by the digest that engines tell,
+    ``tokenizers``: those that were loaded already, by directory or by the digest that engines send,
     to which this one's is added. Connecting blocks for some seconds at most.
 
     Raises :class:`~vmserve.errors.EngineDeadError` if nothing is there, and
@@ -72,7 +72,7 @@ class RemoteLLM(ProcessLLM):
         self._adopt(EngineConfig(), ready, known[name])
         self._digest = ready.tokenizer
         self.name = ready.name
-        #: Tells whether two engines have the same weights.
+        #: Digest by which two engines' weights are compared.
         self.weights = ready.weights
         self._num_cut = 0
 

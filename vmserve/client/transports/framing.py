@@ -17,7 +17,7 @@ __all__ = [
     "send_frame",
 ]
 
-#: Longest message in either direction.
+#: Most bytes of a message in either direction.
 MAX_FRAME_BYTES = 256 << 20
 
 _LENGTH = struct.Struct("<I")

@@ -63,7 +63,7 @@ class InlineTransport:
         self._engine = engine
         self._posted = posted
         self._woken: deque[int] = deque()
-        #: A run has begun and not ended.
+        #: Whether a run has begun and not ended.
         self._is_halfway = False
 
     def on(self, receive: Receive, lost: Lost) -> None:

@@ -32,13 +32,14 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Holds the updates of a step for hundreds of requests: the engine need not wait for the server.
+#: Holds a step's updates of hundreds of requests: the engine need not wait for the server.
 _SOCKET_BUFFER_BYTES = 4 << 20
-#: Time in which a killed process has ended, unless the system is stuck.
+#: Seconds in which a killed process has ended, unless the system is stuck.
 _KILLED_SECONDS = 10.0
-#: Older restarts do not count: an engine that dies once a week is not in a loop.
+#: Age up to which restarts count: an engine that dies once a week is not in a loop.
 RESTART_WINDOW_SECONDS = 3600.0
-#: The first and the longest pause before a restart. It doubles with each restart in the window.
+#: The first and the longest pause before a restart, in seconds. It doubles with each restart in the
+#: window.
 _RESTART_SECONDS, _LONGEST_RESTART_SECONDS = 0.5, 30.0
 
 

@@ -38,9 +38,9 @@ __all__ = [
     "read_key",
 ]
 
-#: Changes when messages or frames do.
+#: Version that changes with messages or frames.
 PROTOCOL = 2
-#: Both sides have so long in all.
+#: Seconds of the whole handshake, for both sides together.
 HANDSHAKE_SECONDS = 5.0
 _SHORTEST_KEY = 16
 _LONGEST_KEY = 4096

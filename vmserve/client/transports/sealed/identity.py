@@ -12,7 +12,7 @@ from vmserve.models.gguf.reader import is_gguf, open_gguf
 
 __all__ = ["MOST_TOKENIZER_BYTES", "SentFile", "digest_of", "tokenizer_files", "write_files"]
 
-#: Of all files of a tokenizer together.
+#: Most bytes of all files of a tokenizer together.
 MOST_TOKENIZER_BYTES = 64 << 20
 _SUFFIXES = frozenset({".json", ".jinja", ".model", ".txt"})
 _MOST_FILES = 64

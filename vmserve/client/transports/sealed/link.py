@@ -33,10 +33,11 @@ __all__ = ["Link", "Place", "parse_address", "prepare_socket"]
 logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 1 << 20
-#: Before a handshake that was cut short is tried again.
+#: Pauses before a handshake that was cut short is tried again.
 _PAUSES_SECONDS = (0.1, 0.3, 1.0)
 
-#: Where an engine listens: ``HOST:PORT``, or what finds out, which may block and raise an error.
+#: Address of an engine: ``HOST:PORT``, or a function that finds it, which may block and raise an
+#: error.
 Place: TypeAlias = str | Callable[[], str]
 
 
@@ -65,7 +66,7 @@ class Link:
 
     def __init__(self, place: Place, key: bytes) -> None:
         self._place = place
-        #: For messages.
+        #: Address for messages.
         self.address = place if isinstance(place, str) else "an unknown address"
         self._key = key
         self._sock: socket.socket | None = None

@@ -55,7 +55,7 @@ class Opener:
         self._cipher = ChaCha20Poly1305(key)
         self._number = 0
         self._buffer = bytearray()
-        #: Of the frame that has begun; None: its head is not there yet.
+        #: Length of the frame that has begun; None: its head has not come yet.
         self._length: int | None = None
 
     def feed(self, data: bytes) -> Iterator[bytes]:

@@ -10,7 +10,7 @@ from vmserve.client.transports.sealed.stream import Opener, Sealer
 
 __all__ = ["SealedWire"]
 
-#: A host that vanished without a word is noticed within so many seconds.
+#: Seconds after which a host that vanished without a word is noticed.
 _SILENCE = 20
 _PROBE_AFTER, _PROBE_EVERY = 5, 5
 _READ_BYTES = 1 << 16
