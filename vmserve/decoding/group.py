@@ -23,7 +23,7 @@ _Top = dict[int, tuple[float, int]]
 @dataclass(slots=True)
 class _Beam:
     sequence: Sequence
-    #: One entry for each generated token, if log-probabilities are asked for.
+    #: Log-probabilities of each generated token, if they are asked for.
     tops: list[_Top] = field(default_factory=list)
     candidates: BeamCandidates | None = None
 
