@@ -1,7 +1,7 @@
 """Take in what a step sampled: append tokens, decide which sequences end, advance beam searches.
 
 Nothing here changes a queue or the KV memory: what ended and what forked is returned as values,
-and :mod:`vmserve.engine.step` tells the scheduler.
+and :mod:`vmserve.engine.step` passes it to the scheduler.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from vmserve.types import FinishReason
 
 __all__ = ["Accepted", "TokenAcceptor"]
 
-#: For each beam of a step the tokens that its grammar allows, or None. Empty: no beam has a
-#: grammar.
+#: Tokens that its grammar allows, or None, for each beam of a step. Empty: no beam has a grammar.
 Masks: TypeAlias = "tuple[()] | list[NDArray[np.bool_] | None]"
 _NOTHING: Iterator[int] = iter(())
 
@@ -71,7 +70,7 @@ class TokenAcceptor:
         self._answers[request.request_id] = Answer(request, choices, scores, len(choices))
 
     def queued(self, request: Request) -> RequestUpdate:
-        """An update without choices: tells a stream that its request is queued."""
+        """An update without choices: informs a stream that its request is queued."""
         return self._answers[request.request_id].stream_update()
 
     def abort(self, request: Request) -> RequestUpdate:

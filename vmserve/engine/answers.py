@@ -22,9 +22,9 @@ class Choice:
     """One choice of an answer. ``token_ids`` and ``tops``: since its last update."""
 
     index: int
-    #: None if log-probabilities are not asked for.
+    #: Log-probabilities of the tokens; None if they are not asked for.
     tops: list[TopTokens] | None
-    #: None if there are no stop strings.
+    #: Watcher for stop strings; None if there are none.
     watcher: StopWatcher | None = None
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float = 0.0
@@ -60,7 +60,7 @@ class Answer:
 
     request: Request
     choices: list[Choice]
-    #: None if they are not asked for.
+    #: Log-probabilities of the prompt; None if they are not asked for.
     prompt_scores: PromptScores | None
     #: Choices that have not ended; 0 for a beam search.
     num_running: int
@@ -68,7 +68,7 @@ class Answer:
     changed: list[Choice] = field(default_factory=list)
     #: Whether an update with tokens was made; it has the prompt's scores.
     has_begun: bool = False
-    #: The sum of hidden states so far, for a request for an embedding.
+    #: Sum of hidden states so far, for a request for an embedding.
     pooled: NDArray[np.float64] | None = None
 
     def mark(self, choice: Choice) -> None:

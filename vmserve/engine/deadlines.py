@@ -21,7 +21,7 @@ class Deadlines:
     def __init__(self, most: float | None, requests: Mapping[str, Request]) -> None:
         self._most = most
         self._requests = requests
-        #: A heap.
+        #: Heap of deadlines and request ids.
         self._waiting: list[tuple[float, str]] = []
 
     def __len__(self) -> int:

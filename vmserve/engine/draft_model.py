@@ -49,7 +49,8 @@ class _Shadow:
     own: Sequence
     row: SamplingRow
     num_known: int = 0
-    #: Sequences that had been forgotten when memory was refused to it; it asks again after others.
+    #: Number of forgotten sequences when memory was refused to this one; it asks again after
+    #: others.
     refused_at: int = -1
 
 
@@ -97,7 +98,7 @@ class DraftModel:
         self._lengths = DraftLengths(policy)
         self._max_tokens = max_tokens
         self._window = window
-        #: None: a sequence that gets no drafts.
+        #: Shadows of sequences; None: the sequence gets no drafts.
         self._shadows: dict[Sequence, _Shadow | None] = {}
         self._num_forgotten = 0
         self._has_failed = False

@@ -1,6 +1,6 @@
 """Drafts in steps: what is added to a step, which rows the sampler gets, what is kept afterwards.
 
-A step that drafts computes a sequence's last known token and drafted ones behind it. Each row draws
+A step that drafts computes a sequence's last known token and drafted ones after it. Each row draws
 its token as if the drafted tokens before it were known; a draft is accepted as long as it is what
 the row before it drew (``docs/decisions/0048-drafts-in-steps.md``).
 """
@@ -26,7 +26,7 @@ __all__ = ["Drafts"]
 
 
 class Drafts:
-    """Adds drafts to steps, and tells the drafter what became of them.
+    """Adds drafts to steps, and reports to the drafter what became of them.
 
     Drafts take only rows and pages that nothing else in the step needs: they never preempt, and
     never keep a prompt waiting. ``max_tokens``: rows of a step; ``max_rows``: rows of logits.
@@ -50,7 +50,8 @@ class Drafts:
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._max_rows = max_rows
-        #: Whom the drafter was asked about last, their numbers of tokens, and what it proposed.
+        #: Sequences of the last question to the drafter, their numbers of tokens, and its
+        #: proposals.
         self._asked: tuple[list[Sequence], list[int]] = [], []
         self._proposed: Many[list[int]] | None = None
 
@@ -142,6 +143,6 @@ class Drafts:
 
 
 def _most(sequence: Sequence) -> int:
-    """How many tokens of a draft can become tokens of the answer beside the one drawn anyway."""
+    """How many tokens of a draft can become tokens of the answer besides the one drawn anyway."""
     request: Request = sequence.request
     return 0 if request.beams is not None else max(0, request.max_tokens - sequence.num_output - 1)

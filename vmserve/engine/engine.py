@@ -56,8 +56,8 @@ __all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
 logger = logging.getLogger(__name__)
 
 _USUAL_TERMS = RequestTerms()
-#: How long the end of an engine waits for blocks on their way to --kv-persist: less than a client
-#: waits for the end of its process.
+#: Seconds that the end of an engine waits for blocks on their way to --kv-persist. A client waits
+#: longer for the end of its process.
 FLUSH_SECONDS = 8.0
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -136,7 +136,7 @@ class LLMEngine:
         self.resolved = parts.resolved
         self.memory = parts.memory
         self.draft_model = parts.draft_model
-        #: The other ranks, if there are any; without them there is no engine.
+        #: Other ranks, if there are any. The engine does not work without them.
         self.ranks = parts.ranks
         self.scheduler = parts.scheduler
         self._preemption = parts.preemption
@@ -164,7 +164,7 @@ class LLMEngine:
             self.structured,
             self._acceptor,
         )
-        #: None without speculation.
+        #: Drafts; None without speculation.
         self._drafts: Drafts | None = None
         if parts.drafter is not None:
             vocab_size = self.model_config.vocab_size
@@ -185,21 +185,21 @@ class LLMEngine:
         trace_file = self.resolved.trace_file
         self._trace = None if trace_file is None else StepTrace(Path(trace_file))
         self._requests: dict[str, Request] = {}
-        #: A call has begun and not ended.
+        #: Whether a call has begun and not ended.
         self._is_halfway = False
-        #: Of the step that is being made: the plan that is being computed or whose tokens are being
-        #: taken in, and what the step has to return by now.
+        #: Plan of the step that is being made, whose tokens are being computed or taken in; and its
+        #: results so far.
         self._concerned: StepPlan | None = None
-        #: The step before it, while it is launched beside that one.
+        #: Step before it, if that one is still running when it is launched.
         self._previous: InFlightStep | None = None
         self._retired: list[str] = []
         self._outputs: list[RequestUpdate] = []
         self._failures: list[RequestFailure] = []
-        #: Since memory was refused to a request that is alone, the mapper was waited for.
+        #: Whether the mapper was waited for since memory was refused to a request that is alone.
         self._has_settled = False
         #: Failures for the next step to return.
         self._unsaid: list[RequestFailure] = []
-        #: What a request may ask for; checked by the caller of :meth:`add_checked`.
+        #: Limits of a request, checked by the caller of :meth:`add_checked`.
         self.limits = request_limits(self.resolved, self.model_config)
         self._intake = RequestIntake(self.resolved, self.model_config, self._clock)
         self._deadlines = Deadlines(self.resolved.request_timeout, self._requests)
@@ -211,7 +211,7 @@ class LLMEngine:
             self.resolved.max_num_batched_tokens,
         )
         self._pins = PinnedPrefixes(self.memory, self.resolved, self._longest)
-        #: Its part in a pool that it shares with other engines; None until it is lent something.
+        #: Part in a pool that the engine shares with others; None until it is lent something.
         self.lease: Lease | None = None
 
     # -- requests ---------------------------------------------------------------------
@@ -256,7 +256,7 @@ class LLMEngine:
         self.counters.prompt_tokens += len(prompt_token_ids)
 
     def accepted_output(self, request_id: str) -> RequestUpdate | None:
-        """An update without choices, which tells a stream that its request is queued.
+        """An update without choices, which informs a stream that its request is queued.
 
         None while its grammar is compiled, which may still refuse it; a later step returns the
         update.
@@ -387,7 +387,7 @@ class LLMEngine:
 
     @_changes
     def memory_news(self) -> list[tuple[Holding, bool]]:
-        """What to tell the pool of :meth:`lend` between two steps, and whether it answers."""
+        """A report to the pool of :meth:`lend` between two steps, and whether it is an answer."""
         assert self.lease is not None
         if self.lease.has_orders and self._flight is None:
             with self._runtime.active():
@@ -469,7 +469,7 @@ class LLMEngine:
         """End the requests that an exception in a step concerns, and begin anew with the others.
 
         It concerns those that were being computed, or whose tokens were being taken in: what these
-        would be told next would have a gap. Where a step was being planned, it concerns the one
+        would report next would have a gap. Where a step was being planned, it concerns the one
         that the scheduler suspects.
         """
         if self.memory.health is Health.FAILED:

@@ -37,10 +37,10 @@ class StructuredRequests:
         self._vocab_size = vocab_size
         self._eos_ids = list(eos_ids)
         self._compiling: dict[str, tuple[Request, Future[Grammar]]] = {}
-        #: Requests that came before there was a compiler, which a thread is making.
+        #: Requests that came before there was a compiler. A thread is making it.
         self._early: dict[str, Request] = {}
         self._compiler: Future[GrammarCompiler] | None = None
-        #: Errors by request id, for grammars that met a limit in the last step.
+        #: Errors by request id, of grammars that met a limit in the last step.
         self.broken: dict[str, VmserveError] = {}
 
     @property
@@ -132,7 +132,7 @@ class StructuredRequests:
     ) -> list[NDArray[np.bool_] | None]:
         """For each sequence the tokens that its grammar allows, or None for all.
 
-        Empty if none has a grammar. A sequence of ``drafts`` is there once more behind each drafted
+        Empty if none has a grammar. A sequence of ``drafts`` is there once more after each drafted
         token. A draft is cut where nothing can follow it.
         """
         rows = [row for row, sequence in enumerate(sequences) if sequence.guide is not None]

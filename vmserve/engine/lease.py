@@ -1,8 +1,8 @@
 """The engine's part in a shared pool: what it may take, what it would like, what it gives back.
 
 The pool (:mod:`vmserve.client.lending`) sends orders, which are carried out between two steps. The
-engine tells it what it has and wants, and rarely: when it becomes short and when it is not any
-more, when requests begin and end, when what they hold is much more or less than was told, and when
+engine reports what it has and wants, and rarely: when it becomes short and when it is not any
+more, when requests begin and end, when what they hold is much more or less than reported, and when
 it can give back what it could not before.
 """
 
@@ -26,13 +26,13 @@ __all__ = ["Lease"]
 
 logger = logging.getLogger(__name__)
 
-#: How long steps wait for memory that was asked for, before somebody is preempted.
+#: Seconds that steps wait for requested memory before a sequence is preempted.
 _WAIT_SECONDS = 0.05
-#: The same, before a request fails that needs more than the pool has lent.
+#: Seconds that a request waits before it fails, if it needs more than the pool has lent.
 _LONGEST_WAIT_SECONDS = 2.0
-#: Statistics are read in one of so many looks.
+#: Looks per reading of statistics.
 _LOOKS = 16
-#: What requests held so long ago is kept: the next ones are likely to need it.
+#: Age up to which the memory of requests is kept, in seconds: the next ones are likely to need it.
 _LATELY_SECONDS = 1.0
 
 
@@ -62,25 +62,26 @@ class Lease:
         self._orders: list[tuple[int, bool]] = []
         self._told = Holding(0, 0, 0, 0, is_short=False, is_idle=True)
         self._news: list[tuple[Holding, bool]] = []
-        #: The last order could not be met.
+        #: Whether the last order could not be met.
         self._has_refused = False
-        #: Since when memory is under way: it was asked for, or some came and more is wanted.
+        #: Time since which memory is under way: it was asked for, or some came and more is wanted.
         self._asked_at: float | None = None
-        #: A step found no memory since the last look; since when a request would have failed.
+        #: Whether a step found no memory since the last look; and since when a request would have
+        #: failed.
         self._is_starved = False
         self._stuck_at: float | None = None
         self._num_looks = 0
-        #: Until then there is memory enough for the steps between two looks.
+        #: Look until which memory is enough for the steps between two looks.
         self._next_look = 0
-        #: When statistics are read again.
+        #: Look at which statistics are read again.
         self._next_use = 0
-        #: The most bytes that requests held in this stretch of time and in the one before.
+        #: Most bytes that requests held in this stretch of time and in the one before.
         self._most_used = [0, 0]
         self._stretch_ends = 0.0
 
     @property
     def least_bytes(self) -> int:
-        """What the longest sequence needs beside pinned prefixes and the draft model."""
+        """What the longest sequence needs besides pinned prefixes and the draft model."""
         return self._longest.least_bytes(self._pins.num_pages) + self._draft_bytes
 
     # -- orders -------------------------------------------------------------------------
@@ -134,10 +135,10 @@ class Lease:
             self._stuck_at = now
         return now < self._stuck_at + _LONGEST_WAIT_SECONDS
 
-    # -- what the pool is told ------------------------------------------------------------
+    # -- reports to the pool --------------------------------------------------------------
 
     def take_news(self, *, is_idle: bool) -> list[tuple[Holding, bool]]:
-        """What to tell the pool since the last call, and whether it answers an order."""
+        """What to report to the pool since the last call, and whether it answers an order."""
         self._look(is_idle)
         news, self._news = self._news, []
         return news
@@ -194,8 +195,8 @@ class Lease:
         self._tell(self._holding(wanted, is_short=is_short))
 
     def _look_at_use(self) -> None:
-        """Ask for more where the prefix cache would fill it; offer what was refused; tell what
-        requests hold if that is half more or less than was told."""
+        """Ask for more where the prefix cache would fill it; offer what was refused; report what
+        requests hold if that is half more or less than was reported."""
         now = self._holding(0, is_short=False)
         told = self._told
         step = now.limit_bytes // _LOOKS

@@ -25,7 +25,7 @@ from vmserve.telemetry.counters import merged_stats
 
 __all__ = ["computed_by", "identity_of", "persist", "persist_figures", "settings_of"]
 
-#: Of the layout, what says where a token's numbers lie; pages may have any size.
+#: Fields of the layout which say where a token's numbers lie; pages may have any size.
 _PLACES = ("num_layers", "kv_heads", "head_dim", "dtype", "layers_per_group", "split_kv",
            "keys_only", "block_tokens", "state_bytes")  # fmt: skip
 

@@ -48,9 +48,9 @@ class InFlightStep:
     epoch: int
     phases: StepPhases
     logits: StepLogits
-    #: Launched before the tokens of the step before it were known.
+    #: Whether it was launched before the tokens of the step before it were known.
     is_ahead: bool
-    #: Requests may have been aborted since its tokens were drawn.
+    #: Whether requests may have been aborted since its tokens were drawn.
     was_kept: bool = False
     #: Tokens that only the device knows; None: ``samples`` has them, one for each sampler.
     drawing: Drawing | None = None
@@ -149,7 +149,7 @@ class EngineStep:
             flight.logits = logits.without_logits()  # the next step's may take their memory
 
     def collect(self, flight: InFlightStep, drafts: Drafts | None = None) -> list[RequestUpdate]:
-        """Wait for the tokens, take them in, tell the scheduler; returns updates for callers.
+        """Wait for the tokens, take them in, update the scheduler; returns updates for callers.
 
         ``drafts``: those of the step, if it has any.
         """
