@@ -180,7 +180,7 @@ class MemoryPlan:
     rows: NDArray[np.int64]
     ops: tuple[MemoryOp, ...]
     needed_pages: int
-    #: The state of the memory that it was made for; ``apply`` refuses a stale plan.
+    #: State of the memory that the plan was made for; ``apply`` refuses a stale plan.
     version: int
 
     @property
@@ -203,7 +203,7 @@ class KVMemory(Protocol):
     num_slots: int
     max_len: int
     limit_pages: int
-    #: Kinds of layers that have pages of their own; empty if one page has all.
+    #: Kinds of layers that have pages of their own; empty if all layers share each page.
     kinds: tuple[LayerKind, ...]
 
     def open(
@@ -283,7 +283,7 @@ class KVMemory(Protocol):
     def swap_out(self, seqs: Sequence[int]) -> bool:
         """Copy the sequences' blocks to host memory and release their pages: all, or nothing.
 
-        False if host memory has no room, or the system refuses. If copies run beside the kernels,
+        False if host memory has no room, or the system refuses. If copies run while kernels do,
         the pages become available when the copies end.
         """
         ...

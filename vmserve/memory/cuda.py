@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CudaMemory", "cuda_refusal", "current_memory"]
 
-#: The least capability for FlashAttention 2 and our own kernels.
+#: Least compute capability for FlashAttention 2 and our own kernels.
 LEAST_CAPABILITY = (8, 0)
 #: torch.cuda has parts without types.
 _cuda: Any = torch.cuda
@@ -32,7 +32,7 @@ class CudaMemory:
     Raises :class:`~vmserve.errors.DriverError` without a driver library or device.
     """
 
-    #: CUDA documents no answer, and the probe's case "access_under_reader" has not run on a GPU.
+    #: CUDA does not document this, and the probe's case "access_under_reader" has not run on a GPU.
     seals_under_readers = False
 
     def __init__(

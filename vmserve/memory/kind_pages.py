@@ -25,7 +25,7 @@ __all__ = [
     "pages_of_layout",
 ]
 
-#: Layers of the commonest kind, over those of the rarest, up to which all get groups of one size.
+#: Ratio of layers of the commonest kind to those of the rarest up to which groups have one size.
 _ONE_GROUP_EACH = 1.5
 
 
@@ -41,7 +41,7 @@ class KindShape:
     token_bytes: int = 0
     window: int | None = None
     state_bytes: int = 0
-    #: Tokens before the window that are kept too.
+    #: Tokens before the window which are kept too.
     head_slack_tokens: int = 0
 
     @property

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["KVCache"]
 
 _ZeroPages = Literal["always", "tenant", "never"]
-#: No machine holds more than these: their bookkeeping is allocated at once.
+#: Most slots, above any machine's: their bookkeeping is allocated at once.
 _MAX_SLOTS: Final = 2**20
-#: More address space than a process has.
+#: Bound of the reservation, above the address space of a process.
 _MAX_RESERVATION: Final = 2**57
 
 
@@ -65,7 +65,7 @@ class KVCache:
     ``driver``: "host", "cuda", or the path of a driver's shared library (drivers_ext/README.md).
     With "cuda" the tensors are the GPU's (plan the layout with ``CUDA_GRANULARITY``), and kernels
     that use them must run on the stream that was torch's current one when the cache was made. Each
-    call that changes memory is ordered behind the kernels launched before it. Pages that they may
+    call that changes memory is ordered after the kernels launched before it. Pages that they may
     read are not unmapped before they are done.
 
     Raises :class:`ConfigurationError` for arguments out of their ranges and if ``limit_bytes``
@@ -106,7 +106,7 @@ class KVCache:
         self.num_slots = num_slots
         self.max_len = max_len
         self._pages_per_slot = layout.pages_for(max_len + read_slack_tokens)
-        #: Slot -> the sequence in it.
+        #: Sequences by slot.
         self._seqs: dict[int, int] = {}
         self._tenants: dict[int, int] = {}
         #: The epoch of the last change: kernels that use its result are launched after it.

@@ -17,7 +17,7 @@ from vmserve.numbers.sizes import format_size, size_to_set
 __all__ = ["LongestSequence", "layers_for_kinds", "own_kinds"]
 
 
-#: Larger pages than this would take from short requests more than windows give back.
+#: Most tokens of a page: larger pages would take from short requests more than windows give back.
 _MOST_PAGE_TOKENS = 512
 
 
@@ -78,7 +78,7 @@ class LongestSequence:
         return self._num_pages(self.max_len)
 
     def least_bytes(self, pinned_pages: int = 0) -> int:
-        """The least limit with which it fits beside the pinned prefixes."""
+        """The least limit with which it fits together with the pinned prefixes."""
         return (self.num_pages + pinned_pages) * self.layout.total_page_bytes
 
     def pages_to_pin(self, num_tokens: int) -> int:
@@ -88,7 +88,7 @@ class LongestSequence:
         return layout.pages_for(num_tokens) + state_pages
 
     def require(self, limit_bytes: int, pinned_pages: int = 0) -> None:
-        """Raises :class:`~vmserve.errors.ConfigurationError` unless it fits beside the pinned
+        """Raises :class:`~vmserve.errors.ConfigurationError` unless it fits next to the pinned
         prefixes."""
         layout, needed = self.layout, self.num_pages
         available = layout.num_pages(limit_bytes) - pinned_pages

@@ -58,7 +58,7 @@ class MemoryOptions:
     """How the pool behaves. The defaults are those of a pool without background work.
 
     ``read_slack_tokens``: how far past a sequence's length kernels may read; that much stays mapped
-    behind it. ``max_limit_bytes`` sizes the address space: the limit can be raised up to there
+    after it. ``max_limit_bytes`` sizes the address space: the limit can be raised up to there
     (default: the machine's memory, if that is more than the limit).
     """
 
@@ -66,27 +66,28 @@ class MemoryOptions:
     read_slack_tokens: int = 0
     zero_pages: Literal["always", "tenant", "never"] = "always"
     prefix_caching: bool = False
-    #: With layers that keep a state: tokens from one state in the prefix cache to the next, rounded
-    #: up to whole blocks.
+    #: With layers that keep a state: tokens between two states in the prefix cache, rounded up to
+    #: whole blocks.
     checkpoint_tokens: int = 512
     #: Keep page 0 zero for ever: unused entries of block tables are block 0.
     null_page: bool = False
     #: Keep a finished sequence's slot mapped until its pages are needed.
     deferred_reclamation: bool = True
-    #: Make pages that are written for good read-only in slots, so that a stray write is a trap.
-    #: Only if the device can change access under a running step.
+    #: Make pages that are written for good read-only in slots, so that a stray write is a trap. The
+    #: device must be able to change access under a running step.
     seal_read_only: bool = True
     swap_bytes: int = 0
     mapper: Literal["off", "manual", "thread"] = "off"
-    #: How far ahead of a growing sequence the mapper maps.
+    #: Tokens that the mapper maps ahead of a growing sequence.
     lookahead_tokens: int = 0
-    #: Keep this many unused slots mapped, each ``eager_tokens`` long. With 0 tokens: up to this
+    #: Unused slots that are kept mapped, each ``eager_tokens`` long. With 0 tokens: up to this
     #: many, as many and as long as new requests took lately.
     eager_slots: int = 0
     eager_tokens: int = 0
-    #: Free memory made at start and kept ready by the mapper; at most an eighth of the limit.
+    #: Free memory made at start and kept ready by the mapper, in bytes; at most an eighth of the
+    #: limit.
     ready_bytes: int = 0
-    #: Unmap parked slots while less than this share of the pool is available.
+    #: Share of the pool below which parked slots are unmapped.
     reclaim_share: float = 0.10
     #: "host", "cuda", the path of a driver's shared library, or the device itself.
     driver: str | MemoryDevice = "host"
@@ -98,8 +99,8 @@ class MemoryManager:
     ``limit_bytes`` limits the pool and can be changed while serving. ``num_seqs``: sequences that
     can be open (default: one for each slot). ``kinds``: kinds of layers that get pages of their own
     from the pool, the first of which sees all positions (none: one page has all layers); several
-    only with a layout whose groups divide the layers of each, K beside V. The layout's states are a
-    kind of their own, after these. ``limits`` and ``wrap_driver`` are seams for tests:
+    only with a layout whose groups divide the layers of each, K next to V. States of the layout are
+    a kind of their own, after these. ``limits`` and ``wrap_driver`` are seams for tests:
     the system's limits, and a driver around the real one.
 
     Raises :class:`ConfigurationError` if not one page fits in the limit, and :class:`DriverError`
@@ -131,7 +132,7 @@ class MemoryManager:
         #: The highest possible limit: the reserved address space.
         self.max_pages = max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
         kinds = tuple(kinds)
-        #: How many kinds keep tokens; one more may keep states.
+        #: Number of kinds that keep tokens; one more may keep states.
         self.num_token_kinds = max(1, len(kinds))
         #: Groups of layers of each kind.
         sizes = [len(kind.layers) // layout.layers_per_group for kind in kinds]
@@ -157,7 +158,7 @@ class MemoryManager:
         self._persists = False
         self._has_host_memory = drivers[0].capabilities.host_memory
         self._copies_beside = drivers[0].capabilities.copy_stream
-        #: Free pages kept ready.
+        #: Free pages that are kept ready.
         self.ready_pages = min(options.ready_bytes, limit_bytes // 8) // layout.total_page_bytes
         block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
         common: dict[str, Any] = {
@@ -186,7 +187,7 @@ class MemoryManager:
             "reclaim_share": options.reclaim_share,
         }
         self._core: _core.KVMemory | _core.KindsMemory
-        #: Of each kind of layers.
+        #: Memory of each kind of layers.
         self._parts: list[_core.KVMemory]
         if len(kinds) < 2:
             self._core = _core.KVMemory(
@@ -295,7 +296,7 @@ class MemoryManager:
         return not self._persists or self._core.flush(seconds)
 
     def persist_messages(self) -> list[str]:
-        """Why something was not kept or found; each reason is told once."""
+        """Why something was not kept or found; each reason is reported once."""
         messages = []
         while self._persists and (message := self._core.persist_message()):
             messages.append(message)
@@ -437,7 +438,7 @@ class MemoryManager:
         """Copy the sequences' blocks to host memory and release their pages: all, or nothing.
 
         False if host memory has no room, or the system refuses. No step may run. If the driver
-        copies beside the kernels, this does not wait, and the pages become available when the
+        copies while kernels run, this does not wait, and the pages become available when the
         copies end. Otherwise they are available at once, because kernels would wait for the copies
         too.
         """

@@ -1,7 +1,7 @@
 """A directory in which blocks of the KV cache outlive the process (decision 0079).
 
 ``DIR/SPACE/DIGEST.kv`` is a block. A *space* has the blocks of one identity: of all that decides
-about the bytes of a block beside its tokens. ``SPACE/NUMBER.generation`` says how often its blocks
+about the bytes of a block besides its tokens. ``SPACE/NUMBER.generation`` says how often its blocks
 were forgotten (``POST /reset_prefix_cache``). ``csrc/store/`` reads and writes the files; what is
 here opens the directory, and lists, checks and empties it.
 """
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 _ABOUT = "about.json"
 _SECRET = "secret"
 _SUFFIX = ".kv"
-#: Of a file, beside the block's bytes; a file takes whole sectors of this many bytes.
+#: Bytes of a file besides the block's; a file takes whole sectors of this size.
 _FILE_BYTES = 4096
 
 

@@ -83,7 +83,7 @@ def _layer_tensors(
 
     ``buffers[group]``: uint8 ``[rows, row_bytes]``, a slot or a page per row. The tensors
     keep the buffers, and so the memory, alive. With int8 and fp8 they are the codes, and reach over
-    the scales behind these.
+    the scales after these.
     """
     layout = memory.layout
     dtype = as_torch(layout.dtype)

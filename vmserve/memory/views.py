@@ -34,10 +34,10 @@ __all__ = [
 class StatePages:
     """States of layers that keep no keys and values; those of a sequence are one page."""
 
-    #: float32 ``[pages, numbers]``
+    #: float32 ``[pages, numbers]``.
     pages: torch.Tensor
-    #: In the processor's memory, int32 ``[max_seqs, 1]``: the page of each sequence. It is kept
-    #: current: read it for each step.
+    #: Page of each sequence, int32 ``[max_seqs, 1]`` in the processor's memory. It is kept current:
+    #: read it for each step.
     table: NDArray[np.int32]
 
 
@@ -60,7 +60,7 @@ class KindTables:
 
     window: int
     layers: tuple[int, ...]
-    #: As those of :class:`PagedView`; entries of blocks wholly behind the window are 0.
+    #: Tables like those of :class:`PagedView`; entries of blocks wholly before the window are 0.
     block_tables: torch.Tensor
 
 
@@ -99,9 +99,9 @@ class HostView:
     """Either view by addresses, for kernels in C++, which need no tensors."""
 
     core: _core.CpuKvView
-    #: Keeps the memory behind the addresses alive.
+    #: Owner of the memory at the addresses, which keeps it alive.
     memory: object
-    #: They are in ``core``.
+    #: None: the states are in ``core``.
     states: ClassVar[None] = None
 
 
