@@ -48,9 +48,9 @@ class LoadedModel:
 
     config: ModelConfig
     dtype: DType
-    #: Bytes of all weights in ``dtype``, tied ones once.
+    #: Bytes of all weights in ``dtype``; tied ones count once.
     parameter_bytes: int
-    #: Takes and gives arrays (the native decoder) or tensors (all others).
+    #: The network: it takes and gives arrays (the native decoder) or tensors (all others).
     network: Decoder | NativeDecoder | ForeignModel
 
 

@@ -46,9 +46,9 @@ __all__ = [
     "gelu_new",
 ]
 
-#: May overwrite its argument.
+#: An activation, which may overwrite its argument.
 Activation = Callable[[torch.Tensor], torch.Tensor]
-#: q, k and v, and what attention is multiplied by the sigmoid of.
+#: q, k and v, and the gates, by whose sigmoid attention is multiplied.
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
@@ -194,7 +194,7 @@ class Projections:
     """``x`` to q, k and v, each ``[tokens, heads, head_dim]``.
 
     ``query_scale``: OPT scales (and rounds) the queries here, not the scores in attention.
-    ``gated``: behind each head's query is its gate.
+    ``gated``: each head's query is followed by its gate.
     """
 
     qkv: Products
@@ -436,7 +436,7 @@ def gelu_new(x: torch.Tensor) -> torch.Tensor:
     return x.mul_(0.5).mul_(inner.tanh_().add_(1.0))
 
 
-#: By the name in config.json.
+#: Activations by the name in config.json.
 ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": F.gelu,
     "gelu_new": gelu_new,

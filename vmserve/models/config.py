@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig"]
 
-#: Those that the decoder knows; others run through the attention interface of transformers.
+#: Architectures of our decoder; others run through the attention interface of transformers.
 SUPPORTED_ARCHITECTURES = tuple(FAMILIES)
 
 #: Fields of generation_config.json that are defaults of a request's sampling parameters.
 _SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
-#: Layers that are described without a look at what the files have.
+#: Most layers of a model which is described without a look at its files.
 _FEW_LAYERS = 1000
 
 
@@ -45,25 +45,25 @@ class ModelConfig:
     vocab_size: int
     kv_heads: int
     head_dim: int
-    #: No sequence may be longer: positions beyond have no embedding, or one never trained.
+    #: Longest sequence: positions beyond have no embedding, or one never trained.
     max_position_embeddings: int
-    #: What each layer with keys and values asks of attention, in order.
+    #: Attention of each layer with keys and values, in order.
     attention: tuple[LayerAttention, ...]
-    #: Elements of all weights, tied ones once.
+    #: Elements of all weights; tied ones count once.
     num_weights: int
     #: An upper bound on the elements that live at once, per token of a step.
     activation_width: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    #: The type that the checkpoint says its weights have.
+    #: Type of the weights according to the checkpoint.
     dtype: DType
     #: Keyword arguments of SamplingParams that the model's authors recommend.
     default_sampling: Mapping[str, float | int]
-    #: What its embeddings are made of: "last" or "mean" of the final hidden states.
+    #: Source of its embeddings: "last" or "mean" of the final hidden states.
     pooling: Literal["last", "mean"]
-    #: What computes it: our decoder, or a model of ``transformers``.
+    #: Our decoder, or a model of ``transformers``.
     network: DecoderConfig | ForeignConfig
-    #: What its files are, if the native decoder alone multiplies by their matrices as they are.
+    #: Format of its files, if only the native decoder multiplies by their matrices as they are.
     native_only: GgufModel | QuantizedFormat | None = field(default=None, compare=False, repr=False)
 
     @property

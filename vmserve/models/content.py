@@ -21,7 +21,7 @@ _SAMPLE_BYTES = 4096
 def fingerprint(path: Path, gguf: GgufModel | None = None) -> str:
     """Return a digest of the weights' files: their lengths, and pieces spread over each.
 
-    It tells models apart, not a model from one that somebody changed on purpose. ``gguf``: the
+    It distinguishes models, not a model from one that somebody changed on purpose. ``gguf``: the
     model of ``path``, if it is open already.
     """
     files = _files(path) if gguf is None else sorted(file.path for file in gguf.files)
@@ -41,7 +41,7 @@ def fingerprint(path: Path, gguf: GgufModel | None = None) -> str:
 def content_digest(path: Path, memo: Path | None = None) -> str:
     """SHA-256 of a model's weights and configuration, in hex.
 
-    ``memo``: a directory in which the digest of a file is remembered beside its size, times and
+    ``memo``: a directory in which the digest of a file is remembered with its size, times and
     inode, so that large files are read once. Raises ``OSError`` for files that cannot be read.
     """
     digest = hashlib.sha256()

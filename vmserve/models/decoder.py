@@ -46,7 +46,7 @@ class Decoder:
             self._embedding_scale = scale.item()
         device = weights.embedding.device
         self._rotary = [RotaryEmbedding(rope, max_len, device) for rope in config.ropes]
-        #: By layer; the KV cache counts those with keys and values.
+        #: Attention by layer; the KV cache counts the layers with keys and values.
         self._attention = {
             spec.layer: replace(spec, layer=number, sinks=weights.layers[spec.layer].sinks)
             for number, spec in enumerate(config.attention_layers)
@@ -109,7 +109,7 @@ class Decoder:
         logits_rows: torch.Tensor | None,
         states: StepStates | None,
     ) -> torch.Tensor:
-        """Each addition goes with the norm behind it, which is the next layer's or the last."""
+        """Each addition goes with the norm after it, which is the next layer's or the last."""
         layers = self._weights.layers
         following = [layer.attention_norm for layer in layers[1:]]
         delta = self._config.delta

@@ -19,12 +19,12 @@ __all__ = [
     "TensorNames",
 ]
 
-#: Those of :data:`vmserve.models.blocks.ACTIVATIONS`.
+#: Names in :data:`vmserve.models.blocks.ACTIVATIONS`.
 ACTIVATION_NAMES = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish", "tanh")
 #: Vectors of the hidden size that live at once in a layer: residual, normed input, the
 #: attention's and the MLP's output, and what the allocator has not reused yet.
 _HIDDEN_COPIES = 8
-#: Of the convolution, that the kernels take.
+#: Most taps of a convolution that the kernels take.
 _MAX_TAPS = 8
 
 
@@ -42,46 +42,48 @@ class TensorNames:
     project_in: str = ""
     project_out: str = ""
     final_norm: str
-    #: With "{}" for the number of the layer; what follows is below it.
+    #: Module of a layer, with "{}" for its number; the names that follow are below it.
     layer: str
     attention_norm: str
-    #: Of q, k and v; or one name, of a module that has them side by side.
+    #: Modules of q, k and v; or one that has them side by side.
     qkv: tuple[str, ...]
     qk_norms: tuple[str, ...] = ()
     output: str
-    #: Of what attention adds to the residual.
+    #: Norm of what attention adds to the residual.
     attention_out_norm: str = ""
     mlp_norm: str
-    #: Up and down; or gate, up and down; or, with ``gate_up``, gate above up in one, and down.
+    #: Modules of up and down; or gate, up and down; or, with ``gate_up``, gate above up in one, and
+    #: down.
     mlp: tuple[str, ...]
     gate_up: bool = False
-    #: Of gated delta layers: what their parameters are below, and whether q, k, v and z are one
-    #: matrix by key head, and b and a another.
+    #: Module of gated delta layers; and whether q, k, v and z are one matrix by key head, and b and
+    #: a another.
     delta: str = ""
     delta_fused: bool = False
-    #: Below ``delta``, of minus the exponentials of A_log, which are there in its stead; "": A_log.
+    #: Tensor below ``delta`` with minus the exponentials of A_log, which stands in its place; "":
+    #: A_log.
     delta_rate: str = ""
-    #: What the parameters of attention over latents are below.
+    #: Module of attention over latents.
     latent: str = ""
-    #: Whether keys and values are the products of two tensors ``[heads, out, in]``, that of keys
+    #: Whether keys and values are products of two tensors ``[heads, out, in]``, that of keys
     #: transposed.
     latent_split: bool = False
-    #: Of attention's sinks; the whole name.
+    #: Tensor of attention's sinks; the whole name.
     sinks: str = ""
-    #: Of layers with experts; the second with "{}" for an expert's number, or gate_up and down of
-    #: all experts, each a tensor of [experts, in, out].
+    #: Modules of layers with experts. The second has "{}" for an expert's number, or names gate_up
+    #: and down of all experts, each a tensor of [experts, in, out].
     router: str = ""
-    #: The whole name.
+    #: Tensor of the correction; the whole name.
     router_correction: str = ""
     experts: tuple[str, ...] = ()
-    #: Gate, up and down of the shared expert, and the module whose product weighs it.
+    #: Modules of gate, up and down of the shared expert, and the module whose product weighs it.
     shared_expert: tuple[str, ...] = ()
     shared_gate: str = ""
-    #: Of what the MLP adds to the residual.
+    #: Norm of what the MLP adds to the residual.
     mlp_out_norm: str = ""
-    #: Matrices of the layers are stored as ``[in, out]``.
+    #: Whether matrices of the layers are stored as ``[in, out]``.
     transposed: bool = False
-    #: A pattern for tensors that some writers add, and that are no weights.
+    #: Pattern for tensors which some writers add, and which are no weights.
     constants: str = r"(?!)"
 
 
@@ -118,7 +120,7 @@ class DeltaConfig:
     value_heads: int
     key_dim: int
     value_dim: int
-    #: Rows that the convolution over q, k and v sees, its own included.
+    #: Rows that the convolution over q, k and v sees, including the token's own.
     taps: int
     tiled: bool = False
 
@@ -165,17 +167,17 @@ class LatentConfig:
     Keys and values are products of the latent; the rotated part of keys is one for all heads, too.
     """
 
-    #: Of the queries' latent; 0: queries are products of the hidden state.
+    #: Rank of the queries' latent; 0: queries are products of the hidden state.
     q_rank: int
     rank: int
-    #: Elements of a head's key that are not rotated, and that are.
+    #: Elements of a head's key that are not rotated, and those that are.
     plain: int
     rotated: int
     #: Elements of a head's value.
     value: int
-    #: Checkpoints have the components that are rotated together side by side.
+    #: Whether checkpoints have the components that are rotated together side by side.
     interleaved: bool
-    #: Of the norms of latents, whatever config.json says of the others.
+    #: Epsilon of the norms of latents, whatever config.json says of the others.
     norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
@@ -203,29 +205,30 @@ class ExpertsConfig:
 
     count: int
     chosen: int
-    #: What lies between up and down of one.
+    #: Elements between up and down of one expert.
     size: int
-    #: Whether the weights of the chosen add up to 1, not those of all.
+    #: Whether the weights of the chosen experts add up to 1, not those of all.
     normalised: bool
-    #: Layers that have them; the others have one MLP.
+    #: Layers that have experts; the others have one MLP.
     layers: frozenset[int]
     #: Whether the router's and the experts' products have biases.
     bias: bool = False
     #: alpha and limit of a clamped gate; None: the decoder's activation.
     clamp: tuple[float, float] | None = None
     sigmoid: bool = False
-    #: Whether numbers are added to scores where experts are chosen, not where they are weighed.
+    #: Whether numbers are added to the scores by which experts are chosen, not to those that weigh
+    #: them.
     correction: bool = False
-    #: Experts of the best groups alone are chosen: those whose ``group_best`` largest scores have
-    #: the largest sum.
+    #: Groups of experts. Only experts of the best groups are chosen: those whose ``group_best``
+    #: largest scores have the largest sum.
     groups: int = 1
     chosen_groups: int = 1
     group_best: int = 1
-    #: Factor of the weights.
+    #: Factor of the experts' weights.
     scale: float = 1.0
-    #: What lies between up and down of one more expert, which computes every token; 0: none.
+    #: Elements between up and down of one more expert, which computes every token; 0: none.
     shared_size: int = 0
-    #: Whether the sigmoid of a product weighs its result.
+    #: Whether the shared expert's result is weighed by the sigmoid of a product.
     shared_gate: bool = False
 
     def __post_init__(self) -> None:
@@ -270,7 +273,7 @@ class DecoderConfig:
     names: TensorNames
     vocab_size: int
     hidden_size: int
-    #: Below ``hidden_size`` where a projection leads from one to the other (OPT-350m).
+    #: Width of the embedding, below ``hidden_size`` where a projection joins the two (OPT-350m).
     embedding_size: int
     mlp_size: int
     q_heads: int
@@ -278,18 +281,20 @@ class DecoderConfig:
     head_dim: int
     max_position_embeddings: int
     layers: tuple[LayerAttention, ...]
-    #: Layers that have a delta rule in place of attention.
+    #: Layers that have a delta rule instead of attention.
     delta: DeltaConfig | None = None
-    #: A row of the KV cache then is the keys' rotated part, then the latent, which is the value.
+    #: Latents of attention. A row of the KV cache then is the keys' rotated part, then the latent,
+    #: which is the value.
     latent: LatentConfig | None = None
-    #: Attention is multiplied by the sigmoid of gates, which alternate with the queries by head.
+    #: Whether attention is multiplied by the sigmoid of gates, which alternate with the queries by
+    #: head.
     output_gate: bool = False
     positions: RopeConfig | LearnedPositionsConfig
     #: Rotary positions of ``local_layers``, where theirs differ.
     local_positions: RopeConfig | None = None
     local_layers: tuple[int, ...] = ()
     norm: NormConfig
-    #: Norms stand before attention and MLP (pre-norm), or after the residual (post-norm).
+    #: Whether norms stand before attention and MLP (pre-norm), not after the residual (post-norm).
     norm_first: bool = True
     final_norm: bool = True
     activation: str
@@ -297,12 +302,12 @@ class DecoderConfig:
     output_bias: bool
     mlp_bias: bool
     experts: ExpertsConfig | None = None
-    #: Queries are scaled before they are rounded; ``layers`` then have a scale of 1.
+    #: Scale of the queries before they are rounded; ``layers`` then have a scale of 1.
     query_scale: float | None = None
     tied_embeddings: bool
-    #: Factor of the embedding's rows, rounded to the type that is computed in.
+    #: Factor of the embedding's rows, rounded to the type of the computation.
     embedding_scale: float | None = None
-    #: Logits become ``softcap * tanh(logit / softcap)``.
+    #: Bound of the logits, which become ``softcap * tanh(logit / softcap)``.
     logits_softcap: float | None = None
 
     def __post_init__(self) -> None:

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 __all__ = ["DOUBLED", "NO_NUMBER", "half_powers"]
 
 _MAGNITUDES = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
-#: Twice the number of each code, which is whole: int8's bits.
+#: Doubled value of each code, a whole number, as the bits of int8.
 DOUBLED = np.concatenate((_MAGNITUDES, -_MAGNITUDES)).view(np.uint8)
-#: The exponent that says so.
+#: Exponent that stands for NaN.
 NO_NUMBER = 255
-#: Of a scale of 1.
+#: Exponent of a scale of 1.
 _BIAS = 127
 
 

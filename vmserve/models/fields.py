@@ -26,11 +26,11 @@ __all__ = [
     "read_rope",
 ]
 
-#: Attributes by the names of ``transformers``.
+#: Attributes with the names of ``transformers``.
 Fields = SimpleNamespace
 
 _DTYPES = frozenset((DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16))
-#: What changes the meaning of other fields, in ways that are not repeated here.
+#: Fields that change the meaning of others, in ways that are not repeated here.
 _ELSEWHERE = frozenset(
     ("decoder", "generator", "mlp_layer_types", "mtp_layer_types", "partial_rotary_factor",
      "original_max_position_embeddings", "per_layer_config", "text_config", "text_encoder")
@@ -86,7 +86,7 @@ class Schema:
     #: Reads ``rope_parameters`` from config.json and the fields found; None: it has none.
     rope: Callable[[Mapping[str, Any], Fields], dict[str, Any] | None] | None
     finish: Callable[[Fields], bool]
-    #: Other names of fields, which nobody writes.
+    #: Other names of fields, which no checkpoint uses.
     aliases: frozenset[str] = frozenset()
 
 

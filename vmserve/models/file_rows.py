@@ -1,6 +1,6 @@
 """Rows of a matrix that are read from its file when they are needed.
 
-Pages of a mapping would stay in this process's memory, beside a packed head with the same weights.
+Pages of a mapping would stay in this process's memory, next to a packed head with the same weights.
 """
 
 from __future__ import annotations

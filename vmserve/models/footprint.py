@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 __all__ = ["activation_bytes", "state_copy_bytes", "weight_bytes"]
 
-#: Of the logits: as they come, in float32, and the sampler's work on them.
+#: Copies of the logits: as they come, in float32, and the sampler's work on them.
 _LOGIT_COPIES = 4
 
 

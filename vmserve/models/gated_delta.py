@@ -1,7 +1,7 @@
 """Layers with a gated delta rule in place of attention (Yang et al. 2024), in torch.
 
 A state is a matrix ``S`` for each head, to which a token with key k, value v, decay a and rate b
-adds ``k u^T`` behind ``S <- a S``, with ``u = b (v - S^T k)``. Sequences with one token do that.
+adds ``k u^T`` after ``S <- a S``, with ``u = b (v - S^T k)``. Sequences with one token do that.
 Prompts are computed in chunks: all u of a chunk solve one triangular system (section 3.3 there).
 States and all that goes into them are float32.
 """
@@ -21,7 +21,7 @@ from vmserve.models.decoder_config import DeltaConfig
 
 __all__ = ["DeltaBatch", "GatedDelta"]
 
-#: Tokens whose u are solved for at once.
+#: Tokens whose u are computed at once.
 CHUNK_TOKENS = 64
 _NORM_EPS = 1e-6
 
@@ -34,17 +34,17 @@ class DeltaBatch:
     """
 
     states: StepStates
-    #: int64 ``[num_sequences]``: rows of the states' pages.
+    #: Rows of the states' pages, int64 ``[num_sequences]``.
     pages: torch.Tensor
-    #: Bool ``[num_sequences, 1]``: sequences without a past, whose page has other numbers; None:
+    #: Sequences without a past, whose page has other numbers: bool ``[num_sequences, 1]``. None:
     #: there are none.
     fresh: torch.Tensor | None
-    #: int64 ``[taps, tokens]`` and ``[num_sequences, taps - 1]``: what the convolution of each
-    #: token reads, and the next windows.
+    #: What the convolution of each token reads, and the next windows: int64 ``[taps, tokens]`` and
+    #: ``[num_sequences, taps - 1]``.
     read: torch.Tensor
     kept: torch.Tensor
-    #: Sequences with one token and those with several, and their tokens: ``[singles]``, and
-    #: ``[others, longest]`` with the number of tokens for none.
+    #: Sequences with one token and those with several, and their tokens: ``[singles]`` and
+    #: ``[others, longest]``, with the number of tokens for none.
     singles: tuple[torch.Tensor, torch.Tensor] | None
     others: tuple[torch.Tensor, torch.Tensor] | None
 

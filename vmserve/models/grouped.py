@@ -21,9 +21,9 @@ class Factors:
     be in float16. With ``coarse`` of more than 16 bits, products are rounded to float32.
     """
 
-    #: ``[rows, blocks]``
+    #: Scales ``[rows, blocks]``.
     coarse: NDArray[np.float16] | NDArray[np.float32]
-    #: ``[rows, groups]``, a whole number of groups to a block; None: 1 everywhere.
+    #: Factors ``[rows, groups]``, a whole number of groups to a block; None: 1 everywhere.
     fine: NDArray[np.integer[Any]] | None = None
 
     def expanded(self) -> NDArray[np.float32]:
@@ -56,7 +56,7 @@ class Grouped:
     group: int
     codes: NDArray[np.uint8]
     scale: Factors
-    #: Added to each weight of a group; None: nothing is.
+    #: Numbers added to each weight of a group; None: nothing is added.
     minimum: Factors | None = None
 
     def expand(self, dtype: type[np.floating[Any]] = np.float32) -> NDArray[Any]:

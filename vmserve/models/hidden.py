@@ -16,7 +16,7 @@ __all__ = ["HiddenRows"]
 class HiddenRows:
     """Where a forward pass puts the states of the last ``num_rows`` rows that it is asked for.
 
-    They are ``[num_rows, hidden_size]``, behind the last norm: what the LM head would read.
+    They are ``[num_rows, hidden_size]``, after the last norm: what the LM head would read.
     """
 
     def __init__(self, num_rows: int) -> None:

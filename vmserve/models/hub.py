@@ -15,10 +15,10 @@ from vmserve.numbers.sizes import format_size
 
 __all__ = ["EMBEDDED_NAME", "is_embedded", "resolve_model"]
 
-#: What the embedded model is called by a server, and may be called by users.
+#: Name of the embedded model for a server and for users.
 EMBEDDED_NAME: Final = "vmserve-embedded"
 # Not by importlib.resources, which imports more than it finds; the package is always in files.
-#: What is read of a model's directory, if it is there.
+#: Files of a model's directory that are read if they are there.
 _READ_FILES: Final = (
     *(
         "*.gguf",
@@ -150,7 +150,7 @@ def _check_access(path: Path, access: int) -> None:
 
 
 def _check_one(path: Path, access: int) -> None:
-    # What is not there at all is told by whoever needs it.
+    # Whoever needs a missing file reports it.
     if os.access(path, access, effective_ids=True) or not path.exists():
         return
     found = path.stat()

@@ -26,11 +26,11 @@ __all__ = ["cached", "cached_file", "cached_snapshots", "downloaded"]
 
 logger = logging.getLogger(__name__)
 
-#: What a model needs of a repository: never code, never pickled weights, and not Mistral's
+#: Files of a repository that a model needs: never code, never pickled weights, and not Mistral's
 #: second copy of the weights (consolidated*).
 _WANTED_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]
 _UNWANTED_FILES = ["consolidated*", "*/*"]
-#: OSError, and the base error of the HTTP library that this huggingface_hub is built on.
+#: OSError, and the base error of the HTTP library which this huggingface_hub is built on.
 _TRANSPORT_ERRORS = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
 
 

@@ -24,13 +24,13 @@ from vmserve.system.files import read_json
 
 __all__ = ["ListedModel", "list_models"]
 
-#: Second and later parts of a split file come with the first.
+#: Names of second and later parts of a split file, which come with the first.
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ListedModel:
-    #: As ``--model`` takes it.
+    #: Name that ``--model`` takes.
     model: str
     #: "to pull": it is not here. "unchecked": ``transformers`` decides at start; asking it is slow.
     status: Literal["ready", "to pull", "unchecked", "unusable"]
@@ -38,10 +38,10 @@ class ListedModel:
     #: The type of most weights in the files, or the method that quantized them.
     weights: str = ""
     context: int | None = None
-    #: Of the files with weights.
+    #: Bytes of the files with weights.
     bytes: int | None = None
     path: str | None = None
-    #: Why it cannot be used as it is, and what to do.
+    #: Reason why it cannot be used as it is, and the remedy.
     note: str = ""
 
 

@@ -31,7 +31,7 @@ __all__ = ["pull"]
 _LICENSE, _SOURCE = "LICENSE", "source.json"
 _STDERR: Final = 2
 _WRONG_HASH = re.compile(r"Expected sha256 (\w+)\s+Got\s+(\w+)")
-#: As urllib3 words it, and pip shows it, for whatever keeps an index from answering.
+#: Words of urllib3, shown by pip, for whatever keeps an index from answering.
 _NO_ANSWER = "connection broken by"
 
 

@@ -21,13 +21,13 @@ class PullableModel:
     package: str
     version: str
     wheel_sha256: str
-    #: The file in the wheel, and so in an installed package.
+    #: Path of the file in the wheel, and so in an installed package.
     member: str
     sha256: str
     num_bytes: int
     license: str
     license_member: str
-    #: Where the package has the file from.
+    #: Source of the package's file.
     origin: str
 
     @property

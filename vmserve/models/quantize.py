@@ -35,10 +35,10 @@ __all__ = ["GROUP", "quantize"]
 
 #: Columns that share a scale.
 GROUP = KERNEL_GROUP
-#: Rounded at a time by a thread.
+#: Weights that a thread rounds at a time.
 _CHUNK_WEIGHTS = 1 << 20
 _NAMES = {DType.FLOAT32: "F32", DType.BFLOAT16: "BF16", DType.FLOAT16: "F16"}
-#: What else belongs to a model.
+#: Other files of a model.
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "NOTICE*", "1_Pooling/config.json")
 _NOT_COPIED = ("config.json", "*.safetensors.index.json")
 

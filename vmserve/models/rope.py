@@ -26,7 +26,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: "dynamic" changes nothing below the model's own context, which no request exceeds.
+#: Types of rotary embedding. "dynamic" changes nothing below the model's own context, which no
+#: request exceeds.
 ROPE_TYPES = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
 
 
@@ -41,7 +42,7 @@ class RopeConfig:
 
     rope_type: str
     parameters: Mapping[str, Any]
-    #: Components of a head that are rotated, the first ones.
+    #: First components of a head, which are rotated.
     rotary_dim: int
     max_position_embeddings: int
 

@@ -14,8 +14,8 @@ __all__ = ["round_weights"]
 
 _Floats = NDArray[np.float32]
 
-#: Shares of a group's largest weight that the lowest code stands for: clipping it can err less, and
-#: what is above 1 gives the other end more room.
+#: Shares of a group's largest weight that the lowest code stands for. Clipping it can err less. A
+#: share above 1 gives the other end more room.
 _SHARES = {4: np.linspace(0.8, 1.15, 6), 8: np.array((1.0, 128 / 127))}
 
 

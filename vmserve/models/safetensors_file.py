@@ -21,9 +21,9 @@ from vmserve.numbers.dtypes import DType
 __all__ = ["SafetensorsFile", "StoredIntegers", "StoredTensor"]
 
 _DTYPES = {"F32": DType.FLOAT32, "BF16": DType.BFLOAT16, "F16": DType.FLOAT16}
-#: Numpy has no bfloat16: its bits.
+#: Numpy's types; it has no bfloat16, so its bits are read.
 _ELEMENTS = {DType.FLOAT32: np.float32, DType.BFLOAT16: np.uint16, DType.FLOAT16: np.float16}
-#: Of quantized weights.
+#: Types of quantized weights.
 _INTEGERS: Mapping[str, np.dtype[Any]] = {
     "I8": np.dtype("<i1"),
     "U8": np.dtype("<u1"),

@@ -20,13 +20,13 @@ from vmserve.models.tensor_names import mlp_names, shared_names, weight_name
 
 __all__ = ["Part", "Shard", "Together", "share"]
 
-#: Outputs; rows of halves then begin where kernels of GPUs want them.
+#: Unit of outputs: rows of halves then begin where kernels of GPUs want them.
 _UNIT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Ranges of a tensor along one axis, one behind the other."""
+    """Ranges of a tensor along one axis, one after the other."""
 
     axis: int
     ranges: tuple[slice, ...]
@@ -46,7 +46,7 @@ def share(count: int, rank: int, size: int) -> slice:
 
 @dataclass(frozen=True)
 class _Even:
-    """Divides as :class:`~vmserve.models.slices.Slices` wants to be told."""
+    """Divides as :class:`~vmserve.models.slices.Slices` expects it."""
 
     rank: int
     size: int
@@ -60,7 +60,7 @@ class Shard:
     """One rank's share of a decoder.
 
     Norms, routers and learned positions are whole on each rank. Key-value heads that are fewer than
-    the ranks are those of several. Biases behind sums are rank 0's alone.
+    the ranks are those of several. Biases after sums are rank 0's alone.
     """
 
     def __init__(self, config: DecoderConfig, rank: int, size: int) -> None:
@@ -72,7 +72,7 @@ class Shard:
         self._slices = Slices(config, _Even(rank, size))
         #: Tokens whose rows of the embedding and of the head the rank has.
         self.tokens = self._share(config.vocab_size)
-        #: Logits of each rank.
+        #: Number of logits of each rank.
         self.widths = [_length(share(config.vocab_size, each, size)) for each in range(size)]
         experts = config.experts
         if experts is not None:
@@ -81,7 +81,7 @@ class Shard:
                 size=_length(self._share(experts.size)),
                 shared_size=_length(self._share(experts.shared_size)),
             )
-        #: Of the rank's own heads and matrices.
+        #: Configuration of the rank's own heads and matrices.
         self.config = replace(
             config,
             q_heads=self._slices.q_heads,
@@ -90,7 +90,7 @@ class Shard:
             experts=experts,
         )
         self._zeroed: set[str] = set()
-        #: Of the tensors in a checkpoint; those without are whole.
+        #: Parts of the tensors in a checkpoint; tensors without one are whole.
         self.parts: Mapping[str, Part] = dict(self._find())
 
     def zeroed(self, name: str) -> bool:

@@ -17,7 +17,7 @@ from vmserve.numbers.host_arrays import as_float32
 
 __all__ = ["Plain", "SafetensorsWeight", "StoredWeight", "Table", "as_plain"]
 
-#: Numbers and their type; bfloat16 as bits (uint16).
+#: Numbers and their type; those of bfloat16 as bits (uint16).
 Plain = tuple[NDArray[Any], DType]
 #: A matrix of numbers in a file.
 Table = tuple[FileRows, DType]

@@ -28,7 +28,7 @@ __all__ = ["load_decoder", "load_tensors"]
 
 logger = logging.getLogger(__name__)
 
-#: Converted at a time: this much of a tensor, or a row of it, is in memory in both types.
+#: Bytes converted at a time: this part of a tensor, at least a row, is in memory in both types.
 _BLOCK_BYTES = 8 << 20
 
 
@@ -45,7 +45,7 @@ def load_tensors(
     it names.
 
     A tensor that is stored in ``dtype`` stays in its file, memory-mapped (on a CPU);
-    another one is converted block by block, and the file's pages dropped behind it.
+    another one is converted block by block, and the file's pages dropped after it.
     """
     total = sum(tensor.num_bytes for _, tensor in stored.values())
     done = 0

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _Shape = tuple[int, ...]
-#: The name, outputs, inputs, and whether it has a bias.
+#: Name, outputs, inputs, and whether it has a bias.
 _Linear = tuple[str, int, int, bool]
 
 

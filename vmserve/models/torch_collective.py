@@ -19,9 +19,9 @@ from vmserve.errors import DriverError
 
 __all__ = ["TorchCollective"]
 
-#: Its classes have no types.
+#: torch.distributed, whose classes have no types.
 _distributed: Any = distributed
-#: Of one sum. Ranks that wait for work wait elsewhere.
+#: Time limit of one sum. Ranks that wait for work wait elsewhere.
 _TIMEOUT = timedelta(minutes=2)
 
 

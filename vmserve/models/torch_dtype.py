@@ -17,8 +17,8 @@ __all__ = ["resolve_dtype"]
 
 logger = logging.getLogger(__name__)
 
-#: CPU features with which matrix products of a type run at their own speed (x86, then ARM).
-#: Without them torch converts element by element: several times slower than float32.
+#: CPU features with which matrix products of a type run at their own speed (x86, then ARM). Without
+#: them torch converts element by element, which is several times slower than float32.
 _FAST_CPU_FEATURES = {
     DType.BFLOAT16: ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
     DType.FLOAT16: ("avx512_fp16", "amx_fp16", "fp16_arith"),

@@ -51,7 +51,7 @@ from vmserve.models.tensor_names import (
 
 __all__ = ["DecoderWeights", "LayerWeights", "assemble"]
 
-#: Bytes, of the rows that ``grouped_mm`` takes.
+#: Alignment in bytes of the rows that ``grouped_mm`` takes.
 _ALIGNMENT = 16
 _Tensors = MutableMapping[str, torch.Tensor]
 
@@ -59,23 +59,23 @@ _Tensors = MutableMapping[str, torch.Tensor]
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     attention_norm: Norm
-    #: None: ``delta`` is in the place of attention.
+    #: Projections of attention; None: the layer has ``delta`` instead.
     project: Projections | LatentProjections | None
     output: Linear
     mlp_norm: Norm
     mlp: Mlp
     attention_out_norm: Norm | None
     mlp_out_norm: Norm | None
-    #: ``[q_heads]`` in float32, of attention.
+    #: Sinks of attention, ``[q_heads]`` in float32.
     sinks: torch.Tensor | None = None
-    #: ``[heads, value, rank]``: makes values of attended latents.
+    #: Matrix that makes values of attended latents, ``[heads, value, rank]``.
     value_up: torch.Tensor | None = None
     delta: GatedDelta | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    #: ``[vocab, embedding_size]``
+    #: ``[vocab, embedding_size]``.
     embedding: torch.Tensor
     project_in: Linear | None
     positions: LearnedPositions | None

@@ -9,7 +9,7 @@ from vmserve.models.families.base import Family
 
 __all__ = ["FAMILIES", "Family"]
 
-#: By the name in ``architectures`` of config.json.
+#: Families by the name in ``architectures`` of config.json.
 FAMILIES: Mapping[str, Family] = {
     **llama.FAMILIES,
     **experts.FAMILIES,

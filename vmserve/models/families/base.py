@@ -12,9 +12,9 @@ from vmserve.models.decoder_config import DecoderConfig, NormConfig, TensorNames
 from vmserve.models.fields import Fields, Schema, read_fields
 from vmserve.models.rope import RopeConfig
 
-#: Of each layer.
+#: Windows of the layers.
 Windows = tuple[int | None, ...]
-#: The fields of config.json: their type and default.
+#: Fields of config.json: their type and default.
 FieldTypes = Mapping[str, tuple[str, Any]]
 
 
@@ -22,7 +22,8 @@ FieldTypes = Mapping[str, tuple[str, Any]]
 class Family:
     model_type: str
     schema: Schema
-    #: From the fields of config.json, as :meth:`read` or ``transformers`` has them.
+    #: Describes the model from the fields of config.json, as :meth:`read` or ``transformers`` has
+    #: them.
     describe: Callable[[Any], DecoderConfig]
 
     def read(self, raw: Mapping[str, Any]) -> Fields | None:

@@ -1,4 +1,4 @@
-"""Gated delta layers beside attention: Qwen3-Next and Qwen3.5, text, also with experts."""
+"""Gated delta layers next to attention: Qwen3-Next and Qwen3.5, text, also with experts."""
 
 from __future__ import annotations
 

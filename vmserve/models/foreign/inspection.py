@@ -28,12 +28,12 @@ from vmserve.models.foreign.peak import PeakBytes
 __all__ = ["MODEL_ERRORS", "ForeignConfig", "MaskRule", "reason"]
 
 _INSPECT = "vmserve-inspect"
-#: Enough that what grows with the tokens outweighs one row of logits.
+#: Tokens of the trial: what grows with them must outweigh one row of logits.
 _NUM_TOKENS = 256
-#: Rotary embeddings that look at the longest position of a call: in a batch of several
-#: sequences that would be somebody else's.
+#: Rotary embeddings that depend on the longest position of a call: in a batch, that may be another
+#: sequence's.
 _ROPE_OF_THE_LONGEST = ("dynamic", "longrope")
-#: What code that meets a device or an attention function it was not written for raises.
+#: Exceptions of code that meets a device or an attention function which it was not written for.
 MODEL_ERRORS = (
     ArithmeticError,
     AssertionError,

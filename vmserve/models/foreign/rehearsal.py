@@ -16,15 +16,15 @@ __all__ = ["rehearse"]
 
 Forward = Callable[[torch.Tensor, torch.Tensor, AttentionCall], torch.Tensor]
 
-#: Per step, how many tokens of each sequence are computed: chunks that no other sequence's
-#: row aligns with, so that a model which mixes rows outside attention is found out.
+#: Tokens of each sequence that each step computes. No chunk aligns with the other sequence's rows,
+#: so a model which mixes rows outside attention is found out.
 _STEPS = ((7, 0), (4, 5), (1, 6), (3, 1))
 _LENGTHS = tuple(sum(step[i] for step in _STEPS) for i in range(2))
-#: Of the largest logit. The arithmetic of attention is repeated as it is; what differs are
-#: the shapes of matrix products, hence the order of their sums.
+#: Tolerance as a part of the largest logit. The arithmetic of attention is repeated as it is. Only
+#: the shapes of matrix products differ, hence the order of their sums.
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2**-4, torch.float16: 2**-6}
-#: Rows that may be further apart in half precision, where rounding can choose another expert.
-#: Whatever is wrong with chunks or with the other sequence shows in more rows than that.
+#: Share of rows that may be further apart in half precision, where rounding can choose another
+#: expert. Faults with chunks or with the other sequence show in more rows.
 _SHARE_OF_OUTLIERS = 0.25
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 __all__ = ["ARCHITECTURES", "ENDS", "EXPERTS", "ROUTER", "SHARED_EXPERT", "SHARED_GATE"]
 
-#: Of a tensor outside the layers: its module, below ``base`` but for the head.
+#: Module of each tensor outside the layers, below ``base`` but for the head.
 ENDS = {"token_embd": "embed_tokens", "output_norm": "norm"}
-#: Of layers with experts: the router, and the experts' matrices one after the other.
+#: Tensors of layers with experts: the router, and the experts' matrices one after the other.
 ROUTER = "ffn_gate_inp"
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-#: Of the shared expert: its matrices, and the product that weighs it.
+#: Tensors of the shared expert: its matrices, and the product that weighs it.
 SHARED_EXPERT = ("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp")
 SHARED_GATE = "ffn_gate_inp_shexp"
 
@@ -84,24 +84,24 @@ class Architecture:
     family: str
     layer: Mapping[str, str] = field(default_factory=lambda: _LAYER)
     whole: Mapping[str, str] = field(default_factory=dict)
-    #: Fields of ``TensorNames`` for tensors that files have in another form than checkpoints.
+    #: Fields of ``TensorNames`` for tensors which files have in another form than checkpoints.
     names: Mapping[str, Any] = field(default_factory=dict)
-    #: Rows of q and k alternate between the halves of a head, as rotations of neighbouring pairs
-    #: need; ours rotate the halves.
+    #: Whether rows of q and k alternate between the halves of a head, as rotations of neighbouring
+    #: pairs need; ours rotate the halves.
     permuted: bool = False
-    #: Layers may have windows.
+    #: Whether layers may have windows.
     windowed: bool = False
-    #: A part of each head may be rotated.
+    #: Whether a part of each head may be rotated.
     partial: bool = False
-    #: There may be factors of longrope.
+    #: Whether there may be factors of longrope.
     long: bool = False
-    #: What the model adds to weights of norms is in the file.
+    #: Whether the file's weights of norms include what the model adds to them.
     adds_offset: bool = False
-    #: Of files with experts, if that is another one; None: they are refused.
+    #: Family of files with experts, if that is another one; None: they are refused.
     expert_family: str | None = None
-    #: Value heads of delta layers lie in the order of their number within a key head.
+    #: Whether value heads of delta layers lie in the order of their number within a key head.
     tiled: bool = False
-    #: Metadata that are refused elsewhere.
+    #: Metadata which are refused for other architectures.
     reads: frozenset[str] = frozenset()
 
 

@@ -16,7 +16,7 @@ class BlockType:
     num_bytes: int
 
 
-#: Those that can be read, by their number in the file.
+#: Block types that can be read, by their number in the file.
 BLOCK_TYPES = {
     0: BlockType("F32", 1, 4),
     1: BlockType("F16", 1, 2),
@@ -31,7 +31,7 @@ BLOCK_TYPES = {
     30: BlockType("BF16", 1, 2),
     39: BlockType("MXFP4", 32, 17),
 }
-#: Names of the others, for errors.
+#: Names of the other block types, for errors.
 _OTHERS = {
     9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",

@@ -22,11 +22,11 @@ from vmserve.numbers.dtypes import DType
 
 __all__ = ["GgufDescription", "describe"]
 
-#: Layers of the largest Gemma 2 and 3, whose queries are scaled by another size: no file says it.
+#: Layers of the largest Gemma 2 and 3, whose queries are scaled by another size. No file says it.
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
-#: Far above what models have: each has names of its own.
+#: Most experts, far above what models have: each has names of its own.
 _MOST_EXPERTS = 1 << 14
-#: Of ``expert_gating_func``.
+#: Values of ``expert_gating_func``.
 _SOFTMAX, _SIGMOID = 1, 2
 #: Matrices that files of any type have in float32.
 _ALWAYS_PLAIN = (ROUTER, SHARED_GATE, "ssm_conv1d")
@@ -34,12 +34,12 @@ _ALWAYS_PLAIN = (ROUTER, SHARED_GATE, "ssm_conv1d")
 
 @dataclass(frozen=True)
 class GgufDescription:
-    #: As config.json calls it.
+    #: The architecture as config.json calls it.
     architecture: str
     network: DecoderConfig
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    #: Of the matrices; bfloat16 where they are quantized.
+    #: Type of the matrices; bfloat16 where they are quantized.
     dtype: DType
 
 

@@ -17,7 +17,7 @@ __all__ = ["LONG_FACTORS", "PLAIN", "ROPE_FACTORS", "Metadata", "read_factors"]
 
 ROPE_FACTORS = "rope_freqs.weight"
 LONG_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
-#: Types of plain numbers; numpy has no bfloat16: its bits.
+#: Numpy's types of plain numbers; numpy has no bfloat16, so its bits are read.
 PLAIN = {
     "F32": (DType.FLOAT32, np.float32),
     "F16": (DType.FLOAT16, np.float16),

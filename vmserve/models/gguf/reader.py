@@ -228,7 +228,7 @@ class GgufModel:
 
     files: tuple[GgufFile, ...]
     tensors: Mapping[str, tuple[GgufFile, GgufTensor]]
-    #: What a user has of it, in the plural.
+    #: Name of such files in messages, in the plural.
     kind: str = "GGUF files"
 
     @property

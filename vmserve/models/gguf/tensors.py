@@ -34,7 +34,7 @@ from vmserve.numbers.dtypes import DType
 __all__ = ["GgufWeight", "find_weights"]
 
 _Rows = slice | NDArray[np.int64]
-#: Tensors that are no weights: part of the configuration.
+#: Tensors which are no weights, but part of the configuration.
 _NO_WEIGHTS = frozenset((ROPE_FACTORS, *LONG_FACTORS))
 _NAMED_IN_ERRORS = 4
 
@@ -45,9 +45,9 @@ class GgufWeight:
 
     file: GgufFile
     tensor: GgufTensor
-    #: As the decoder has it.
+    #: Shape in the decoder.
     shape: tuple[int, ...]
-    #: Which of the tensor's rows it has, and in which order; None: all as they are.
+    #: Rows of the tensor that the weight has, in order; None: all as they are.
     rows_of_tensor: _Rows | None = None
 
     @property
@@ -157,7 +157,7 @@ def find_weights(model: GgufModel, config: DecoderConfig) -> dict[str, GgufWeigh
 @dataclass(frozen=True)
 class _Place:
     stored: str
-    #: Of the tensor; None: that of the weight.
+    #: Shape of the tensor; None: that of the weight.
     shape: tuple[int, ...] | None = None
     rows: _Rows | None = None
 

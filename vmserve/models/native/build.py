@@ -52,7 +52,7 @@ def load_native(
     progress: Progress | None = None,
     group: RankGroup | None = None,
 ) -> NativeDecoder:
-    """Pack the weights of a model, layer by layer; the files' pages are dropped behind.
+    """Pack the weights of a model, layer by layer; the files' pages are dropped afterwards.
 
     ``dtype``: of the KV cache. Weights keep the type that they are stored in (float16 becomes
     float32; integers keep their scales), or become int8 with a scale for each output

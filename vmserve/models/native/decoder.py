@@ -22,7 +22,7 @@ from vmserve.system.threads import num_threads
 __all__ = ["MIN_POSITIONS", "NativeDecoder", "RankGroup", "TimedPart"]
 
 RankGroup = _core.RankGroup
-#: Of which cosines and sines are made at once.
+#: Positions whose cosines and sines are made at once.
 MIN_POSITIONS = 1024
 
 

@@ -119,7 +119,7 @@ class Source:
         self._used.append(name)
         found = self.stored[name].read()
         if isinstance(found, Grouped):
-            self.stored[name].drop_pages()  # it is a copy: not beside the packed one too
+            self.stored[name].drop_pages()  # it is a copy: the packed one is enough
         return found
 
     def _tuple(self, array: NDArray[Any], dtype: DType) -> TensorTuple:

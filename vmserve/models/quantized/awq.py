@@ -16,7 +16,7 @@ from vmserve.models.quantized.layout import PartNames, Parts, Shapes, Sizes, aff
 __all__ = ["AwqLayout", "read_awq"]
 
 _BITS = 4
-#: Where in a word the outputs are.
+#: Places of the outputs in a word.
 _PLACES = np.array((0, 4, 1, 5, 2, 6, 3, 7))
 
 

@@ -24,7 +24,7 @@ from vmserve.models.quantized.layout import (
 
 __all__ = ["Int8Layout", "PackedLayout", "read_compressed_tensors"]
 
-#: Of activations that the checkpoint would have rounded to 8 bits: ours are rounded later.
+#: Tensors of activations that the checkpoint would have rounded to 8 bits: ours are rounded later.
 _ACTIVATIONS = ("input_scale", "input_zero_point")
 
 
@@ -108,7 +108,7 @@ _LAYOUTS: Mapping[str, Layout] = {
 
 
 def read_compressed_tensors(raw: Mapping[str, Any]) -> tuple[Layout, ...]:
-    """Which modules are quantized, and with how many bits, is told by their tensors.
+    """The quantized modules and their bits, as their tensors show them.
 
     Weights are computed as they are stored; activations are not rounded as the schemes say.
     """

@@ -18,9 +18,9 @@ __all__ = ["QuantizedFormat", "describe_quantization"]
 @dataclass(frozen=True)
 class QuantizedFormat:
     name: str
-    #: How its matrices may be stored.
+    #: Layouts in which its matrices may be stored.
     layouts: tuple[Layout, ...]
-    #: Torch has its matrices in the type that it computes in.
+    #: Whether torch has its matrices in the type of the computation.
     expands: bool = False
 
     @property

@@ -72,7 +72,7 @@ class PartNames:
     zero: str
     element: np.dtype[Any]
     zero_needed: bool = False
-    #: The group of each column, where the format allows any.
+    #: Tensor with the group of each column, where the format allows any.
     order: str | None = None
     ignored: tuple[str, ...] = ()
 
