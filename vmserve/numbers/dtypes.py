@@ -18,7 +18,7 @@ class DType(StrEnum):
     FLOAT16 = "float16"
     FLOAT32 = "float32"
     FLOAT64 = "float64"
-    #: Of a KV cache alone, whose rows have a scale (:func:`vector_bytes`): integers, and e4m3.
+    #: Types of a KV cache only, whose rows have a scale (:func:`vector_bytes`): integers, and e4m3.
     INT8 = "int8"
     FP8 = "fp8"
 

@@ -11,7 +11,7 @@ from vmserve.numbers.dtypes import DType
 
 __all__ = ["TensorTuple", "array_tuple", "as_float32", "rounded"]
 
-#: (address, dtype, shape, strides in elements)
+#: Address, dtype, shape, and strides in elements.
 TensorTuple: TypeAlias = tuple[int, str, tuple[int, ...], tuple[int, ...]]
 
 
