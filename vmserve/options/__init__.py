@@ -83,14 +83,14 @@ class Option:
     _: dataclasses.KW_ONLY
     #: Spellings on the command line; empty for ``--`` and the field's name.
     flags: tuple[str, ...] = ()
-    #: There is a ``--no-`` spelling too.
+    #: Whether there is a ``--no-`` spelling too.
     negatable: bool = False
     metavar: str | None = None
     #: The default in words; "" to say nothing. None: the field's default, unless that is None.
     default: str | None = None
-    #: All values of a text field; empty for any text.
+    #: Values of a text field; empty for any text.
     choices: tuple[str, ...] = ()
-    #: Unit in the errors of a number. None: they name the bound that is exceeded.
+    #: Unit in the errors of a number. None: they name the exceeded bound.
     unit: str | None = None
     #: Type of the value on the command line, if not the field's.
     parse_as: Any = None
