@@ -1,4 +1,4 @@
-"""A step as rank 0 tells it to the others: one array of numbers.
+"""A step as rank 0 sends it to the others: one array of numbers.
 
 ``[tokens, rows or -1, hidden states, stretches]``, for each stretch ``[is paged, sequences,
 blocks]``, then the token ids, the rows, and for each stretch its places, past and new tokens and,

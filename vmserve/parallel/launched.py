@@ -12,7 +12,7 @@ from vmserve.options import rules
 __all__ = ["Placement", "placement"]
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-#: torchrun's own default.
+#: Default port of torchrun.
 _PORT = 29500
 _HIGHEST_PORT = 65535
 

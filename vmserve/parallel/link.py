@@ -18,7 +18,7 @@ __all__ = ["ByteWire", "Link", "PairLink", "RankOrders", "TcpLink", "refused"]
 
 _MOST_BYTES = 8 << 20
 _LENGTH = struct.Struct("<I")
-#: A host that vanished without a word is noticed within so many seconds.
+#: Seconds after which a host that vanished without a word is noticed, and between two probes.
 _SILENCE, _PROBE_SECONDS = 20, 5
 
 
@@ -28,7 +28,7 @@ class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     size: int
     parent_pid: int
-    #: Those it may use; none: all.
+    #: CPUs that the rank may use; none: all.
     cpus: tuple[int, ...]
     log_level: int
     path: str
@@ -92,7 +92,7 @@ class PairLink:
 
 class TcpLink:
     """Between hosts: frames with their length. Neither authenticated nor encrypted, like the
-    connections of torch.distributed beside it: for a network that is trusted."""
+    connections of torch.distributed next to it: for a network that is trusted."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock

@@ -1,7 +1,7 @@
 """How ranks that torchrun or srun has started find rank 0, and which connections they have.
 
 The launcher's store has the address at which rank 0 listens. Each rank opens a connection for what
-it is told, and one for each driver of its memory.
+it receives, and one for each driver of its memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["Host", "Visitor", "local_store", "ranks_store"]
 
 _distributed: Any = distributed
 _KEY = "rank-0"
-#: In which all ranks have to come.
+#: Seconds in which all ranks have to come.
 _SECONDS = 600
-#: In which one that has begun to say who it is has to end.
+#: Seconds in which a rank that has begun its hello has to end it.
 _HELLO_SECONDS = 5.0
-#: Connections that have not said who they are. One that is too many ends the oldest.
+#: Most connections that have not said who they are. One more ends the oldest.
 _MOST_SILENT = 64
 
 
@@ -80,7 +80,7 @@ class Host:
         self._door = selectors.DefaultSelector()
         self._door.register(self._listener, selectors.EVENT_READ)
         self._silent: deque[socket.socket] = deque()
-        #: Those that came before they were asked for.
+        #: Links that came before they were asked for.
         self._waiting: dict[tuple[str, int], TcpLink] = {}
         self.store.set(_KEY, f"{self._listener.getsockname()[1]} {self._token}")
 

@@ -19,7 +19,7 @@ from vmserve.system.processes import child_environment, describe_end
 __all__ = ["LaunchedMember", "LocalMember", "Member", "Told"]
 
 _PROGRAM = "vmserve.parallel.rank_main"
-#: How long ranks may take to end.
+#: Seconds that ranks may take to end.
 _CLOSE_SECONDS = 5.0
 
 
@@ -29,7 +29,7 @@ class Member(Protocol):
     rank: int
     cpus: tuple[int, ...]
     link: Link
-    #: Set once it has.
+    #: Set once the rank has ended.
     ended: threading.Event
 
     @property
@@ -73,7 +73,7 @@ class LocalMember:
             self._started.wait()
         if self._error is not None:
             raise VmserveError(f"rank {self.rank} cannot be started: {self._error}")
-        with contextlib.suppress(BrokenPipeError):  # it is dead: who waits for it is told
+        with contextlib.suppress(BrokenPipeError):  # it is dead: whoever waits for it learns so
             self.link.send(orders)
 
     @property

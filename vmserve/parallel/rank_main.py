@@ -217,7 +217,7 @@ class _Rank:
             runtime.synchronize()
         link.send("loaded")
         device = runtime.memory()
-        #: They own the memory.
+        #: Loops of the drivers, which own the memory.
         self._loops: list[_core.RankLoop] = []
         while isinstance((message := link.receive())[0], list):
             self._loops.append(place.make_driver(device, *message))
@@ -244,7 +244,7 @@ class _Rank:
         self._runner = ModelRunner(model, kernels, runtime)
 
     def run(self) -> None:
-        """Compute what rank 0 tells until it ends the group."""
+        """Compute what rank 0 sends until it ends the group."""
         with self._runtime.active():
             while True:
                 try:
