@@ -25,9 +25,9 @@ from vmserve.numbers.sizes import format_size
 
 __all__ = ["Holding", "Member", "Order", "Shares"]
 
-#: Grants change by at least this part of the pool, so that steady load sends no messages.
+#: Least change of a grant, as a divisor of the pool: steady load sends no messages.
 _STEP = 16
-#: Nobody is preempted for less than this part of the pool.
+#: Least need for which requests are preempted, as a divisor of the pool.
 _TOLERANCE = 64
 
 
@@ -63,9 +63,9 @@ class _Declined(enum.IntEnum):
     """What a member has been asked for in vain, since it last used less than then."""
 
     NOTHING = 0
-    #: All that it does not use.
+    #: All memory that the member does not use.
     UNUSED = 1
-    #: All that it can preempt.
+    #: All memory that the member can preempt.
     RUNNING = 2
 
 
@@ -80,15 +80,15 @@ class Member:
     weight: float
     floor: int
     cap: int
-    #: Upper bound of what it has committed, now and until it answers an order.
+    #: Upper bound of what the member has committed, now and until it answers an order.
     granted: int = 0
-    #: The limit that it was last given, or has kept because it uses that much.
+    #: Limit that the member was last given, or has kept because it uses that much.
     limit: int = 0
-    #: The order that it has not answered.
+    #: Order that the member has not answered.
     asked: Order | None = None
-    #: As last told.
+    #: The member's last report.
     holding: Holding = _NOTHING
-    #: It has no floor yet: it waits for one.
+    #: Whether it waits for its floor.
     is_joining: bool = True
     declined: _Declined = _Declined.NOTHING
     #: Number of the event at which it was last busy.
