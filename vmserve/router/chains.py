@@ -39,12 +39,12 @@ class ChainTable:
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
         self._capacity: dict[str, int] = {}
-        #: Of each member, with the turn in which each was last sent.
+        #: Blocks of each member, with the turn in which each was last sent.
         self._blocks: dict[str, OrderedDict[int, int]] = {}
-        #: A bit for each member, and for each block the bits of those that have it.
+        #: Bit of each member, and for each block the bits of those that have it.
         self._bits: dict[str, int] = {}
         self._holders: dict[int, int] = {}
-        #: The bit of whom a block was sent last.
+        #: Bit of the member to which a block was sent last.
         self._last: dict[int, int] = {}
         self._names: dict[int, str] = {}
 

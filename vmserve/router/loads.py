@@ -7,8 +7,8 @@ from typing import Final
 
 __all__ = ["Loads"]
 
-#: So many members are kept in the order in which they were chosen: enough to tell who is likely to
-#: compute a prompt still.
+#: Number of members kept in the order in which they were chosen: these are likely to be computing a
+#: prompt still.
 _LAST: Final = 32
 
 
@@ -17,13 +17,13 @@ class Loads:
 
     def __init__(self) -> None:
         self._of: dict[int, float] = {}
-        #: By load, those that have it.
+        #: Members by load.
         self._at: dict[float, int] = {}
         self._had_turn = 0
-        #: The last to be chosen, in this order, and as a set.
+        #: Members chosen last, in this order, and as a set.
         self._last: OrderedDict[int, None] = OrderedDict()
         self._lately = 0
-        #: All that take requests, and their loads together.
+        #: All members that take requests, and the sum of their loads.
         self.takers = 0
         self.total = 0.0
 

@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 __all__ = ["Choice", "Policy", "Reason", "Router"]
 
 Policy = Literal["prefix", "least-loaded", "round-robin"]
-#: "only": no other takes requests. "prefix": nobody has more of the prompt. "spill": another has
-#: more of it, and too much to do. "least": nobody has any of it. "turn": round robin.
+#: "only": no other takes requests. "prefix": no other has more of the prompt. "spill": another has
+#: more of it, and too much to do. "least": none has any of it. "turn": round robin.
 Reason = Literal["only", "prefix", "spill", "least", "turn"]
 
-#: All members together; a block takes 250 bytes.
+#: Most blocks of all members together; a block takes 250 bytes.
 _MAX_BLOCKS = 1 << 22
-#: Of the load, for a prefix that is hot and for others. 0.5 is the least with which a prefix leaves
-#: one of two members when the other is idle.
+#: Weights of the load, for a prefix that is hot and for others. With less than 0.5, a prefix stays
+#: with one of two members while the other is idle.
 _HOT_WEIGHT, _CALM_WEIGHT = 1.0, 0.6
 
 
