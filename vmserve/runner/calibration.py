@@ -5,7 +5,7 @@ with the same strides and pages; mapping is timed on the same pool. Times are th
 interleaved tries, because other work on the machine only ever adds.
 
 On a GPU, kernels are timed on the device, by events around replays of a graph: a captured step has
-no launches, and the host's part of a step is hidden behind the step before.
+no launches, and the host's part of a step is hidden by the step before.
 
 Caches are warm, because one layer's keys and values are read again and again. So the times compare
 the two views, and are lower bounds of what either costs in a model that fills memory.
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["measure_profile"]
 
 _TRIES = 5
-#: Kernels of two regimes are held to be equally fast if their times differ by less in any try: this
-#: much they differ by chance on a machine with other work.
+#: Relative difference below which kernels of two regimes count as equally fast, if any try has it:
+#: times differ by this much by chance on a machine with other work.
 _RESOLUTION = 0.15
 #: Sequences and positions of the decoding shapes, tokens of the prompt.
 _FEW, _MANY = 1, 4

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["DecodeGraphs", "widths"]
 
 logger = logging.getLogger(__name__)
-#: The shortest captured length, and the distance to the next one.
+#: Shortest captured length, and the factor from one length to the next.
 FIRST_LENGTH = 512
 LENGTH_FACTOR = 4
 #: Steps without an attempt after one that found no memory; twice as many after the next.
@@ -74,7 +74,7 @@ class _Piece:
     k: torch.Tensor
     v: torch.Tensor
     rotary: Rotary | None
-    #: Where the next piece reads attention's result.
+    #: Input of the next piece: attention's result.
     attended: torch.Tensor
 
     def attend(self, attention: AttentionCall, num_rows: int) -> None:
@@ -171,11 +171,11 @@ class DecodeGraphs:
         self._whole: dict[tuple[Regime, int, int], tuple[AttentionPlan, _Captured]] = {}
         self._pieces: dict[int, _Captured] = {}
         self._disabled = ""
-        #: Steps until the next attempt, and the length of the pause before.
+        #: Steps until the next attempt, and length of the pause before.
         self._pause = self._last_pause = 0
         self._logits: torch.Tensor | None = None
         runtime.new_graphs()
-        #: Device memory taken by graphs so far.
+        #: Device memory taken by graphs so far, in bytes.
         self.captured_bytes = 0
 
     @staticmethod
@@ -296,7 +296,7 @@ class DecodeGraphs:
         positions: NDArray[np.int64],
         drawn: torch.Tensor | None,
     ) -> None:
-        """Fill the inputs. Rows behind them keep some token, at some position, of earlier steps.
+        """Fill the inputs. Rows after them keep some token, at some position, of earlier steps.
 
         Tokens that only the device knows are looked up before the replay: graphs read one buffer.
         """

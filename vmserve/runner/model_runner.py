@@ -88,7 +88,7 @@ class StepLogits:
     pooled_rows: tuple[PooledRows, ...] = ()
     hidden: HiddenRows | None = None
     #: Drafts that were computed. ``samplers`` has their sequences once for the known tokens and
-    #: once behind each drafted one, in order.
+    #: once after each drafted one, in order.
     drafts: dict[Sequence, list[int]] = field(default_factory=dict)
 
     def sampling_logits(self, runtime: DeviceRuntime) -> Logits:
@@ -137,13 +137,13 @@ def _has_ended(sequence: Sequence) -> bool:
 class StepColumns:
     """What all ranks compute of a step."""
 
-    #: int64 ``[num_tokens]``
+    #: Tokens, int64 ``[num_tokens]``.
     token_ids: NDArray[np.int64]
-    #: The batch of each regime; their rows follow each other.
+    #: Batch of each regime; their rows follow each other.
     stretches: list[tuple[Regime, RaggedBatch]]
-    #: int64: rows that go through the LM head; None: all, in order.
+    #: Rows that go through the LM head, int64; None: all, in order.
     logits_rows: NDArray[np.int64] | None
-    #: So many of these, the last ones, want final hidden states instead.
+    #: Number of the last of these rows that want final hidden states instead.
     num_hidden: int
 
 
@@ -185,7 +185,7 @@ class ModelRunner:
         self._kernels = kernels
         self._runtime = runtime
         self._graphs = graphs
-        #: The same pages in either view.
+        #: Pages of the states, which are the same in either view.
         self._states = next((each.view.states for each in kernels.values()), None)
         #: The step that has begun, and its states.
         self._begun: tuple[StepPlan, StepStates] | None = None
@@ -485,7 +485,7 @@ class _Wanted:
         self.rows.append(last_row)
 
     def add_draft(self, sequence: Sequence, last_row: int, draft: list[int]) -> None:
-        """Add the rows of a draft behind ``last_row``, that of the last known token."""
+        """Add the rows of a draft after ``last_row``, that of the last known token."""
         self.drafts[sequence] = draft
         self.samplers += [sequence] * len(draft)
         self.sample_rows += range(len(self.rows), len(self.rows) + len(draft))
@@ -503,7 +503,7 @@ def _rows_wanted(plan: StepPlan) -> _Wanted:
     wanted = _Wanted()
     first_draws = plan.first_draws()
     past, ends = plan.num_past, plan.ends
-    # Of the known tokens: drafted ones lie behind.
+    # Rows of the known tokens: drafted ones follow.
     last_rows = np.cumsum(plan.num_new) - 1 - (past + plan.num_new - ends)
     spans = zip(plan.sequences, past.tolist(), ends.tolist(), last_rows.tolist(), strict=True)
     for place, (sequence, num_past, end, last_row) in enumerate(spans):

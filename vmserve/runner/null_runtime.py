@@ -27,7 +27,7 @@ class NullRuntime(CpuRuntime):
     def __init__(self, token_id: int = 17, *, driver: str = "host") -> None:
         super().__init__(driver=driver)
         self.token_id = token_id
-        #: Of the last step.
+        #: Tokens of the last step.
         self.num_tokens = 0
         self._logits = np.zeros((0, 0), dtype=np.float32)
 

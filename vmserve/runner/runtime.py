@@ -62,9 +62,9 @@ class DeviceRuntime(Protocol):
 
     #: "cpu" or "cuda".
     device_type: str
-    #: Torch's name for it, such as "cuda:0".
+    #: Torch's name of the device, such as "cuda:0".
     device_name: str
-    #: Exceptions of a step that finds no memory for its activations.
+    #: Exceptions of a step which finds no memory for its activations.
     memory_errors: tuple[type[Exception], ...]
 
     @property

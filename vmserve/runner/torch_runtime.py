@@ -56,7 +56,7 @@ __all__ = ["CudaRuntime", "TorchCpuRuntime"]
 logger = logging.getLogger(__name__)
 #: torch.cuda has parts without types.
 _cuda: Any = torch.cuda
-#: Runs between two events: one run is not much longer than the resolution of events.
+#: Runs between two events: one run takes little longer than the resolution of events.
 _TIMED_RUNS = 10
 
 
@@ -384,7 +384,7 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-#: Its methods have no types.
+#: TorchDispatchMode, whose methods have no types.
 _DispatchMode: Any = TorchDispatchMode
 
 
