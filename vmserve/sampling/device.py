@@ -83,7 +83,7 @@ class DeviceSampler:
 
     def __init__(self, vocab_size: int, device: Transfers) -> None:
         self.vocab_size = vocab_size
-        #: Rows processed at once.
+        #: Rows that are processed at once.
         self.part_rows = max(1, PART_ELEMENTS // vocab_size)
         self._device = device
         self._host = Sampler(vocab_size)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw", "inverse_cdf", "inverse_cdf_at", "is_cut", "kept"]
 
-#: Weights are summed in blocks of this many before the cumulative sum.
+#: Weights of a block, which are summed before the cumulative sum.
 BLOCK = 128
 
 

@@ -37,16 +37,17 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGIT_BIAS = 100.0
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_CHARS = 1024
-#: Of all words together. A character is up to four ids, in each of three places of a text.
+#: Characters of all words together. A character is up to four ids, in each of three places of a
+#: text.
 MAX_BAD_WORDS_CHARS = 65_536
 MAX_BAD_WORDS_IDS = 12 * MAX_BAD_WORDS_CHARS
-#: Lower temperatures mean greedy, because dividing logits by them overflows.
+#: Temperature below which sampling is greedy: logits divided by less overflow.
 GREEDY_TEMPERATURE = 1e-5
 #: Most ids named in an error message; the rest are counted.
 NAMED_IDS = 64
 
 
-#: "auto": as the model's authors say, else "last".
+#: "auto": the choice of the model's authors, else "last".
 Pooling = Literal["auto", "last", "mean"]
 POOLINGS: Final[tuple[Pooling, ...]] = get_args(Pooling)
 
@@ -361,13 +362,13 @@ SAMPLING_OPTIONS: Final[Mapping[str, Declared]] = {
         if name not in declared_options(SamplingParams)
     },
 }
-#: The ranges of numbers.
+#: Ranges of numbers.
 LIMITS: Final[Mapping[str, Bounds]] = {
     name: dataclasses.replace(declared.option.bounds, integer=declared.type is int)
     for name, declared in SAMPLING_OPTIONS.items()
     if declared.option.bounds is not None
 }
-#: For each class its numbers, with whether they may be None, and its flags.
+#: Numbers of each class, with whether they may be None, and its flags.
 _CHECKED: Final = {
     owner: (
         [(name, field.optional) for name, field in fields.items() if name in LIMITS],

@@ -20,7 +20,7 @@ Word: TypeAlias = Any
 
 _ROUNDS = 10
 _LOW = 0xFFFFFFFF
-#: From this many rows on, arrays are faster than Python's integers.
+#: Number of rows from which arrays are faster than Python's integers.
 _MIN_ARRAY_ROWS = 24
 
 

@@ -37,7 +37,7 @@ class Entries:
 
     ids: Ids
     values: Values
-    #: Row i has entries ``starts[i]`` to ``starts[i + 1]``.
+    #: First entry of each row: row i has entries ``starts[i]`` to ``starts[i + 1]``.
     starts: list[int]
 
     def __iter__(self) -> Iterator[tuple[Ids, Values]]:
@@ -49,10 +49,10 @@ class Entries:
 class Peaks:
     """The likeliest token of each row of logits, and figures for the likelihood of any token."""
 
-    #: The largest value's column, the lowest one among equals: [rows].
+    #: Column of the largest value, the lowest one among equals: [rows].
     ids: Tensor
-    #: The largest value, and the sum over the row of ``exp(value - maximum)``, on the host: [rows].
-    #: The sum is NaN if a value is NaN or +inf, or all are -inf.
+    #: Largest value, and sum over the row of ``exp(value - maximum)``, on the host: [rows]. The sum
+    #: is NaN if a value is NaN or +inf, or all are -inf.
     maxima: Values
     totals: NDArray[np.float64]
 

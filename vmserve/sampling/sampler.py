@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SampledToken", "Sampler", "SamplingRow", "check_logits"]
 
-#: Tokens, log-probabilities and what else was asked for, of each row; the number of repaired rows.
+#: Tokens, log-probabilities and further results of each row; the number of repaired rows.
 _CoreRows: TypeAlias = tuple[list[int], list[float], list[TopTokens | None], int]
 
 
@@ -34,7 +34,7 @@ class Sampler:
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.num_repaired_rows = 0
-        #: Rows sampled by the core.
+        #: Number of rows sampled by the core.
         self.num_core_rows = 0
         self._core = _core.RowSampler(vocab_size, GREEDY_TEMPERATURE)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from vmserve.sampling.params import SamplingParams
 
-    #: ``[rows, vocab]``, on the host or where torch computes.
+    #: Logits ``[rows, vocab]``, on the host or where torch computes.
     Logits: TypeAlias = NDArray[np.float32] | torch.Tensor
 
 __all__ = [
@@ -34,9 +34,9 @@ __all__ = [
     "token_list",
 ]
 
-#: Logits processed at a time.
+#: Logits that are processed at a time.
 PART_ELEMENTS = 2**22
-#: Copies of these that torch's sampler holds at most, in float32, including a device's sort.
+#: Most copies of these that torch's sampler holds, in float32, including a device's sort.
 _WORK_COPIES = 16
 
 #: Token id -> (natural log-probability, rank); the sampled (or prompt) token is the first key.
@@ -69,7 +69,7 @@ class SamplingRow:
     ``num_prompt`` tokens, and its answer so far; the list may grow while the row is kept.
     ``params.bad_words`` are token ids; ``stop_ids``: those that ``min_tokens`` suppresses. ``mask``
     [vocab]: True for tokens that a grammar allows, one of which is always taken. ``drafted``:
-    tokens behind ``tokens`` that are answer only if they are accepted. The lists are only read. The
+    tokens after ``tokens`` that are answer only if they are accepted. The lists are only read. The
     C++ core reads the attributes by name. What no step changes is read once, and ``kept`` for the
     steps to come.
     """
@@ -82,7 +82,7 @@ class SamplingRow:
     stop_ids: frozenset[int]
     mask: NDArray[np.bool_] | None = None
     drafted: tuple[int, ...] = ()
-    #: What was read of the request's lists, for all its rows.
+    #: Results of reading the request's lists, for all its rows.
     shared: Kept = field(default_factory=Kept, repr=False, compare=False)
     kept: Kept = field(default_factory=Kept, init=False, repr=False, compare=False)
 
