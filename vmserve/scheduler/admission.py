@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Admission"]
 
-#: Steps of others that a sequence lets pass while blocks of its prefix are read; then all wait.
+#: Steps of others that a sequence lets pass while blocks of its prefix are read. Then all wait.
 MOST_RESTORING_STEPS = 8
 #: Choices of requests that are admitted in a step, unless more sequences may run or one request has
 #: more.
@@ -40,12 +40,12 @@ class _Opening:
     #: Blocks that stay free while something runs.
     watermark: int
     newcomers: list[Sequence] = field(default_factory=list)
-    #: Choices of the newcomers: all of a request draw their first token in the same step.
+    #: Choices of the newcomers; those of a request draw their first token in the same step.
     num_branches: int = 0
 
 
 class Admission:
-    """Admit a sequence only if all its known tokens fit beside what running sequences may still
+    """Admit a sequence only if all its known tokens fit besides what running sequences may still
     need."""
 
     def __init__(
@@ -69,9 +69,9 @@ class Admission:
         self._regimes = regimes
         self._claims = claims
         self._shares = shares
-        #: In the last call of :meth:`admit`, a sequence was left waiting for its stored prefix.
+        #: Whether the last call of :meth:`admit` left a sequence waiting for its stored prefix.
         self.has_deferred = False
-        #: The sequence that is being started; it stays after an exception.
+        #: Sequence that is being started; it stays after an exception.
         self.starting: Sequence | None = None
 
     @property
@@ -105,7 +105,7 @@ class Admission:
         for sequence in self._claimants(draft):
             is_swapped = sequence.status is SequenceStatus.SWAPPED
             if not (self._swap_in if is_swapped else self._begin)(sequence, opening):
-                return opening.newcomers  # those behind it wait too
+                return opening.newcomers  # those after it wait too
         while self._queues.swapped and self._swap_in(self._queues.swapped[0], opening):
             pass
         if self._queues.swapped or not prompts:

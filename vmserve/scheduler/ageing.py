@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Ageing"]
 
-#: Raised sequences take at most 1 / ``_SHARE`` of the places, and at least one.
+#: Divisor of the places: raised sequences take at most 1 / ``_SHARE`` of them, and at least one.
 _SHARE = 4
-#: Look for sequences that have waited long enough this many times in ``max_wait``.
+#: Looks for sequences that have waited long enough, within ``max_wait``.
 _LOOKS = 16
 
 

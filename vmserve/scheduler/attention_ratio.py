@@ -6,7 +6,7 @@ __all__ = ["AttentionRatio"]
 
 #: Weight of the past when a step is added: about the last hundred steps count.
 _REMEMBERED = 0.99
-#: Bit lengths of numbers of sequences up to this are in a table: every step needs one.
+#: Number of sequences up to which bit lengths are in a table: every step needs one.
 _MOST = 4096
 _SIZES = tuple(num.bit_length() for num in range(_MOST + 1))
 
@@ -20,8 +20,8 @@ class AttentionRatio:
     """
 
     def __init__(self) -> None:
-        #: By (computes prompts, bit length of the number of sequences): sums of measured and
-        #: predicted seconds, the newest weighing most.
+        #: Sums of measured and predicted seconds by (computes prompts, bit length of the number of
+        #: sequences). The newest weigh most.
         self._sums: dict[tuple[bool, int], tuple[float, float]] = {}
 
     def learn(self, num_seqs: int, predicted: float, seconds: float, *, prompts: bool) -> float:

@@ -29,7 +29,7 @@ __all__ = [
     "StepPlan",
 ]
 
-#: A sequence and how many of its tokens a step computes.
+#: A sequence, and the number of its tokens that a step computes.
 StepGrant = tuple[Sequence, int]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -60,15 +60,16 @@ class ScheduledSequence:
 class Columns:
     """What a step reads of its sequences, in columns of ``[sequences]``, read in one pass."""
 
-    #: int64 ``[6, sequences]``; its rows are the properties below.
+    #: int64 ``[6, sequences]``, whose rows are the properties below.
     table: Ints
     #: int64 ``[sequences, 3]``, or 4 with drafts: rows as in :class:`vmserve.memory.base.Growth`.
     growths: Ints
-    #: Each grant is everything that its sequence has to compute.
+    #: Whether each grant is everything that its sequence has to compute.
     takes_last: bool
-    #: Also, each grant is one token behind its sequence's prompt.
+    #: Whether, besides, each grant is one token after its sequence's prompt.
     only_decodes: bool
-    #: Some sequence starts in this step: with a cached prefix, as a fork, or from host memory.
+    #: Whether some sequence starts in this step: with a cached prefix, as a fork, or from host
+    #: memory.
     has_starts: bool
 
     @staticmethod
@@ -108,7 +109,7 @@ class Columns:
         return row
 
     def with_drafts(self, num_drafted: Ints) -> Columns:
-        """The same with so many drafted tokens behind the known ones of each sequence."""
+        """The same with so many drafted tokens after the known ones of each sequence."""
         table = self.table.copy()
         table[5] += num_drafted
         growths = np.column_stack([self.growths, num_drafted])
@@ -193,7 +194,7 @@ class StepPlan:
     columns: Columns
     num_tokens: int
     memory: MemoryPlan
-    #: Tokens that each sequence computes behind its known ones; empty if none does.
+    #: Tokens that each sequence computes after its known ones; empty if none does.
     drafts: tuple[list[int], ...] = ()
 
     @staticmethod
@@ -223,7 +224,7 @@ class StepPlan:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether every sequence computes just its last known token, behind its prompt."""
+        """Whether every sequence computes just its last known token, after its prompt."""
         return self.columns.only_decodes
 
     @property

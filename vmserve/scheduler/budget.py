@@ -22,11 +22,11 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     #: Share of the pool that admission leaves free for decoding, while something runs.
     watermark: float = 0.01
-    #: The widest sliding window of the model's layers; None if a layer sees everything.
+    #: Widest sliding window of the model's layers; None if a layer sees everything.
     window: int | None = None
-    #: The narrowest window of layers that have pages of their own; None if there are none.
+    #: Narrowest window of layers that have pages of their own; None if there are none.
     narrowest_window: int | None = None
-    #: Where chunks of prompts should end; None: anywhere.
+    #: Positions where chunks of prompts should end; None: anywhere.
     checkpoints: Checkpoints | None = None
     #: Seconds after which a waiting request goes before higher priorities; None: never.
     priority_max_wait: float | None = None
@@ -34,15 +34,16 @@ class SchedulerLimits:
     max_scored_tokens: int = 1 << 20
     #: Most pairs of a prompt's token and one that it attends to in a step (:class:`StepBudget`).
     max_pairs: int | None = None
-    #: Never read prompts and decode in the same step (policy "v0", as in the paper).
+    #: Whether prompts are never read in steps that decode (policy "v0", as in the paper).
     separates_phases: bool = False
-    #: With "v0": prompts wait this many times as long as the last ones took, to be read together.
+    #: With "v0": wait of prompts that are to be read together, as a multiple of the time of the
+    #: last ones.
     delay_factor: float = 0.0
 
 
-#: Of a step's pairs, what a sequence may take when others have taken all, as a part.
+#: Divisor of a step's pairs: the part that a sequence may take when others have taken all.
 _PARTS_OF_PAIRS = 64
-#: The shortest chunk of a prompt while there are pairs, as a part of a step's tokens.
+#: Divisor of a step's tokens: the shortest chunk of a prompt while there are pairs.
 _PARTS_OF_TOKENS = 8
 
 
@@ -67,7 +68,7 @@ class StepBudget:
         self.scored = scored
         self._checkpoints = checkpoints
         self._pairs = pairs
-        #: The tenant that took the last of them.
+        #: Tenant that took the last of the pairs.
         self._deep: str | None = None
         self._least_pairs = 0 if pairs is None else pairs // _PARTS_OF_PAIRS
         self._least_tokens = tokens // _PARTS_OF_TOKENS
@@ -109,7 +110,7 @@ class StepBudget:
 
     @staticmethod
     def _tokens_in(pairs: int, num_past: int) -> int:
-        """How many tokens behind ``num_past`` others make so many pairs: n of them make
+        """How many tokens after ``num_past`` others make so many pairs: n of them make
         n * (num_past + n / 2)."""
         return math.isqrt(num_past * num_past + 2 * pairs) - num_past
 

@@ -282,7 +282,7 @@ class Claims:
         return sum(self._forecast.at_most(seq) for seq in group)
 
     def _reserve(self, group: list[Sequence], left: _Occupancy) -> int:
-        """Blocks that must stay free beside these, as for every admission."""
+        """Blocks that must stay free besides these, as for every admission."""
         pages = int(self._limits.watermark * self._memory.limit_pages)
         reserve = pages * self._forecast.blocks_per_page
         if any(seq.was_preempted for seq in group):

@@ -1,4 +1,4 @@
-"""Swap victims out while running sequences continue beside the copies."""
+"""Swap victims out while running sequences continue."""
 
 from __future__ import annotations
 

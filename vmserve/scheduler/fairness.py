@@ -15,7 +15,7 @@ from vmserve.scheduler.sequence import Request, Sequence
 
 __all__ = ["TenantShares"]
 
-#: Generating a token costs about this many times as much as reading one.
+#: Cost of generating a token, as a multiple of that of reading one.
 _OUTPUT_WEIGHT = 2.0
 
 
@@ -26,7 +26,8 @@ class TenantShares:
         self._had: dict[str, float] = {}
         #: Unfinished requests, by tenant.
         self._active: dict[str, set[Request]] = {}
-        #: What the last tenant to leave had: a new tenant starts there if no other is active.
+        #: Service that the last tenant to leave had: a new tenant starts there if no other is
+        #: active.
         self._last = 0.0
 
     def arrived(self, request: Request) -> None:

@@ -4,7 +4,7 @@ Each step spends ``max_num_batched_tokens``: first one token for every decoding 
 long prompt never stalls running answers; then chunks of the prompts being read, in order of
 arrival; then admissions.
 
-A sequence is admitted only if all its known tokens fit beside what running sequences may still
+A sequence is admitted only if all its known tokens fit besides what running sequences may still
 need, so a newcomer never causes the preemption of a half-read prompt. When decoding outgrows the
 pool, the last arrival is preempted: its tokens are computed again later, or swapped to host memory
 (SOSP'23 PagedAttention §4.5), as :mod:`vmserve.scheduler.preemption` decides. Beams of one request
@@ -85,10 +85,10 @@ class FCFSScheduler:
         self._policy = regimes or RegimePolicy("virtual")
         self._shares = shares
         self._clock = clock
-        #: None: the memory is its own.
+        #: Lender of the memory; None: the memory is its own.
         self.lender: Lender | None = None
         self.num_preemptions_total = 0
-        #: Of these, the ones for claims.
+        #: Preemptions for claims, by reason.
         self.num_preemptions_by_claim: dict[ClaimReason, int] = {"priority": 0, "fairness": 0}
         self.num_swaps_total = 0
         self._num_raised_before = 0
@@ -124,16 +124,16 @@ class FCFSScheduler:
             self._ageing = Ageing(
                 limits.priority_max_wait, limits.max_num_seqs, self._queues, self._clock
             )
-        #: The system refused memory below the limit. Nothing is admitted beside running sequences
-        #: until one of them ends, or the refusal would repeat at each step.
+        #: Whether the system refused memory below the limit. Nothing is then admitted while
+        #: sequences run, until one of them ends, or the refusal would repeat at each step.
         self._admission_paused = False
-        #: Of the step that is planned.
+        #: Source of drafts for the step that is planned.
         self._add_drafts: AddDrafts | None = None
-        #: A step was planned and not applied.
+        #: Whether a step was planned and not applied.
         self._has_unapplied_plan = False
-        #: The last reason why admitted newcomers had to wait again.
+        #: Last reason why admitted newcomers had to wait again.
         self._last_shortfall: Shortfall | None = None
-        #: The last step was put off because memory may come.
+        #: Whether the last step was put off because memory may come.
         self.awaits_memory = False
 
     @property
@@ -301,7 +301,7 @@ class FCFSScheduler:
         return plan
 
     def _schedule_ahead(self) -> StepPlan | None:
-        """Running sequences as far as there is room, and newcomers beside them."""
+        """Running sequences as far as there is room, and newcomers with them."""
         self._begin()
         while (claim := self._claims.find()) is not None:
             if claim.victims:
@@ -391,7 +391,7 @@ class FCFSScheduler:
             return True
         gangs = list(dict.fromkeys(sequence.request for sequence in self._running))
         if gangs:
-            # All of them wait for beams for which there is no room beside the others.
+            # All of them wait for beams for which the others leave no room.
             if len(gangs) > 1 or self._others_wait_first(gangs[0]):
                 victims = [seq for seq in self._running if seq.request is gangs[-1]]
                 self._preempt(victims, may_swap=False)  # if swapped, they would come back first
@@ -515,7 +515,7 @@ class FCFSScheduler:
         return answer
 
     def _plan_beside_copies(self, draft: StepDraft) -> tuple[StepDraft, StepPlan | Shortfall]:
-        """Plan one step beside swap copies; if that is not possible, wait for the copies and
+        """Plan one step during swap copies; if that is not possible, wait for the copies and
         plan."""
         with self._memory.without_waiting():
             answer = self._plan_memory(draft)

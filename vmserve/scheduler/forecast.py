@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockForecast", "ForecastAlone"]
 
-#: A preempted sequence returns when all running ones are expected to go on for these many steps.
+#: Steps for which all running sequences are expected to go on when a preempted one returns.
 _STEPS_AHEAD = (4, 8, 16, 32)
 
 

@@ -44,13 +44,13 @@ class SequenceWork(NamedTuple):
 class KernelCosts:
     """Costs of attention over one view."""
 
-    #: Per step with any sequence of the regime: launches, arguments.
+    #: Seconds per step with any sequence of the regime: launches, arguments.
     call: float
-    #: Per sequence.
+    #: Seconds per sequence.
     sequence: float
-    #: Per token read by a decoding sequence.
+    #: Seconds per token read by a decoding sequence.
     read: float
-    #: Per pair of a query and a key in prefill.
+    #: Seconds per pair of a query and a key in prefill.
     pair: float
 
     def seconds(self, work: Iterable[SequenceWork]) -> float:
@@ -85,15 +85,15 @@ class DeviceProfile:
     name: str
     virtual: KernelCosts
     paged: KernelCosts
-    #: Per step, whatever is in it; reading the weights is in ``weights``.
+    #: Seconds per step, whatever is in it; ``weights`` has the time to read the weights.
     step: float
-    #: To read the weights once; work on few tokens is hidden behind it.
+    #: Seconds to read the weights once; they hide the work on few tokens.
     weights: float
-    #: Per token, outside attention.
+    #: Seconds per token, outside attention.
     token: float
-    #: To map one page in a slot, and to unmap one, when the step waits for it.
+    #: Seconds to map one page in a slot, and to unmap one, when the step waits for it.
     map_page: float
-    #: Slowdown of the running step by one mapping in the background.
+    #: Slowdown of the running step by one mapping in the background, in seconds.
     map_page_hidden: float
     copy_bytes_per_second: float
     swap_bytes_per_second: float

@@ -21,7 +21,7 @@ class Queues:
     def __init__(self) -> None:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        #: In host memory, or on the way there.
+        #: Sequences in host memory, or on the way there.
         self.swapped: list[Sequence] = []
 
     def wait(self, sequence: Sequence) -> None:

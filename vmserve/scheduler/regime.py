@@ -31,14 +31,14 @@ __all__ = [
     "Situation",
 ]
 
-#: The paged view must be predicted to save this share of all that differs. Kernels whose times
+#: Share of all differing time that the paged view must be predicted to save. Kernels whose times
 #: differ by chance are equal in the profile already.
 _MARGIN = 0.02
-#: A running batch changes regime if that saves this many times its cost.
+#: Saving for which a running batch changes regime, as a multiple of the cost.
 _WORTH = 2.0
 #: Weight of a new observation in a running average.
 _NEWEST = 0.05
-#: The remembered least time of a step grows by this share with each step.
+#: Share by which the remembered least time of a step grows with each step.
 _FORGOTTEN = 0.001
 #: Tokens that a request is expected to generate before any has ended.
 _FIRST_GUESS = 256
@@ -51,13 +51,13 @@ class Situation(NamedTuple):
     num_virtual: int = 0
     num_paged: int = 0
     num_free_slots: int = 1
-    #: Tokens of its prompt in the prefix cache.
+    #: Tokens of the request's prompt in the prefix cache.
     num_hit: int = 0
-    #: 0: memory to spare; 1: every page is wanted.
+    #: Pressure on memory. 0: memory to spare; 1: every page is wanted.
     pressure: float = 0.0
     #: Share of a virtual sequence's pages that its slot does not have mapped already.
     unmapped_share: float = 1.0
-    #: The page limit of the pool.
+    #: Page limit of the pool.
     limit_pages: int = 1
     #: Seconds of a step that do not depend on its sequences.
     fixed_seconds: float = 0.0
@@ -110,9 +110,9 @@ class RegimeChoice(NamedTuple):
 
     regime: Regime
     reason: str
-    #: Predicted seconds of what differs, by regime; empty if nothing was predicted.
+    #: Predicted seconds that differ, by regime; empty if nothing was predicted.
     predicted: dict[str, float]
-    #: Running sequences, all in the other regime, are to change to this one.
+    #: Whether running sequences, all in the other regime, are to change to this one.
     moves_batch: bool = False
     #: Seconds that the request would have saved in the other regime, had others been there too.
     forgone: float = 0.0
@@ -227,7 +227,7 @@ class CostModel:
     ) -> tuple[float, float]:
         """What changing all sequences of ``regime`` to the other saves, and what it costs.
 
-        ``num_steps``: steps for which both regimes are expected to run beside each other.
+        ``num_steps``: steps for which both regimes are expected to run in parallel.
         ``page_step_seconds``: as in :class:`Situation`.
         """
         kernels, others = self.profile.kernels(regime), self.profile.kernels(regime.other)

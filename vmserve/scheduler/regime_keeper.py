@@ -11,7 +11,7 @@ from vmserve.scheduler.siblings import has_followers
 
 __all__ = ["RegimeKeeper"]
 
-#: Memory is scarce if less than this share of the pool is available.
+#: Share of the pool below which available memory counts as scarce.
 _SCARCE = 0.2
 #: Share of the slots' history that is forgotten with each request.
 _FADED = 0.05

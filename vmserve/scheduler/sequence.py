@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 __all__ = ["Changes", "Gang", "Request", "Sequence", "SequenceStatus"]
 
 
-#: Before every priority.
+#: Rank before every priority.
 _FIRST_RANK = -(1 << 63)
 
 
 class SequenceStatus(enum.Enum):
-    #: In no queue: it starts as a fork of the sibling that computes the prompt.
+    #: In no queue: the sequence starts as a fork of the sibling that computes the prompt.
     FOLLOWING = "following"
     WAITING = "waiting"
     RUNNING = "running"
-    #: Preempted; its keys and values are in host memory.
+    #: Preempted; keys and values are in host memory.
     SWAPPED = "swapped"
     FINISHED = "finished"
 
@@ -70,35 +70,35 @@ class Request:
     params: SamplingParams
     #: Most tokens for each sequence: the user's limit, capped by the context.
     max_tokens: int
-    #: The resolved seed: choice ``j`` draws from the stream (seed, j).
+    #: Resolved seed: choice ``j`` draws from the stream (seed, j).
     seed: int
     arrival: int
     metrics: RequestMetrics
     priority: int = 0
-    #: Lower ranks are served first: the priority if the policy uses it, else 0.
+    #: Rank: lower ones are served first. It is the priority if the policy uses it, else 0.
     rank: int = 0
-    #: ``time.monotonic()`` at which it fails unless it has ended; None: never.
+    #: ``time.monotonic()`` at which the request fails unless it has ended; None: never.
     deadline: float | None = None
-    #: The account that it is charged to, with fair sharing.
+    #: Account that the request is charged to, with fair sharing.
     tenant: str = ""
-    #: The memory core's tenant: pages are scrubbed when they pass to another one.
+    #: Tenant of the memory core: pages are scrubbed when they pass to another one.
     memory_tenant: int = 0
-    #: Only requests with the same salt share cached prefixes.
+    #: Salt of cached prefixes: only requests with the same one share them.
     cache_salt: bytes = b""
     stream: bool = False
     #: EOS and stop ids, which ``min_tokens`` suppresses.
     stop_ids: frozenset[int] = frozenset()
-    #: What samplers have read of its lists.
+    #: Results of samplers that have read its lists.
     kept: Kept = field(default_factory=Kept)
     sequences: list[Sequence] = field(default_factory=list)
-    #: The regime that its sequences are kept in, or will be; None: not decided yet.
+    #: Regime that its sequences are kept in, or will be; None: not decided yet.
     regime: Regime | None = None
 
     #: Most sequences that run at once: choices, or beams.
     num_branches: int = 1
-    #: The beam search, if it is one; its sequences are the running beams.
+    #: Beam search, if it is one; its sequences are the running beams.
     beams: Gang | None = None
-    #: Its grammar is being compiled, and the scheduler does not know it yet.
+    #: Whether its grammar is being compiled, and the scheduler does not know it yet.
     is_compiling: bool = False
 
     @property
@@ -134,18 +134,18 @@ class Sequence:
     tokens: list[int]
     num_prompt: int
     num_computed: int = 0
-    #: Its id in the KV memory, None without memory, and the view it is kept in.
+    #: Id in the KV memory, None without memory; and the view that it is kept in.
     memory_id: int | None = None
     regime: Regime = Regime.VIRTUAL
-    #: How it starts or comes back in memory; part of each plan until one is applied.
+    #: How the sequence starts or comes back in memory; part of each plan until one is applied.
     start: Attach | Fork | SwapIn | None = None
-    #: It was preempted: it comes back only if there is room for more than its next token.
+    #: Whether it was preempted: it comes back only if there is room for more than its next token.
     was_preempted: bool = False
-    #: It has waited so long that it goes before all ranks.
+    #: Whether it has waited so long that it goes before all ranks.
     is_raised: bool = False
-    #: It began with blocks written by others: cached ones or a sibling's.
+    #: Whether it began with blocks written by others: cached ones or a sibling's.
     borrowed: bool = False
-    #: It did not fit even alone with borrowed blocks: it does without them.
+    #: Whether it did not fit even alone with borrowed blocks: it does without them.
     starts_over: bool = False
     #: Steps in which it waited for blocks of its prefix that were being read from a store.
     num_restoring_steps: int = 0
@@ -155,9 +155,9 @@ class Sequence:
     #: Prompt positions whose log-probabilities or hidden states are taken. A preempted sequence
     #: computes its prompt again, but must not report it twice.
     num_prompt_scored: int = 0
-    #: The state of the grammar that the answer must match, if there is one.
+    #: State of the grammar that the answer must match, if there is one.
     guide: Guide | None = None
-    #: What the sampler reads of it, made for its first token.
+    #: The sampler's view of it, made for its first token.
     sampling: SamplingRow | None = None
 
     @property
