@@ -111,9 +111,9 @@ class KeyRing:
         if not self._keys:
             return Caller()
         scheme, _, key = (authorization or b"").partition(b" ")
-        # Digests are of one length, so that a comparison tells nothing of a key's length.
+        # Digests are of one length, so that a comparison reveals nothing of a key's length.
         given = hashlib.sha256(key.strip()).digest()
-        # Every key is compared: stopping at a match would tell which one it was.
+        # Every key is compared: stopping at a match would reveal which one it was.
         matches = [hmac.compare_digest(given, digest) for _, digest in self._keys]
         if scheme.lower() != b"bearer" or not any(matches):
             return None

@@ -293,7 +293,7 @@ class ServerConfig:
             unit="seconds",
         ),
     ] = WRITE_STALL_SECONDS
-    #: What tenants' salts are derived from; empty: made anew by each process.
+    #: Secret from which tenants' salts are derived; empty: made anew by each process.
     tenant_secret: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:

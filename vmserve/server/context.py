@@ -33,7 +33,7 @@ from vmserve.server.words.protocol import (
 __all__ = ["NamesModel", "ServerContext"]
 
 T = TypeVar("T")
-#: Requests that may say which model they are for.
+#: Requests that may name their model.
 NamesModel = (
     GenerationRequest
     | ResponsesRequest
@@ -55,7 +55,7 @@ class ServerContext:
         self.config = config
         self.lifecycle = Lifecycle()
         self.keys = keys
-        #: Who may use admin routes; None: there are no such routes.
+        #: Keys of admin routes; None: there are no such routes.
         self.admin_keys = (
             None if config.admin_api_key is None else KeyRing([ApiKey.of("", config.admin_api_key)])
         )

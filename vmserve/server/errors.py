@@ -56,7 +56,8 @@ _TYPES = {
     504: "GatewayTimeoutError",
 }
 
-#: ``error.code`` is one of OpenAI's strings, which clients compare, or None (decision 0087).
+#: Values of ``error.code``: one of OpenAI's strings, which clients compare, or None (decision
+#: 0087).
 CODES: Final = (
     "context_length_exceeded",
     "invalid_api_key",
@@ -67,7 +68,7 @@ CODES: Final = (
     "rate_limit_exceeded",
     "unsupported_parameter",
 )
-#: Of errors that say none themselves.
+#: Codes of errors that name none themselves.
 _CODES_BY_STATUS: Final = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 
 #: Anthropic's names of errors; other statuses are an "api_error".

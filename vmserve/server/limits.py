@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 MAX_BODY_BYTES: Final = 4 * 1024**2
-#: Of all bodies whose requests have not ended: those of one tenant, and of all together.
+#: Bytes of all bodies whose requests have not ended: those of one tenant, and of all together.
 MAX_HELD_BYTES_OF_ONE: Final = 64 * 1024**2
 MAX_HELD_BYTES: Final = 256 * 1024**2
 #: Nesting of arrays and objects in a body.
@@ -53,28 +53,28 @@ MAX_DEPTH: Final = 64
 MAX_CONTAINERS: Final = 65_536
 #: Log-probabilities that one request may have: positions times tokens at each.
 MAX_LOGPROB_ENTRIES: Final = 500_000
-#: Of them, in one step, for several choices.
+#: Log-probabilities of a request in one step, for several choices.
 MAX_LOGPROBS_AT_ONCE: Final = 8192
 #: Ids in lists of a request's parameters, and characters of its texts / 16, for all its prompts
 #: together: each prompt takes them to the engine.
 MAX_REPEATED: Final = 1_000_000
-#: Of a conversation that is to be truncated or counted, so many times the context is read.
+#: Length of a conversation that is read to truncate or count it, as a multiple of the context.
 MAX_CONTEXTS: Final = 16
 MAX_HEADER_BYTES: Final = 32 * 1024
-#: A whole body has to arrive within this time.
+#: Time in which a whole body has to arrive.
 BODY_TIMEOUT_SECONDS: Final = 30.0
-#: The head of a request has to arrive within this time of its first byte.
+#: Time from its first byte in which the head of a request has to arrive.
 HEAD_TIMEOUT_SECONDS: Final = 30.0
-#: A connection whose write buffer stays full for so long is cut.
+#: Time after which a connection is cut if its write buffer stays full.
 WRITE_STALL_SECONDS: Final = 30.0
-#: What the system keeps for a connection whose client does not read: it grows no further.
+#: Buffer of the system for a connection whose client does not read; it grows no further.
 MAX_SEND_BYTES: Final = 256 * 1024
-#: Of an error's message as JSON; with its envelope an error body stays under 2 KiB.
+#: Bytes of an error's message as JSON; with its envelope an error body stays under 2 KiB.
 MAX_MESSAGE_BYTES: Final = 1600
 
 _INT32 = 2**31 - 1
 
-#: Ranges of what only HTTP requests have; those of sampling fields are in
+#: Ranges of fields that only HTTP requests have; those of sampling fields are in
 #: :data:`vmserve.sampling.params.LIMITS`.
 NUMBERS: Final[dict[str, Bounds]] = {
     **LIMITS,
@@ -90,8 +90,8 @@ NUMBERS: Final[dict[str, Bounds]] = {
     "weight": Bounds(0, 1_000_000, open_low=True),
 }
 
-#: Fewest and most characters of a string, entries of a list or keys of an object.
-#: What has a body's worth of room is bounded by MAX_BODY_BYTES, and later by the context.
+#: Fewest and most characters of a string, entries of a list or keys of an object. Fields that may
+#: fill a body are bounded by MAX_BODY_BYTES, and later by the context.
 SIZES: Final[dict[str, tuple[int, int]]] = {
     "allowed_token_ids": (1, 300_000),
     "bad_words": (0, MAX_BAD_WORDS),

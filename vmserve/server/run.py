@@ -30,13 +30,13 @@ __all__ = ["serve", "stop_on_signals"]
 logger = logging.getLogger(__name__)
 
 _SWITCH_SECONDS: Final = 0.0005
-#: The garbage collector visits all that requests hold, and streams wait for it: it comes seldom,
-#: and when large requests have passed (:mod:`vmserve.server.net.idle`).
+#: Thresholds of the garbage collector. It visits all that requests hold while streams wait, so it
+#: runs seldom, and after large requests (:mod:`vmserve.server.net.idle`).
 _GC_THRESHOLDS: Final = (20_000, 20, 10)
-#: After the drain: for last bytes to leave, and for idle connections to close.
+#: Seconds after the drain for last bytes to leave, and for idle connections to close.
 FLUSH_SECONDS: Final = 3.0
-#: How long a connection may wait for its next request. Longer than clients and balancers keep
-#: theirs (httpx: 5, most balancers: 60): who closes first must not be us, just as they write.
+#: Seconds that a connection may wait for its next request. It is longer than that of clients and
+#: balancers (httpx: 5, most balancers: 60): the server must not close first, just as they write.
 _KEEP_ALIVE_SECONDS: Final = 75
 
 

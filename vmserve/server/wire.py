@@ -17,7 +17,7 @@ __all__ = ["JSON_TYPE", "TextTemplate", "dump_json", "dump_parts", "parse_json"]
 
 JSON_TYPE: Final = "application/json"
 
-#: Stands for an iterator while the rest is written; nobody outside of this process can know it.
+#: Placeholder of an iterator while the rest is written; nobody outside of this process can know it.
 _LEFT_OUT: Final = uuid.uuid4().hex
 #: An escape that may be half of a surrogate pair; text with a lone half has no UTF-8 form.
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -64,7 +64,7 @@ class TextTemplate:
 
     __slots__ = ("_after", "_before")
 
-    #: Nobody outside of this process can know it.
+    #: Placeholder of the text; nobody outside of this process can know it.
     TEXT: Final = uuid.uuid4().hex
 
     def __init__(self, value: Any) -> None:

@@ -14,7 +14,7 @@ from vmserve.server.limits import MAX_HELD_BYTES, MAX_HELD_BYTES_OF_ONE
 __all__ = ["Admission", "BodyBytes", "Ticket", "Visit"]
 
 
-#: What may wait at least, where options do not say.
+#: Requests and tokens that may wait at least, where options do not say.
 _REQUESTS: Final = 1024
 _TOKENS: Final = 8_000_000
 
@@ -23,7 +23,7 @@ _TOKENS: Final = 8_000_000
 class Visit:
     """A running HTTP request: its tenant and the size of its body so far."""
 
-    #: Whoever has the key; where there are no keys, the client's address.
+    #: The key's owner; where there are no keys, the client's address.
     tenant: str
     num_bytes: int = 0
 
@@ -93,8 +93,8 @@ class Admission:
         self._max_tokens = max_tokens
         self._num_running = num_running
         self._max_running = max_running
-        #: From the oldest to the youngest ticket: those that were taken to run when that was asked
-        #: last, and those that were taken to wait, with what they are together.
+        #: Tickets from the oldest to the youngest: those that counted as running at the last look,
+        #: and those that counted as waiting, with their sums.
         self._running: OrderedDict[Ticket, None] = OrderedDict()
         self._waiting: OrderedDict[Ticket, None] = OrderedDict()
         self._waiting_requests = self._waiting_tokens = 0

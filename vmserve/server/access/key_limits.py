@@ -18,19 +18,19 @@ from vmserve.server.errors import ApiError
 
 __all__ = ["KeyLedger", "KeyUse"]
 
-#: Accounts of tenants that have nothing under way are looked through when there are so many.
+#: Number of accounts at which those of tenants that have nothing under way are looked through.
 _MANY_ACCOUNTS = 1024
 
 
 @dataclass(eq=False, slots=True)
 class _Account:
     limits: KeyLimits
-    #: Tokens that may be used now; below 0 for answers that took more.
+    #: Tokens that may be used now; below 0 after answers that took more.
     balance: float
     counted: float
     num_requests: int = 0
     num_running: int = 0
-    #: Who waits for sequences to end, in order, and how many it wants.
+    #: Requests which wait for sequences to end, in order, and how many each wants.
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque)
 
     def refill(self, now: float) -> None:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChatDialect:
-    """``parser``: how calls are written. ``tells_tools``: the system message tells of tools, since
+    """``parser``: how calls are written. ``tells_tools``: the system message describes tools, since
     the template does not. ``thinks``: answers begin with reasoning."""
 
     parser: str

@@ -29,7 +29,7 @@ class PoolShare:
         self.pool = pool
         self._name = name
         self._terms: dict[str, Any] = {"weight": weight, "floor": floor, "cap": cap}
-        #: What it needed when it was awake last; 0: it never was.
+        #: Bytes that the model needed when it was last awake; 0: it never was.
         self._least_bytes = 0
 
     async def join(self, client: object, pinned: Sequence[int] = ()) -> None:

@@ -19,7 +19,8 @@ __all__ = ["Models", "Share"]
 logger = logging.getLogger(__name__)
 
 Make = Callable[[str, Mapping[str, Any]], ServedModel]
-#: Makes the memory of the only model a pool that others can share, and what makes these.
+#: Turns the memory of the only model into a pool that others can share, and returns what makes
+#: these.
 Share = Callable[[ServedModel], Awaitable[tuple[Make, KVPool]]]
 
 
@@ -69,7 +70,7 @@ class Models:
 
     @property
     def have_states(self) -> bool:
-        """Whether there is more to tell of a model than that it is served."""
+        """Whether there is more to report of a model than that it is served."""
         several = self._make is not None or len(self._served) > 1
         return several or self.default.config.idle_unload is not None
 

@@ -1,4 +1,4 @@
-"""What the server tells of its models: rows of the live page, cards of ``/v1/models``, metrics."""
+"""What the server reports on models: rows of the live page, cards of ``/v1/models``, metrics."""
 
 from __future__ import annotations
 

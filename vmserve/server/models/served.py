@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 ModelState = Literal["asleep", "waking", "ready", "failed", "leaving"]
 Load = Callable[[], Awaitable[EngineClient]]
 
-#: The first and the longest pause before a model that did not start is tried again.
+#: First and longest pause before a model that did not start is tried again.
 _RETRY_SECONDS: Final = 1.0
 _LONGEST_RETRY_SECONDS: Final = 60.0
 #: The directories of a path; "and/or" and URLs have none.
@@ -81,22 +81,23 @@ class ServedModel:
         self.num_rejected = 0
         self.num_requests = 0
         self.wake_seconds = Histogram(_WAKE_BOUNDS)
-        #: Seconds for which requests waited for the model to wake, in all, and who waits now.
+        #: Total seconds for which requests waited for the model to wake, and the number which wait
+        #: now.
         self.waited_seconds = 0.0
         self.num_waiting = 0
         self.last_used = clock()
         self._engine = engine
         self._load = load
         self.memory = memory
-        #: Those that its client does not know yet, which has them pinned again.
+        #: Prefixes which its client does not know yet, and pins again.
         self._unpinned = prefixes
         self._clock = clock
         self._state: ModelState = "asleep" if engine is None else "ready"
         self._is_leaving = False
         self._waking: asyncio.Task[None] | None = None
-        #: Held while the engine's process is started or ended.
+        #: Lock held while the engine's process is started or ended.
         self._changing = asyncio.Lock()
-        #: Why it cannot be used, and when that is tried again.
+        #: Reason why it cannot be used, and the time of the next attempt.
         self._failure: ApiError | EngineDeadError | None = None
         self._error: Exception | None = None
         self._retry_at = 0.0
@@ -422,7 +423,7 @@ def _fingerprint(identity: str) -> str:
 
 
 def without_directories(text: str) -> str:
-    """``text`` with the last part of each path alone: what clients are told of files."""
+    """``text`` with the last part of each path alone: all that clients learn of files."""
     return _DIRECTORIES.sub("", text)
 
 

@@ -1,4 +1,4 @@
-"""What ``/tokenizer_info`` tells."""
+"""What ``/tokenizer_info`` reports."""
 
 from __future__ import annotations
 

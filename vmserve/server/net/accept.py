@@ -27,9 +27,9 @@ __all__ = ["Acceptor", "Tally", "counted_address"]
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 2048
-#: Connections accepted before other work of the event loop has its turn.
+#: Connections that are accepted before other work of the event loop has its turn.
 _BATCH: Final = 64
-#: How long nothing is accepted after the system had no room for a connection.
+#: Seconds for which nothing is accepted after the system had no room for a connection.
 _PAUSE_SECONDS: Final = 1.0
 _NO_ROOM: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 #: Failures of one connection, not of the listener (Linux passes pending network errors on).

@@ -20,7 +20,7 @@ from vmserve.server.wire import parse_json
 __all__ = ["main"]
 
 _NICE: Final = 10
-#: Bytes that tasks never take, with the interpreter.
+#: Memory that tasks never reach, including the interpreter's, in bytes.
 _MAX_MEMORY: Final = 4 << 30
 
 

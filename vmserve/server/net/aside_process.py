@@ -27,8 +27,8 @@ from vmserve.system.processes import child_environment
 
 __all__ = ["MOST_BYTES_IN_THREAD", "MOST_CHARS_IN_THREAD", "AsideProcesses", "Tokens"]
 
-#: Longer bodies are parsed by a process: the parser of JSON holds the lock for 10 ms at most for a
-#: text of this size.
+#: Longer bodies are parsed by a process. For a text of this size the parser of JSON holds the lock
+#: for 10 ms at most.
 MOST_BYTES_IN_THREAD: Final = 128 * 1024
 #: Longer texts are encoded by a process: their tokens are freed in some 20 ms.
 MOST_CHARS_IN_THREAD: Final = 256 * 1024

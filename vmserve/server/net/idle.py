@@ -12,7 +12,7 @@ from vmserve.system.heap import MemoryReturn
 
 __all__ = ["IdleWork"]
 
-#: Seconds without the end of a request with a body, before memory goes back to the system, and
+#: Seconds without the end of a request with a body. Then memory goes back to the system, and
 #: processes for large ones end.
 _IDLE_SECONDS: Final = 5.0
 

@@ -29,7 +29,7 @@ __all__ = [
 
 #: Descriptors kept for everything but connections, or half of all where there are few.
 _OTHER_DESCRIPTORS: Final = 256
-#: The default however many descriptors there are: each connection takes some kilobytes.
+#: Bound of the default, however many descriptors there are: each connection takes some kilobytes.
 _MOST_CONNECTIONS: Final = 16_384
 
 
@@ -127,7 +127,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def cannot_bind(where: str, error: OSError | UnicodeError) -> VmserveError:
-    """What to tell whoever asked for the address."""
+    """The message for whoever asked for the address."""
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return VmserveError(f"{where} is in use by another process: choose another --port or --uds")
     # Python's own errors (a path of more than 107 bytes) have a text and no number.

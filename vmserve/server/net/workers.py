@@ -22,7 +22,7 @@ from vmserve.server.errors import ApiError
 __all__ = ["LONG_WORK", "Lane", "Workers", "stopped_by"]
 
 T = TypeVar("T")
-#: A body of so many bytes takes some 10 ms to prepare; larger ones go to the long lane.
+#: Bytes of a body that takes some 10 ms to prepare; larger ones go to the long lane.
 LONG_WORK: Final = 32 * 1024
 _THREADS: Final = 2
 
@@ -76,7 +76,7 @@ class _Stopping(AbstractContextManager[None]):
         self._work.may_be_stopped(None)
 
 
-#: The work of this thread.
+#: Work of this thread.
 _current = threading.local()
 
 
@@ -103,7 +103,7 @@ class Lane:
         self._num_free = num_threads
         self._most_of_one = max(1, num_threads - 1)
         self._busy: Counter[str] = Counter()
-        #: Only tenants that wait, in the order of their turns.
+        #: Tenants which wait, in the order of their turns, and their work.
         self._waiting: dict[str, deque[_Work]] = {}
 
     async def run(self, tenant: str, call: Callable[[], T]) -> T:
@@ -146,7 +146,7 @@ class Lane:
             queue = self._waiting.pop(tenant)
             work = queue.popleft()
             if queue:
-                self._waiting[tenant] = queue  # behind the others
+                self._waiting[tenant] = queue  # after the others
             self._begin(tenant, work)
 
     def _begin(self, tenant: str, work: _Work) -> None:

@@ -1,1 +1,1 @@
-"""What metrics and traces tell."""
+"""What metrics and traces report."""

@@ -16,7 +16,7 @@ __all__ = ["WINDOW_SECONDS", "RecentLatencies"]
 
 WINDOW_SECONDS: Final = 60.0
 _MAX_OBSERVATIONS: Final = 4096
-#: Numbers of an observation: when it was, seconds to the first token and between tokens.
+#: Numbers of an observation: its time, seconds to the first token and between tokens.
 _COLUMNS: Final = 3
 
 
@@ -25,8 +25,8 @@ class RecentLatencies:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        #: Observations, oldest first; NaN for what there was not. Packed: objects that are made
-        #: among those of requests would keep the memory of these.
+        #: Observations, oldest first; NaN for missing numbers. They are packed: objects made among
+        #: those of requests would keep the memory of these.
         self._seen = array("d")
 
     def observe(self, times: RequestMetrics, num_tokens: int) -> None:

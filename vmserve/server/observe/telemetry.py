@@ -58,7 +58,7 @@ _HISTOGRAMS: Final[dict[str, tuple[str, Sequence[float]]]] = {
     "request_num_preemptions": ("How often a request was preempted.", _FEW),
 }
 
-#: Counters that must be there even while the engine has nothing to say of them.
+#: Counters which must be there even while the engine reports none.
 _COUNTERS: Final = {
     "num_preemptions": "Requests that had to make room for others.",
     "prompt_tokens": "Prompt tokens taken in.",
@@ -90,7 +90,7 @@ _VLLM_FAMILIES: Final = frozenset(
         "request_success",
     ]
 )
-#: Between pieces of some milliseconds.
+#: Seconds between pieces of some milliseconds.
 _PAUSE_SECONDS: Final = 50e-6
 _FINISH_REASONS: Final = ("stop", "length", "abort")
 
@@ -123,7 +123,7 @@ class Telemetry:
     def __init__(self) -> None:
         self._histograms = {name: Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._finished: Counter[str] = Counter(dict.fromkeys(_FINISH_REASONS, 0))
-        #: By regime, and the reason for it.
+        #: Number of requests by regime and the reason for it.
         self._regimes: Counter[tuple[str, str]] = Counter()
         self.recent = RecentLatencies()
 
@@ -184,16 +184,16 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True)
 class ModelFigures:
-    """What ``/metrics`` tells of one model, as of one moment: :meth:`families` may take long, and
+    """What ``/metrics`` reports on one model, as of one moment: :meth:`families` may take long, and
     run on any thread."""
 
     model_name: str
-    #: None if it was never loaded.
+    #: Context of the model; None if it was never loaded.
     max_model_len: int | None
     kv_cache_dtype: str | None
-    #: What its telemetry observed, with :meth:`labels`.
+    #: Observations of its telemetry, with :meth:`labels`.
     observed: Sequence[Metric]
-    #: Of the engine, or of none where there may be several.
+    #: Figures of the engine; empty where there may be several.
     stats: Mapping[str, float | int]
     num_rejected: int
     num_failed: int
@@ -225,7 +225,7 @@ def render_metrics(
 
     ``vllm_metrics``: under vLLM's names as well. ``accept``: the header that asks for OpenMetrics
     or Prometheus' own format, which is the default. It takes long where there are many engines, and
-    is for a thread beside the event loop's.
+    is for a thread next to the event loop's.
     """
     merged: dict[str, Metric] = {}
     for figures in models:

@@ -35,7 +35,7 @@ _PACKAGES = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.trace.propagation.tracecontext",
 )
-#: For spans that wait while the collector does not answer, when the server ends.
+#: Time for spans that wait while the collector does not answer, when the server ends.
 _FLUSH_MILLISECONDS = 2000
 
 

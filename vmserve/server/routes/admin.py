@@ -25,13 +25,13 @@ from vmserve.server.words.protocol import (
 
 __all__ = ["ADMIN_PATHS", "ENGINE_PATHS", "MODEL_PATHS", "AdminService"]
 
-#: The last two are the names that vLLM and SGLang have for one thing.
+#: Paths for memory and caches; the last two are the names that vLLM and SGLang have for one thing.
 ADMIN_PATHS: Final = frozenset({"/v1/kv/memory", "/reset_prefix_cache", "/flush_cache"})
-#: Those that are posted to: with other methods they are names of models.
+#: Paths that take POST: with other methods they are names of models.
 MODEL_PATHS: Final = frozenset(
     f"/v1/models/{change}" for change in ("add", "remove", "change", "sleep", "wake")
 )
-#: What all routes begin with that are about one of several engines.
+#: Prefix of all routes that are about one of several engines.
 ENGINE_PATHS: Final = "/v1/engines/"
 #: Fields of :class:`AddModelRequest` that tables of ``--models-config`` have too.
 _TABLE: Final = ("weight", "kv_floor", "kv_cap", "preload")

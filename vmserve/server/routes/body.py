@@ -21,7 +21,7 @@ __all__ = ["MOST_BYTES_ON_LOOP", "read_json", "read_model"]
 Model = TypeVar("Model", bound=RequestModel)
 T = TypeVar("T")
 
-#: Larger bodies are parsed by a thread, or by another process.
+#: Bytes above which bodies are parsed by a thread, or by another process.
 MOST_BYTES_ON_LOOP: Final = 16 * 1024
 
 

@@ -52,7 +52,7 @@ class RenderedChat:
     text: str
     token_ids: list[int]
     role: str
-    #: The last message's content, where the answer has the same role.
+    #: Content of the last message, where the answer has the same role.
     echo: str
 
 
@@ -335,7 +335,7 @@ class _Reply:
     ) -> AsyncGenerator[Chunk, None]:
         """Per choice the role and then each new piece; the usage at the end if asked for.
 
-        The role waits for the first piece, so that the first event of a choice tells when
+        The role waits for the first piece, so that the first event of a choice shows when
         its first token came.
         """
         buffers: dict[int, StreamedChoice] = {}

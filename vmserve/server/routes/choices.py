@@ -11,7 +11,7 @@ from vmserve.types import CompletionOutput
 
 __all__ = ["Said", "StreamedChoice", "begun_with", "with_echo"]
 
-#: A delta of a message, and the tokens that it comes from.
+#: Deltas of a message, and the tokens that they come from.
 Said = list[tuple[dict[str, Any], Piece]]
 
 
@@ -27,7 +27,7 @@ class StreamedChoice:
         self.num_pieces = 0
         #: Tokens that chunks have reported.
         self.num_told = 0
-        #: Of chunks whose text is all that is new.
+        #: Template of chunks in which only the text is new.
         self.template: TextTemplate | None = None
 
     def reason(self, finish_reason: str | None) -> str | None:

@@ -55,7 +55,7 @@ from vmserve.types import CompletionOutput, RequestOutput
 __all__ = ["CompletionService"]
 
 _DEFAULT_MAX_TOKENS: Final = 16
-#: About.
+#: Approximate characters of a token.
 _CHARS_PER_TOKEN: Final = 4
 
 
@@ -409,6 +409,6 @@ class _ChoiceStream:
         self.index = index
         self.job = job
         self.started = False
-        #: Of the chunks between the first and the last, where their text is all that is new.
+        #: Template of the chunks between the first and the last, where only the text is new.
         self.template: TextTemplate | None = None
         self.text_offset = 0

@@ -204,7 +204,7 @@ class ChoiceBuffer:
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._logprobs: LogprobsList = []
-        #: Handed out so far.
+        #: Tokens that were handed out so far.
         self.num_tokens = 0
         self.num_pieces = 0
 

@@ -1,4 +1,4 @@
-"""Routes that tell of the server: models, health, version, load, memory, metrics."""
+"""Routes that describe the server: models, health, version, load, memory, metrics."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vmserve.version import __version__
 __all__ = ["InfoService", "InvocationService"]
 
 
-#: A line of ``/metrics``.
+#: Bytes of a line of ``/metrics``.
 _FIGURE_BYTES: Final = 90
 
 

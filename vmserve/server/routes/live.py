@@ -33,14 +33,14 @@ from vmserve.version import __version__
 
 __all__ = ["LIVE_PAGE_PATHS", "LiveView", "Pages"]
 
-#: Pages and their files tell nothing of the server, and are open: a page asks for the key.
+#: Pages and their files, which are open and reveal nothing of the server: a page asks for the key.
 LIVE_PAGE_PATHS: Final = frozenset(
     {"/", "/live.css", "/chat.css", "/live.js", "/chat.js", "/text.js", "/docs", "/docs.js"}
 )
-#: However many look on, the engine is asked this often at most.
+#: Least seconds between two questions to the engine, however many look on.
 REFRESH_SECONDS: Final = 0.25
 _FIRST_CELL: Final = ord("0")
-#: What a model that sleeps has.
+#: Pool of a model that sleeps.
 _NO_POOL: Final = PoolMap(0, 1, b"", {}, [])
 _HEADERS: Final = {
     "content-security-policy": (

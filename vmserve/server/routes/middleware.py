@@ -56,12 +56,12 @@ _WITHOUT_VERSION: Final = frozenset(
     }
 )
 _BELOW_WITHOUT_VERSION: Final = ("/models/", "/responses/")
-#: What operators look at must answer while requests drain.
+#: Paths for operators, which must be answered while requests drain.
 _ANSWERED_WHILE_DRAINING: Final = (
     frozenset({"/live", "/metrics", "/load", "/v1/kv", "/v1/kv/live", "/version"}) | LIVE_PAGE_PATHS
 )
 _ALWAYS_OPEN: Final = frozenset({"/health", "/live"}) | LIVE_PAGE_PATHS
-#: Headers that decide who calls.
+#: Headers that identify the caller.
 _ONCE: Final = (b"authorization", b"x-api-key", b"host", b"origin")
 _STATUS_PATHS: Final = frozenset({"/ping", "/ready", "/version"})
 
@@ -84,7 +84,7 @@ class Boundary:
         if not scope["path"].startswith("/"):
             _take_apart(scope)
         if self._root_path and scope["path"] == self._root_path:
-            # Without the slash, what the live page asks for would go beside the root path.
+            # Without the slash, what the live page asks for would leave out the root path.
             await RedirectResponse(f"{self._root_path}/", 308)(scope, receive, send)
             return
         given = _header(scope, b"x-request-id")

@@ -144,7 +144,7 @@ def _error_reply(path: str) -> dict[str, Any]:
     }
 
 
-#: Each event of a stream, as the sequential media types of OpenAPI have it.
+#: Schema of a stream's events, as the sequential media types of OpenAPI have it.
 _EVENT = {
     "type": "object",
     "description": "A chunk as `data:`, of some endpoints with its kind as `event:`; last [DONE].",

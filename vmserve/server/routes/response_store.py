@@ -13,11 +13,11 @@ from vmserve.server.wire import dump_json
 
 __all__ = ["MAX_STORED_BYTES", "STORED_SECONDS", "ResponseStore", "StoredResponse"]
 
-#: What all tenants may store together, in equal shares, and what one may store at most.
+#: Bytes that all tenants may store together, in equal shares, and bytes that one may store.
 MAX_STORED_BYTES = 256 << 20
 MAX_TENANT_BYTES = 64 << 20
 STORED_SECONDS = 3600.0
-#: Of an entry beside its two texts: objects, keys, places in dictionaries.
+#: Bytes of an entry besides its two texts: objects, keys, places in dictionaries.
 _ENTRY_BYTES: Final = 1024
 
 
@@ -50,7 +50,7 @@ class ResponseStore:
     def __init__(self, num_tenants: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._share = min(MAX_TENANT_BYTES, MAX_STORED_BYTES // num_tenants)
         self._clock = clock
-        #: All, oldest first: when each expires.
+        #: Expiry of all entries, oldest first.
         self._until: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._stored: dict[str, OrderedDict[str, StoredResponse]] = {}
         self._num_bytes: Counter[str] = Counter()

@@ -196,7 +196,7 @@ class _Reply:
         self._context = context
         self._request = request
         visit: Visit = request.state.visit
-        #: Of a response, about: it repeats most of the request.
+        #: Approximate bytes of a response: it repeats most of the request.
         self.num_bytes = visit.num_bytes
         self._id = response_id
         self._body = body

@@ -43,17 +43,17 @@ class WrittenEvent(NamedTuple):
     name: str = ""
 
 
-#: What an event says: a value, or its JSON.
+#: Content of an event: a value, or its JSON.
 Chunk = dict[str, Any] | bytes | WrittenEvent
 
 _DONE: Final = b"data: [DONE]\n\n"
-#: Of an answer's JSON: as much is made in one turn on another thread.
+#: Bytes of an answer's JSON that another thread makes in one turn.
 _BATCH_BYTES: Final = 128 * 1024
-#: So much JSON takes a few milliseconds to write; more is written by another thread.
+#: Bytes of JSON that take a few milliseconds to write; more is written by another thread.
 MOST_BYTES_ON_LOOP: Final = 128 * 1024
-#: Of a stream whose events are there.
+#: Bytes of a stream whose events are there that are sent at once.
 _BYTES_AT_ONCE: Final = 4096
-#: Of a log-probability, a token id and a choice, about.
+#: Approximate bytes of a log-probability, a token id and a choice.
 _LOGPROB_BYTES: Final = 128
 _ID_BYTES: Final = 8
 _CHOICE_BYTES: Final = 256
@@ -118,7 +118,7 @@ class EventStream(Response):
                 async for chunk in opened:
                     yield _event(chunk, self._named)
                     num_sent += 1
-        except Exception as error:  # noqa: BLE001 - the boundary: only an event can tell now
+        except Exception as error:  # noqa: BLE001 - the boundary: only an event can say so now
             api_error = to_api_error(error)
             scope["state"]["stream_error"] = api_error.status
             yield _event(self._error(api_error, num_sent), self._named)
@@ -149,7 +149,7 @@ async def json_reply(
 ) -> Response:
     """Reply with ``make()`` as JSON: a large one aside and in parts, while the client reads.
 
-    ``echoed``: bytes of the request that the reply has beside ``results``.
+    ``echoed``: bytes of the request that the reply has besides ``results``.
     """
     choices = [choice for result in results for choice in result.outputs]
     size = echoed + about_bytes(

@@ -12,7 +12,7 @@ from vmserve.errors import InvalidRequestError
 __all__ = ["CustomTool", "InputText", "calls_as_functions", "custom_tool", "function_of"]
 
 _BEGIN: Final = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-#: What was cut off before the input.
+#: Beginning of a call's JSON that was cut off before the input.
 _BEGUN: Final = re.compile(r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?')
 #: An escape that was cut off, or half of a pair.
 _HALF: Final = re.compile(r"\\(?:u[\da-fA-F]{0,4})?(?:\\(?:u[\da-fA-F]{0,3})?)?")
@@ -48,7 +48,7 @@ def custom_tool(place: int, tool: Mapping[str, Any]) -> CustomTool | None:
     kind = wanted.get("type") if isinstance(wanted, dict) else None
     if wanted is None or kind == "text":
         return CustomTool(custom["name"], description, "", "")
-    # The responses API has the grammar's fields beside the type.
+    # The responses API has the grammar's fields next to the type.
     grammar = wanted.get("grammar", wanted) if kind == "grammar" else None
     if isinstance(grammar, dict) and grammar.get("syntax") in ("lark", "regex"):
         definition = grammar.get("definition")

@@ -26,7 +26,7 @@ __all__ = [
 
 Position = Mapping[int, Logprob]
 
-#: What JSON cannot say: minus infinity.
+#: Stand-in for minus infinity, which JSON does not have.
 _LEAST: Final = -9999.0
 
 

@@ -173,7 +173,7 @@ class Reply(NamedTuple):
     streams: bool = False
 
 
-#: By path. Further routes are described by what FastAPI knows of them.
+#: Replies by path. FastAPI describes further routes by itself.
 REPLIES: Final[dict[str, Reply]] = {
     "/v1/completions": Reply("Complete a prompt", "generation", _ref("Completion"), streams=True),
     "/v1/chat/completions": Reply(

@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 Truncated = GenerationRequest | EmbeddingRequest
-#: What the request leaves open is taken from generation_config.json, else from here.
+#: Defaults of fields that neither the request nor generation_config.json sets.
 _OPENAI_DEFAULTS: Final[dict[str, Any]] = {"temperature": 1.0, "top_p": 1.0}
-#: Of a prediction, so many characters for each token of the context are encoded.
+#: Characters of a prediction that are encoded, for each token of the context.
 _CHARS_PER_TOKEN: Final = 16
-#: Fields that requests and parameters have alike, but those with rules of their own.
+#: Fields which requests and parameters have alike, without those that have rules of their own.
 _FIELDS: Final = (
     GenerationRequest.model_fields.keys() & declared_options(SamplingParams).keys()
 ) - {"max_tokens", "prediction", "prompt_logprobs", "structured_outputs"}

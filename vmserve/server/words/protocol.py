@@ -127,9 +127,9 @@ Metadata = Annotated[
     dict[Annotated[str, sized("metadata.key")], Annotated[str, sized("metadata.value")]] | None,
     sized("metadata"),
 ]
-#: Checked by hand, for clearer errors than those of a union; None where absent.
+#: Field that is checked by hand, for clearer errors than those of a union; None where absent.
 Anything = Annotated[Any, WithJsonSchema({})]
-#: Understood, but served later: present in the schema so that the refusal is no surprise.
+#: Field that is understood, but not served: the schema has it so that the refusal is no surprise.
 NotServed = Annotated[Any, WithJsonSchema({"type": "null"})]
 
 
@@ -200,13 +200,14 @@ class GenerationRequest(ConstrainedRequest):
     cache_salt: Annotated[str | None, sized("cache_salt")] = None
     #: Seconds in which the request must end.
     request_timeout: Annotated[float | None, bounded("request_timeout")] = None
-    #: Counts against this tenant's share, where the server has no keys to tell tenants apart.
+    #: Tenant whose share the request counts against, where the server has no keys to distinguish
+    #: tenants.
     user: Annotated[str | None, sized("user")] = None
     echo: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    #: OpenAI's, for chats: ``{"type": "content", "content": text or parts}``.
+    #: OpenAI's prediction for chats: ``{"type": "content", "content": text or parts}``.
     prediction: Annotated[Any, WithJsonSchema(_PREDICTION)] = None
     speculative: bool | None = None
 
@@ -337,7 +338,7 @@ class MessagesRequest(CountMessageTokensRequest, ConstrainedRequest):
     top_k: Annotated[int | None, bounded("top_k")] = None
     metadata: Annotated[dict[str, Any] | None, sized("metadata")] = None
     output_config: Annotated[dict[str, Any] | None, sized("output_config")] = None
-    #: What output_config.format was called before.
+    #: Former name of output_config.format.
     output_format: Anything = None
 
 

@@ -10,7 +10,7 @@ from vmserve.server.words.tools import call_text
 __all__ = ["OutputItems"]
 
 Events = list[tuple[str, dict[str, Any]]]
-#: By what a call has.
+#: Names of events by the field of a call.
 _CALL_EVENTS: Final = {
     "arguments": "response.function_call_arguments",
     "input": "response.custom_tool_call_input",

@@ -20,7 +20,7 @@ __all__ = [
     "unenforced_by",
 ]
 
-#: Other servers' fields, and which of the kinds of structured_outputs each is.
+#: Fields of other servers, and the kind of structured_outputs that each is.
 _FOREIGN: Final = {
     "ebnf": "grammar",
     "grammar": "grammar",
@@ -33,12 +33,12 @@ _FOREIGN: Final = {
     "regex": "regex",
     "regex_pattern": "regex",
 }
-#: Those without an equivalent, and what to do instead.
+#: Fields without an equivalent, and the remedy.
 _UNSERVED: Final = {
     "guided_whitespace_pattern": "leave it out: JSON has one space at most between its tokens",
     "structural_tag": "use tools, or a grammar in structured_outputs",
 }
-#: Keys of vLLM's structured_outputs that allow no other answers than there are without them.
+#: Keys of vLLM's structured_outputs which change no answer.
 _HARMLESS: Final = ("disable_any_whitespace", "disable_fallback")
 
 
@@ -120,7 +120,7 @@ def schema_of_format(wanted: Any, param: str) -> StructuredOutputsParams | None:
             if schema is None:
                 return _named(param, json_object=True)
         case "json_schema":
-            # Chat has the schema in a field of its own, the responses API beside the type.
+            # Chat has the schema in a field of its own, the responses API next to the type.
             holder = wanted.get("json_schema", wanted)
             schema = holder.get("schema") if isinstance(holder, dict) else None
         case "regex":

@@ -39,13 +39,13 @@ class ToolUse:
     structured: StructuredOutputsParams | None = None
     loose: StructuredOutputsParams | None = None
     parallel: bool = True
-    #: The request names the function that is called.
+    #: Whether the request names the function that is called.
     is_named: bool = False
-    #: The model's marker of a call is a special token, which texts leave out by default.
+    #: Whether the model's marker of a call is a special token, which texts leave out by default.
     keeps_special_tokens: bool = False
-    #: Templates of some models take ids of nine letters and digits only.
+    #: Whether ids have nine letters and digits only, as templates of some models require.
     short_ids: bool = False
-    #: The request has functions, as tools were called before: so has the reply.
+    #: Whether the request has functions, the former name of tools: then the reply has them too.
     are_functions: bool = False
     #: Tools whose calls have a text as input; and whether the answer is that text alone.
     custom: frozenset[str] = frozenset()
@@ -70,7 +70,7 @@ def with_reasoning(use: ToolUse, prompt: str) -> ToolUse:
 
 
 def tool_use(body: ChatCompletionRequest, parser: str, *, are_told: bool) -> ToolUse:
-    """``parser``: a name in :data:`PARSERS`. ``are_told``: the conversation tells of the tools,
+    """``parser``: a name in :data:`PARSERS`. ``are_told``: the conversation describes the tools,
     since the template does not show them (:mod:`vmserve.tools.told`).
 
     Raises :class:`InvalidRequestError`.

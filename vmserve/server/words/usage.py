@@ -45,7 +45,7 @@ class Usage:
         self._num_accepted += metrics.num_accepted_tokens
 
     def as_dict(self) -> dict[str, Any]:
-        """Drafted tokens are told of where there were some, or with ``tells_drafts``."""
+        """Drafted tokens are reported where there were some, or with ``tells_drafts``."""
         told: dict[str, Any] = {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_completion,
