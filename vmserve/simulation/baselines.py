@@ -91,7 +91,7 @@ class _Job:
 class Reserving:
     """Orca or static batching: see the module's docstring. A :class:`~vmserve.simulation.System`.
 
-    ``kv_tokens``: positions of the pool. A prompt is read in one step, beside decoding sequences.
+    ``kv_tokens``: positions of the pool. A prompt is read in one step, with decoding sequences.
     :meth:`add` raises ``ValueError`` for requests that can never fit.
     """
 

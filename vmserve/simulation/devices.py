@@ -1,6 +1,6 @@
 """Device profiles by arithmetic: a model's work over a device's published speeds.
 
-Nothing here was measured by us. Each number has its source beside it, or the word "assumed":
+Nothing here was measured by us. Each number has its source next to it, or the word "assumed":
 assumed are the shares of peaks that kernels reach, chosen once for all compared systems.
 """
 
@@ -27,7 +27,7 @@ __all__ = [
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accelerator:
     name: str
-    #: Published peaks.
+    #: Published peaks per second.
     memory_bytes_per_second: float
     flops: float
     host_bytes_per_second: float
@@ -37,9 +37,9 @@ class Accelerator:
     gemm_share: float
     prefill_attention_share: float
     copy_share: float
-    #: Time of a decode kernel with a block table, over one without.
+    #: Time of a decode kernel with a block table, as a multiple of the time without one.
     paged_factor: float
-    #: Seconds.
+    #: Seconds of a launch, and of mapping a granule.
     launch: float
     map_granule: float
 
@@ -66,9 +66,9 @@ class Decoder:
 
 
 #: Bandwidth and FLOP/s: NVIDIA's A100 data sheet (SXM4, 40 GB; float16 tensor cores without
-#: sparsity). To the host: PCIe 4.0 x16 is 32 GB/s a direction. The paged kernel's price:
-#: PagedAttention, section 7.1, 20 to 26 % over FasterTransformer's. To map and give access to
-#: 2 MiB: kvcached's table for the A100, 1.45 + 36 microseconds. Shares, launches: assumed.
+#: sparsity). To the host: PCIe 4.0 x16 is 32 GB/s a direction. Price of the paged kernel:
+#: PagedAttention, section 7.1, 20 to 26 % over FasterTransformer's. Mapping 2 MiB and giving
+#: access: kvcached's table for the A100, 1.45 + 36 microseconds. Shares, launches: assumed.
 A100_40GB = Accelerator(
     name="A100 40GB",
     memory_bytes_per_second=1555e9,
@@ -179,12 +179,12 @@ def _on_a100(
 
 OPT_13B_A100 = opt_13b()
 
-#: 16 GiB of KV cache beside 16 GB of weights: 131,072 tokens in pages of 64, four granules each.
+#: 16 GiB of KV cache and 16 GB of weights: 131,072 tokens in pages of 64, four granules each.
 LLAMA_8B_A100 = _on_a100(LLAMA_8B, CUDA_GRANULARITY, 64, 16, 16 << 30)
 
 
 def described(device: Device) -> dict[str, Any]:
-    """Every number of the latency model, to be written beside results."""
+    """Every number of the latency model, to be written with results."""
     return {
         "simulated": True,
         "device": device.name,

@@ -191,7 +191,7 @@ class SimulatedEngine:
         # Stepping the mapper, and all statistics in one call, are no part of KVMemory.
         self._core = self.memory._core
         self._open: dict[str, _Open] = {}
-        #: The next step's batch fails as if its kernels had failed.
+        #: Whether the next step's batch fails as if its kernels had failed.
         self.fail_next_batch = False
         self._moved = (0, 0)
         self._swap_runs = 0

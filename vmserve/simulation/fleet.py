@@ -104,7 +104,7 @@ class EngineReplica:
         return finished, self._begin()
 
     def _begin(self) -> float | None:
-        """Run the next step; what it ends is told when its time has come."""
+        """Run the next step; what it ends is reported when its time has come."""
         self._is_stepping = self._engine.has_unfinished
         if not self._is_stepping:
             return None
@@ -126,7 +126,7 @@ def _tokens(pieces: Iterable[int]) -> tuple[int, ...]:
 
 
 class KnownCaches(ChainTable):
-    """What replicas have cached at each moment, as if they told it without delay.
+    """What replicas have cached at each moment, as if they reported it without delay.
 
     As a router's table it shows what such messages would be worth.
     """
@@ -134,11 +134,11 @@ class KnownCaches(ChainTable):
     def __init__(self, replicas: dict[str, Replica]) -> None:
         super().__init__(0)
         self._replicas = replicas
-        #: Of the prompt that is being routed.
+        #: Pieces of the prompt that is being routed.
         self.pieces: Sequence[int] = ()
 
     def add(self, name: str, chain: Sequence[int], turn: int) -> None:
-        """Replicas tell."""
+        """Do nothing: :meth:`matches` asks the replicas."""
 
     def last_sent(self, block: int, among: int) -> tuple[int, int]:
         """As if each had been sent just now: copies are equal."""
@@ -158,7 +158,7 @@ class FleetRun:
 
     jobs: list[Job] = field(default_factory=list)
     reasons: dict[str, int] = field(default_factory=dict)
-    #: Of the samples' most loaded member, over the mean.
+    #: Load of the samples' most loaded member, over the mean.
     imbalances: list[float] = field(default_factory=list)
 
     def counted(self, skip: float) -> list[Job]:
@@ -196,7 +196,7 @@ def replay(
     for name in replicas:
         router.note(name, 0.0)
     due: list[tuple[float, int, str]] = []
-    #: Of each replica, the number of its latest entry in ``due``: older ones are ignored.
+    #: Number of each replica's latest entry in ``due``: older ones are ignored.
     latest = dict.fromkeys(replicas, 0)
     num_entries = 0
 

@@ -58,14 +58,16 @@ class LightReplica:
         self._order = count()
         #: Steps done.
         self._step = 0
-        #: Pieces that running requests use, with the number of those; pieces that nobody uses.
+        #: Pieces that running requests use, with the number of those; and pieces that no request
+        #: uses.
         self._used: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        #: Of the used ones, those that are not computed yet.
+        #: Used pieces that are not computed yet.
         self._unknown: set[int] = set()
         #: Pieces reserved for answers.
         self._reserved = 0
-        #: What is being done: it began then, takes so many steps, and computes these prefills.
+        #: The work in progress: when it began, the number of its steps, and the prefills that it
+        #: computes.
         self._began = 0.0
         self._num_steps = 0
         self._chunks: list[tuple[_Prefill, int]] = []

@@ -71,7 +71,7 @@ class Workload:
     arrivals: dict[int, list[Asked]]
     #: (event, name of the request) by step.
     events: dict[int, list[tuple[str, str]]]
-    #: Faults of driver and kernels come only before this step.
+    #: Step before which faults of driver and kernels come.
     faults_until: int
 
     @property

@@ -54,7 +54,7 @@ class RequestRecord:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     regime: str = "virtual"
-    #: Its place in the order of arrival.
+    #: Place in the order of arrival.
     order: int = 0
 
     @property

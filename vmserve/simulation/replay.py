@@ -17,7 +17,7 @@ __all__ = ["System", "replay"]
 class System(Protocol):
     """The simulated engine, or a baseline."""
 
-    #: Seconds of virtual time; may be moved forward while nothing runs.
+    #: Virtual time in seconds; may be moved forward while nothing runs.
     now: float
     run: Run
 

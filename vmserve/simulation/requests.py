@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 VOCAB_SIZE = 1 << 15
-#: Ends an answer; one above the other ids of the null model.
+#: Id that ends an answer; one above the other ids of the null model.
 END_ID = VOCAB_SIZE
 #: Spread of the null model's log-probabilities among a beam's candidates, in nats.
 _CANDIDATE_SPREAD = 1.0
