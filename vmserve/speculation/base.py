@@ -17,7 +17,7 @@ __all__ = ["Drafter"]
 class Drafter(Protocol):
     """Proposes what sequences may say next, and hears what became of it and what it cost.
 
-    A step proposes once, tells of each draft that was computed, and learns.
+    A step proposes once, reports each draft that was computed, and learns.
     """
 
     def wanted(self, num_decoding: int) -> bool:

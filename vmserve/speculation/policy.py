@@ -18,32 +18,32 @@ class DraftPolicy:
     is_priced: bool
     #: Most tokens of a draft.
     most_drafted: int
-    #: Lengths of matches between which acceptance is much the same, and how often the token after
-    #: such a match was drawn too: texts of SmolLM2-135M (benchmarks/speculation).
+    #: Bounds of the lengths of matches between which acceptance is much the same, and how often the
+    #: token after such a match was drawn too. Measured on texts of SmolLM2-135M
+    #: (benchmarks/speculation).
     match_bounds: tuple[int, ...] = (3, 4, 5, 8, 16)
     usual_rates: tuple[float, ...] = (0.45, 0.65, 0.7, 0.8, 0.9, 0.95)
-    #: Drafted tokens that the usual rates count for, and that a request's own count for at most.
+    #: Drafted tokens that the usual rates count for, and the most that a request's own count for.
     prior_weight: float = 4.0
     most_weight: float = 16.0
-    #: Without prices, matches of two tokens are drafted from until fewer of the tokens after them
-    #: are accepted.
+    #: Without prices: rate of accepted tokens down to which matches of two tokens are drafted from.
     least_rate: float = 0.35
-    #: A draft has to promise so much more speed.
+    #: Least factor of speed that a draft has to promise.
     margin: float = 1.02
-    #: The share of its time that a step without drafts puts aside for drafts that may lose, and
-    #: how many such steps' time is put aside at most, which is there at the beginning too.
+    #: Share of its time that a step without drafts puts aside for drafts that may lose. The second
+    #: number is the most such steps' time that is put aside, which is there at the beginning too.
     earned: float = 0.01
     most_credit: float = 4.0
-    #: Places that a search looks at, newest first, and the length up to which it compares.
+    #: Places that a search visits, newest first, and the length up to which it compares.
     most_visited: int = 256
     longest: int = 32
-    #: What a step of the draft model is taken to cost beside one of the model, until it was
-    #: measured; 0: drafts cost nothing.
+    #: Assumed cost of a step of the draft model as a part of the model's, until it was measured; 0:
+    #: drafts cost nothing.
     round_share: float = 0.0
 
 
 PRICED = DraftPolicy(is_priced=True, most_drafted=15)
-#: Eight rows cost little more than one wherever weights are read from memory.
+#: Policy of eight rows, which cost little more than one wherever weights are read from memory.
 EVIDENCE = DraftPolicy(is_priced=False, most_drafted=7)
 
 

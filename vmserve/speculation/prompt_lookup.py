@@ -11,7 +11,7 @@ from vmserve.speculation.policy import DraftPolicy
 
 __all__ = ["PromptLookup"]
 
-#: The number of sequences without drafts.
+#: Number of sequences without drafts.
 _NONE = -1
 
 
@@ -24,7 +24,7 @@ class PromptLookup:
 
     def __init__(self, policy: DraftPolicy) -> None:
         self._drafter = _core.PromptDrafter(policy)
-        #: In the core, by which it knows the sequences.
+        #: Numbers by which the core knows the sequences.
         self._numbers: dict[Sequence, int] = {}
         self._unused = itertools.count()
 
