@@ -22,15 +22,15 @@ from vmserve.structured.worker import Setup, make_tokenizer
 
 __all__ = ["Grammar", "GrammarCompiler"]
 
-#: Grammars that are kept, and the memory that they take together.
+#: Most grammars that are kept, and the bytes that they take together.
 MAX_GRAMMARS = 128
 MAX_GRAMMAR_BYTES = 256 << 20
-#: A refusal that load may have caused is repeated without another try for so long.
+#: Seconds for which a refusal that load may have caused is repeated without another try.
 _REFUSAL_SECONDS = 60.0
-#: Without a compilation, before the processes end: each holds some 20 MiB.
+#: Seconds without a compilation before the processes end: each holds some 20 MiB.
 IDLE_SECONDS = 30.0
-#: Compilations at a time; each has a process, which is started when all before it are taken. One
-#: that runs is not interrupted but by its limits, so one tenant's never have all the places.
+#: Compilations at a time; each has a process, which is started when all before it are taken. Only
+#: its limits interrupt a running one, so one tenant's never have all the places.
 _NUM_WORKERS = 3
 _MOST_OF_ONE_TENANT = _NUM_WORKERS - 1
 
@@ -51,10 +51,10 @@ class Grammar:
 @dataclass(eq=False, slots=True)
 class _Entry:
     future: Future[Grammar] = field(default_factory=Future)
-    #: Requests of each tenant that asked for it before it was compiled, and have not left.
+    #: Requests of each tenant which asked for it before it was compiled, and have not left.
     waiting: Counter[str] = field(default_factory=Counter)
     is_running: bool = False
-    #: After this time a refusal is not repeated any more.
+    #: Time after which a refusal is not repeated any more.
     until: float | None = None
 
 
@@ -86,7 +86,7 @@ class GrammarCompiler:
         self._turns = TenantTurns(_MOST_OF_ONE_TENANT)
         self._is_closed = False
         self._last_use = 0.0
-        #: Looks whether the processes are still used; None while there are none.
+        #: Timer that looks whether the processes are still used; None while there are none.
         self._look: threading.Timer | None = None
         self._threads = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="vmserve-grammar")
         self._tokenizer_lock = threading.Lock()

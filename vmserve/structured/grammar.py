@@ -15,19 +15,20 @@ from vmserve.structured.spec import Constraint
 
 __all__ = ["JSON_OPTIONS", "PARSER_LIMITS", "BadGrammarError", "to_grammar", "vetted"]
 
-#: One space at most where JSON allows white space: it is bounded, and a weak model goes on.
+#: Options of JSON. One space at most stands where JSON allows white space: it is bounded, and a
+#: weak model goes on.
 JSON_OPTIONS = {
     "whitespace_flexible": False,
     "whitespace_pattern": " ?",
     "lenient": False,
 }
-#: Of one parser: states of its lexer, and by llguidance's defaults the work of each mask.
+#: Limits of one parser: states of its lexer, and by llguidance's defaults the work of each mask.
 PARSER_LIMITS = LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
 _MAX_TOLD = 400
 
 
 class BadGrammarError(Exception):
-    """The grammar cannot be compiled; the text tells its author why."""
+    """The grammar cannot be compiled; the text says why."""
 
 
 def to_grammar(constraint: Constraint) -> str:

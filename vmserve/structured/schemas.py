@@ -7,22 +7,24 @@ from typing import Any, Final
 
 __all__ = ["MOST_EXPANDED", "mentions_rewritten", "rewritten"]
 
-#: Keywords that are written otherwise.
+#: Keywords that are rewritten.
 _REWRITTEN: Final = ("uniqueItems", "dependentRequired")
-#: Where schemas are within a schema: as values of a mapping, in a list, or themselves. The rest is
+#: Places of schemas within a schema: as values of a mapping, in a list, or themselves. The rest is
 #: data, which may have keys of the same names.
 _MAPPINGS: Final = ("$defs", "definitions", "patternProperties", "properties")
 _LISTS: Final = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _SINGLE: Final = ("additionalProperties", "items")
-#: A list of n different values has n! orders, each of which is an alternative of the grammar.
+#: Most values of a list: n different ones have n! orders, each of which is an alternative of the
+#: grammar.
 _MOST_VALUES: Final = 4
-#: Of a schema, or of all tools' together, so that short ones make no long grammar.
+#: Most rewritten keywords of a schema, or of all tools' together, so that short ones make no long
+#: grammar.
 MOST_EXPANDED: Final = 16
 #: Characters of the values, each of which is written n! times: schemas may refer to long ones.
 _MOST_CHARS: Final = 128
-#: Alternatives double with each.
+#: Most keys of dependentRequired: alternatives double with each.
 _MOST_DEPENDENT: Final = 4
-#: What a schema of a few values may have beside them.
+#: Keywords that a schema of a few values may have besides them.
 _PLAIN: Final = frozenset({"const", "default", "description", "enum", "examples", "title", "type"})
 _KINDS: Final[dict[type, str]] = {bool: "boolean", int: "integer", str: "string"}
 

@@ -17,7 +17,7 @@ class TenantTurns:
 
     def __init__(self, most_running: int) -> None:
         self._most_running = most_running
-        #: In the order of their turns; of each what it waits for, in order of arrival.
+        #: Tenants in the order of their turns, and what each waits for, in order of arrival.
         self._waiting: dict[str, dict[Constraint, None]] = {}
         self._running: Counter[str] = Counter()
 
@@ -51,7 +51,7 @@ class TenantTurns:
             return None
         for other in list(self._waiting):
             self.remove(other, constraint)
-        if tenant in self._waiting:  # who had a turn goes behind the others
+        if tenant in self._waiting:  # a tenant that had a turn goes after the others
             self._waiting[tenant] = self._waiting.pop(tenant)
         self._running[tenant] += 1
         return tenant, constraint

@@ -17,9 +17,9 @@ from vmserve.structured.worker import MAX_FRAME_BYTES, Setup, Verdict, write_fra
 
 __all__ = ["VETTING_SECONDS", "VettingError", "VettingProcess"]
 
-#: Wall time of one compilation.
+#: Wall time of one compilation, in seconds.
 VETTING_SECONDS = 2.0
-#: For the process to start and to build its tables of the tokenizer.
+#: Seconds for the process to start and to build its tables of the tokenizer.
 _START_SECONDS = 60.0
 
 

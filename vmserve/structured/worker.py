@@ -24,11 +24,11 @@ from vmserve.structured.spec import Constraint
 __all__ = ["Setup", "Verdict", "read_frame", "write_frame"]
 
 MAX_FRAME_BYTES = 256 << 20
-#: Address space that a compilation may take beside what the tokenizer has.
+#: Address space that a compilation may take in addition to the tokenizer's.
 EXTRA_BYTES = 256 << 20
-#: Processor seconds of one compilation. The parent's clock is stricter, unless it died.
+#: Processor seconds of one compilation. The parent's clock is stricter, unless the parent died.
 CPU_SECONDS = 4
-#: Less than a thread has in the engine's process: what overflows a stack does it here.
+#: Bytes of the stack, fewer than a thread has in the engine's process: overflows happen here.
 STACK_BYTES = 2 << 20
 
 
