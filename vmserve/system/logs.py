@@ -16,7 +16,7 @@ __all__ = ["LOG_FORMATS", "configure_logging", "request_id"]
 
 LOG_FORMATS = ("text", "json")
 
-#: The request that the current task serves; "" outside of one.
+#: Id of the request that the current task serves; "" outside of one.
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
 
 

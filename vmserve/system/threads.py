@@ -89,7 +89,7 @@ def split_cpus(parts: int, asked: str = "data_parallel_size: {} engines") -> lis
 
 
 def _node_of(cpu: int) -> int:
-    """The number of its NUMA node; 0 where nothing is told."""
+    """The number of its NUMA node; 0 where the system does not say."""
     nodes = Path(_NODES.format(cpu)).glob("node[0-9]*")
     return next((int(node.name.removeprefix("node")) for node in nodes), 0)
 
@@ -107,5 +107,5 @@ def _core_of(cpu: int) -> str:
     """The same for hardware threads of one core, which share its arithmetic units."""
     try:
         return Path(_SIBLINGS.format(cpu)).read_text()
-    except OSError:  # not told here
+    except OSError:  # unknown here
         return str(cpu)
