@@ -12,19 +12,19 @@ from vmserve.telemetry.phases import PHASES, StepPhases
 __all__ = ["STEP_TOKENS", "WAITS", "EngineCounters", "merged_stats"]
 
 REGIMES = ("virtual", "paged")
-#: Why a step was not launched while the one before it ran: none did, its beams, its
-#: log-probabilities of prompts, its tokens were drawn by the host, it drew the first tokens of
-#: forks, it had drafts or the next one may have some, or nobody could go on beside it (no memory,
-#: or all ended with it).
+#: Reasons why a step was not launched while the one before it ran: none ran ("idle"), or what the
+#: step had. "sampler": tokens drawn by the host. "forks": their first tokens. "speculation": drafts
+#: in it, or maybe in the next one. "room": no request could go on (no memory, or all ended with
+#: it).
 WAITS = ("idle", "beams", "prompt_logprobs", "pooling", "sampler", "forks", "speculation", "room")
 #: Bounds of the histogram of a step's tokens, prompts' and generated ones.
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-#: Ends of names of figures that are the same for all.
+#: Ends of names of figures that are the same for all engines.
 _CONSTANTS = (
     "page_bytes", "page_tokens", "block_tokens", "blocks_per_page", "tensor_parallel_size"
 )  # fmt: skip
 _SHARES = ("kv_cache_usage_perc",)
-#: Of what engines share: each tells of all of it.
+#: Figures of what engines share: each reports all of it.
 _COMMON = ("persist_bytes",)
 
 
@@ -37,7 +37,7 @@ class EngineCounters:
     steps_synchronous: dict[str, int] = field(default_factory=lambda: dict.fromkeys(WAITS, 0))
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    #: Of these, the first ones of their sequences: drawn from prompts' logits, beside the tokens
+    #: First tokens of sequences among these: drawn from prompts' logits, in addition to the tokens
     #: that their steps computed.
     first_tokens: int = 0
     requests_finished: int = 0
@@ -45,19 +45,19 @@ class EngineCounters:
     #: Prompt tokens of requests, looked up once each, and those that the cache had.
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
-    #: Drafts that were computed, their tokens, and those of them that the sampler drew too.
+    #: Drafts that were computed, their tokens, and the tokens that the sampler drew too.
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     #: Seconds that steps spent, by phase.
     phase_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    #: Seconds in attention by regime: as measured, and as predicted from the device profile and
-    #: what was learnt of its error.
+    #: Seconds in attention by regime: as measured, and as predicted from the device profile and its
+    #: learnt error.
     attention_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REGIMES, 0.0))
     predicted_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(REGIMES, 0.0))
     #: Steps by their tokens: as many as each of STEP_TOKENS, or more than all.
     steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
-    #: Of the steps so far: first tokens are counted as they come, before their step ends.
+    #: First tokens of the steps so far: they are counted as they come, before their step ends.
     _first_tokens_of_steps: int = 0
 
     def step(self, num_tokens: int, phases: StepPhases) -> None:

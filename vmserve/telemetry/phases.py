@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 __all__ = ["PHASES", "PhaseSpan", "StepPhases"]
 
-#: In their order.
+#: Phases of a step in their order.
 PHASES = ("schedule", "memory", "model", "sample", "output")
 
 

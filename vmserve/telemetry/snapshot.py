@@ -27,11 +27,11 @@ __all__ = [
     "take_snapshot",
 ]
 
-#: Cells of the memory map at most; larger pools have several pages in each.
+#: Most cells of the memory map; larger pools have several pages in each.
 MAX_CELLS = 16_384
-#: Requests that are listed at most.
+#: Most requests that are listed.
 MAX_REQUESTS = 512
-#: What the low four bits of a page's code say; the core's ``PageUse``.
+#: Uses by the low four bits of a page's code; the core's ``PageUse``.
 PAGE_USES = (
     "absent",
     "free",
@@ -69,12 +69,12 @@ class RequestSnapshot:
     """A request that has not ended. Times are in seconds; None where not reached."""
 
     request_id: str
-    #: On whose account it runs.
+    #: Account of the request.
     tenant: str
     #: "running", "waiting" or "swapped".
     state: str
     regime: str
-    #: Why this regime, and what was predicted: see :class:`vmserve.types.RequestMetrics`.
+    #: Reason of this regime, and what was predicted: see :class:`vmserve.types.RequestMetrics`.
     reason: str
     costs: dict[str, float]
     slots: list[int]

@@ -77,7 +77,7 @@ class StepTrace:
     ) -> None:
         """One step: its phases, what it computed, and how the memory is after it.
 
-        ``ahead``: it began before the last one ended, and so has a track beside that one's.
+        ``ahead``: it began before the last one ended, and so has a track next to that one's.
         """
         self._track = _OTHER_STEPS if ahead and self._track == _STEPS else _STEPS
         num_virtual = sum(item.regime is Regime.VIRTUAL for item in plan.scheduled)
