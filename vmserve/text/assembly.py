@@ -29,7 +29,7 @@ from vmserve.types import (
 __all__ = ["RequestAssembly"]
 
 
-#: Tokens and log-probabilities that are taken in one go: a few milliseconds.
+#: Most tokens and log-probabilities that are taken in one go: a few milliseconds.
 _MOST_ENTRIES = 2000
 
 
@@ -76,17 +76,17 @@ class RequestAssembly:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
-        #: The parameters of the request; ``_params``: those of each choice.
+        #: Parameters of the request; ``_params``: those of each choice.
         self.params = params
         self._params = params.as_sampling()
         self._stops = StopStrings(self._params.stop)
         self._num_wanted = params.n
         listed = len(self._params.logprob_token_ids or ())
-        #: Of a token: itself and the log-probabilities that come with it.
+        #: Entries of a token: itself and the log-probabilities that come with it.
         self._entries_each = 1 + max(self._params.logprobs or 0, listed)
         self._stream = stream
         self._answers: dict[int, _Answer] = {}
-        #: Choices with something that was not told.
+        #: Choices with unreported results.
         self._touched: dict[int, _Answer] = {}
         self._prompt_logprobs: PromptScores | None = None
         self._embedding: NDArray[np.float32] | None = None

@@ -28,9 +28,9 @@ from vmserve.errors import ChatTemplateError
 
 __all__ = ["ChatTemplates", "plain_data"]
 
-#: Under these names a message has its thoughts; templates read the first or, gpt-oss's, the second.
+#: Names under which a message has its thoughts; templates read the first or, gpt-oss's, the second.
 _THOUGHTS: Final = ("reasoning_content", "thinking", "reasoning")
-#: Marks the end of the message that is continued. Ends in a space, so that it tells whether the
+#: Marks the end of the message that is continued. It ends in a space, to find out whether the
 #: template strips the message.
 _END: Final = "[[the message goes on here]] "
 _PLAIN: Final[Mapping[Any, Callable[[Any], Any]]] = {
@@ -45,7 +45,7 @@ class ChatTemplates:
     """A model's template, or several by name, and the special tokens that they may name."""
 
     texts: str | Mapping[str, str] | None
-    #: "bos_token", "eos_token", ... and their texts.
+    #: Texts of "bos_token", "eos_token", ...
     special_tokens: Mapping[str, str]
 
     def __bool__(self) -> bool:

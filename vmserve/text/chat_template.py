@@ -23,9 +23,9 @@ from vmserve.tools.told import calls_as_text, knows_tools, with_tools_told
 
 __all__ = ["RenderedChat", "check_messages", "render_chat"]
 
-#: A template that writes more than this from a request's messages is refused.
+#: Most characters that a template may write from a request's messages.
 MAX_RENDERED_CHARS = 16 * 2**20
-#: A template that takes longer is stopped.
+#: Seconds after which a template is stopped.
 MAX_RENDER_SECONDS = 5.0
 #: Names that a request's template variables cannot have: arguments of the rendering itself.
 _RESERVED = frozenset(

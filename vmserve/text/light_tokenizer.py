@@ -17,7 +17,7 @@ class LightTokenizer(ABC):
     """Replaces a tokenizer of ``transformers`` for those who need none of its methods."""
 
     backend_tokenizer: Backend
-    #: Texts of the special tokens that are known: of "bos_token", "eos_token", ...
+    #: Texts of the special tokens "bos_token", "eos_token", ... that are known.
     named: Mapping[str, str]
     #: One template, or several by name.
     chat_template: str | dict[str, str] | None

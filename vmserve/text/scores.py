@@ -13,7 +13,7 @@ from vmserve.types import Logprob
 __all__ = ["Columns", "PromptScores"]
 
 Position = dict[int, Logprob] | None
-#: In this machine's byte order: the number of entries of each position (int32), then the id
+#: Columns in this machine's byte order: the number of entries of each position (int32). Then the id
 #: (int32), log-probability (float64) and rank (int32) of each entry.
 Columns = tuple[bytes, bytes, bytes, bytes]
 

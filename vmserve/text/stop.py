@@ -24,10 +24,10 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         if "" in stops:
             raise ValueError("a stop string must not be empty")
-        #: Longest first.
+        #: Stop strings, longest first.
         self.texts = sorted(set(stops), key=len, reverse=True)
         self.first = frozenset(stop[0] for stop in self.texts)
-        #: Of each, for its first prefixes, the length of the prefix's longest proper suffix that
+        #: For the first prefixes of each string: length of the prefix's longest proper suffix that
         #: begins the string.
         self._failures = [[0] for _ in self.texts]
 
@@ -57,7 +57,7 @@ class StopChecker:
         self._stops = stops
         self._include = include_stop_str
         self._first = stops.first
-        #: For each string, how many of its first characters the text ends with.
+        #: Number of each string's first characters that the text ends with.
         self._matched = [0] * len(stops.texts)
         self._held = ""
         self.stopped = False

@@ -27,7 +27,7 @@ __all__ = ["FileTokenizer", "read_tokenizer"]
 #: Model types whose tokenizer.json transformers uses unchanged, if the class is a general one.
 _MODEL_TYPES = frozenset(("gpt2", "llama", "mistral", "opt", "qwen3"))
 _CLASSES = frozenset(("PreTrainedTokenizerFast", "TokenizersBackend"))
-#: Above this size, transformers may give Mistral tokenizers another pre-tokenizer.
+#: Vocabulary above which transformers may give Mistral tokenizers another pre-tokenizer.
 _PATCHED_VOCABULARY = 100_000
 
 _NAMED = (
@@ -50,7 +50,7 @@ _UNDERSTOOD = frozenset(
 )  # fmt: skip
 #: Keys that change nothing while they are off.
 _SWITCHES = frozenset(("add_prefix_space", "split_special_tokens"))
-#: Files and folders that transformers would read too.
+#: Files and folders which transformers would read too.
 _OTHERS = ("additional_chat_templates", "tekken.json")
 _LEGACY = ("added_tokens.json", "special_tokens_map.json")
 
@@ -59,11 +59,11 @@ _LEGACY = ("added_tokens.json", "special_tokens_map.json")
 class _Pipeline:
     """What a class of transformers builds around the vocabulary, ignoring the rest of the file."""
 
-    #: Special tokens that it assumes if tokenizer_config.json does not name them.
+    #: Special tokens that the class assumes if tokenizer_config.json does not name them.
     tokens: Mapping[str, str]
     normalizer: Callable[[], Any] | None
     pre_tokenizer: Callable[[], Any]
-    #: Whether it adds its special tokens once more, without flags.
+    #: Whether the class adds its special tokens once more, without flags.
     adds_again: bool = False
 
 

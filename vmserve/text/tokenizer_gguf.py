@@ -32,7 +32,7 @@ from vmserve.text.light_tokenizer import LightTokenizer
 __all__ = ["GgufTokenizer", "read_gguf_tokenizer"]
 
 _PREFIX = "tokenizer.ggml."
-#: The numbers of tokenizer.ggml.token_type that mean something here.
+#: Numbers of tokenizer.ggml.token_type that mean something here.
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
@@ -43,9 +43,9 @@ class _Words:
 
     patterns: tuple[str, ...]
     nfc: bool = False
-    #: A word that is in the vocabulary is one token, whatever the merges would make of it.
+    #: Whether a word in the vocabulary is one token, whatever the merges would make of it.
     ignore_merges: bool = False
-    #: Where the file does not say so itself.
+    #: Whether BOS is added, where the file does not say so itself.
     add_bos: bool = False
 
 
@@ -63,7 +63,7 @@ _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*"
 ) + _SPACES
-#: Contractions belong to their words.
+#: Pattern in which contractions belong to their words.
 _GPT4O = (
     _TEKKEN.replace(f"{_LOWER}+", f"{_LOWER}+{_CONTRACTIONS}?")
     .replace(f"{_LOWER}*", f"{_LOWER}*{_CONTRACTIONS}?")
@@ -75,7 +75,7 @@ _DEEPSEEK_V3 = (
 ) + _SPACES
 _LIKE_LLAMA3 = _Words((_LLAMA3,), ignore_merges=True, add_bos=True)
 _DIGIT_BY_DIGIT = _Words((r"\p{N}", _GPT2))
-#: By tokenizer.ggml.pre. "default" is missing: what wrote it did not know the model's.
+#: Words by tokenizer.ggml.pre. "default" is missing: its writer did not know the model's.
 _WORDS: Mapping[str, _Words] = {
     "deepseek-coder": _Words(
         (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", r"\p{N}")
@@ -98,9 +98,9 @@ _WORDS: Mapping[str, _Words] = {
     "starcoder": _DIGIT_BY_DIGIT,
     "tekken": _Words((_TEKKEN,), ignore_merges=True, add_bos=True),
 }
-#: Characters of the longest piece of sentencepiece's: each is cut everywhere. Usual is 16.
+#: Characters of the longest piece of sentencepiece's: each is cut everywhere. 16 is usual.
 _LONGEST_PIECE = 256
-#: What sentencepiece writes for a space.
+#: Sentencepiece's sign for a space.
 _SPACE = "▁"
 
 
