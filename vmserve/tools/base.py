@@ -105,7 +105,7 @@ class JsonEnd:
         self._escaped = False
 
     def find(self, text: str, start: int = 0) -> int | None:
-        """Take ``text[start:]``; the place behind the value, or None if it goes on."""
+        """Take ``text[start:]``; the place after the value, or None if it goes on."""
         for place in range(start, len(text)):
             char = text[place]
             if self._in_string:
@@ -127,7 +127,7 @@ class JsonEnd:
 
 
 class ContentBuffer:
-    """Drop white space next to calls: hold it until the text behind it is known."""
+    """Drop white space next to calls: hold it until the text after it is known."""
 
     def __init__(self) -> None:
         self._space = ""

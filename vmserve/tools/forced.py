@@ -12,7 +12,7 @@ from vmserve.tools.base import CallArguments, CallBegins, Event, JsonEnd
 
 __all__ = ["ForcedCallParser", "NamedCallParser", "call_rules", "forced_calls", "named_call"]
 
-#: As in :mod:`vmserve.structured.grammar`, for the schemas inside of a grammar.
+#: Options as in :mod:`vmserve.structured.grammar`, for the schemas inside of a grammar.
 _JSON_OPTIONS = {"whitespace_flexible": False, "whitespace_pattern": " ?"}
 _NAME = '{"name": '
 _ARGUMENTS = ', "arguments": '

@@ -16,10 +16,10 @@ class HermesParser:
     def __init__(self, names: frozenset[str]) -> None:
         self._names = names
         self._out = ContentBuffer()
-        #: Outside of a call at most the start of a marker; inside all of the call.
+        #: Held text: outside of a call at most the start of a marker, inside all of the call.
         self._held = ""
         self._is_inside = False
-        #: Where the next end marker may begin.
+        #: Place where the next end marker may begin.
         self._seen = 0
 
     def feed(self, text: str) -> list[Event]:

@@ -1,4 +1,4 @@
-"""Calls written as JSON: Llama 3's objects and Mistral's list behind a marker."""
+"""Calls written as JSON: Llama 3's objects and Mistral's list after a marker."""
 
 from __future__ import annotations
 

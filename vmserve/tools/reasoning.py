@@ -1,4 +1,4 @@
-"""Split a model's thoughts, ``<think>...</think>``, from the answer behind them."""
+"""Split a model's thoughts, ``<think>...</think>``, from the answer after them."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class ReasoningParser:
         self._inner = inner
         self._is_inside = is_inside
         self._is_over = False
-        #: Blank lines between a thought and the answer are still to come.
+        #: Whether blank lines between a thought and the answer are still to come.
         self._trims = False
-        #: What may be the start of a marker, or white space that may end the thought.
+        #: Held text that may be the start of a marker, or white space that may end the thought.
         self._held = ""
         self._has_thought = False
 

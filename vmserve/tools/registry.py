@@ -13,7 +13,7 @@ from vmserve.tools.pythonic import PythonicParser
 
 __all__ = ["PARSERS", "check_parser", "parser_for_template"]
 
-#: Made for each answer, with the names of the functions that can be called.
+#: Makes a parser for each answer, with the names of the functions that can be called.
 ParserFactory = Callable[[frozenset[str]], ToolParser]
 
 PARSERS: Final[dict[str, ParserFactory]] = {
@@ -25,7 +25,7 @@ PARSERS: Final[dict[str, ParserFactory]] = {
     "pythonic": PythonicParser,
     "qwen": HermesParser,
 }
-#: What of a template tells the convention, in this order.
+#: Signs of a template that show its convention, in this order.
 _SIGNS: Final = (
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),

@@ -14,7 +14,7 @@ from vmserve.tools.hermes import BEGIN, END
 
 __all__ = ["PARSER", "calls_as_text", "knows_tools", "optional_calls", "with_tools_told"]
 
-#: What finds the calls.
+#: Parser that finds the calls.
 PARSER: Final = "hermes"
 Message = dict[str, Any]
 Tools = Sequence[Mapping[str, Any]]
@@ -27,7 +27,7 @@ To call functions, write this for each call, and end your message with the last 
 {END}
 The next message then has the results. When no function helps, answer in plain text."""
 _RESULT: Final = "<tool_response>\n{}\n</tool_response>"
-#: The name within one of Jinja's statements or expressions.
+#: "tools" within one of Jinja's statements or expressions.
 _TOOLS: Final = re.compile(r"\{[%{](?:(?![%}]\}).)*?\btools\b", re.DOTALL)
 
 
@@ -74,7 +74,7 @@ def with_tools_told(
 ) -> list[Message]:
     """The conversation with what there is to call in its system message.
 
-    ``takes_system``: the template shows one; otherwise the user's first message tells."""
+    ``takes_system``: the template shows one; otherwise the user's first message has them."""
     functions = [json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools]
     prompt = _PROMPT.format(functions="\n".join(functions))
     role = "system" if takes_system else "user"
