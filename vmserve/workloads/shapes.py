@@ -406,7 +406,7 @@ class Workload(Protocol):
     ) -> list[RequestShape]: ...
 
 
-#: The workloads by the name that commands use.
+#: Workloads by the name that commands use.
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
     {
         "alpaca": alpaca,

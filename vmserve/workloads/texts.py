@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 __all__ = ["TEXTS", "conversations"]
 
-#: By name, what is asked for.
+#: Tasks of texts, by name.
 TEXTS: Mapping[str, str] = MappingProxyType(
     {
         "copying": "real text: repeat 900 characters word for word",
