@@ -61,7 +61,7 @@ __all__ = [
     "scripted",
 ]
 
-#: A page driver around another, of which chosen calls fail.
+#: A page driver around another one, of which chosen calls fail.
 FaultInjectingDriver = _core.FaultInjectingDriver
 #: A page driver that keeps the books of the contract and touches no memory.
 NullDriver = _core.NullDriver
@@ -187,11 +187,11 @@ class ScriptedEngine:
         self.pause: asyncio.Event | None = None
         self.pause_after = 1
         self.fail: Exception | None = None
-        #: Prompt ids, parameters, and request id, prompt and the terms that are set.
+        #: Prompt ids, parameters, and the request's id, prompt and terms that are set.
         self.requests: list[tuple[list[int], SamplingParams, dict[str, Any]]] = []
         self.aborted: list[str] = []
         self.finished: list[str] = []
-        #: By request id, the event that ends it.
+        #: Events that end requests, by request id.
         self.running: dict[str, asyncio.Event] = {}
         self.num_waiting = 0
         self.stopped = False
@@ -200,7 +200,7 @@ class ScriptedEngine:
         self.num_snapshots = 0
         self.num_resets = 0
         self.kv_cache_memory: int | str = 0
-        #: Clear it to hold :meth:`wake`.
+        #: Cleared to hold :meth:`wake`.
         self.waking = asyncio.Event()
         self.waking.set()
         self.fail_to_wake: VmserveError | None = None

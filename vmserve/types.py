@@ -37,7 +37,7 @@ class RequestTerms:
     share it counts against, under ``fair_sharing``. ``isolation``: whose memory it uses, which is
     scrubbed before another's request gets it. ``timeout``: seconds from its arrival after which
     it fails with :class:`~vmserve.errors.DeadlineError`, if ``request_timeout`` is not less.
-    ``stream``: outputs tell what is new; otherwise there is one, at the end.
+    ``stream``: outputs have what is new; otherwise there is one, at the end.
     """
 
     priority: int = 0
@@ -102,11 +102,11 @@ class RequestMetrics:
     num_accepted_tokens: int = 0
     #: Regime in which the request's KV cache was kept ("virtual" or "paged").
     kv_regime: str = "virtual"
-    #: Why: "forced" (by an option), "converted" (on demand), "default" (no cost speaks for the
-    #: other), "slots" (none was free), or the cost that decided: "maps", "forks", "prefix",
-    #: "kernels", "memory", "batch".
+    #: Reason: "forced" (by an option), "converted" (on demand), "default" (no cost speaks for the
+    #: other), "slots" (none was free), or the deciding cost: "maps", "forks", "prefix", "kernels",
+    #: "memory", "batch".
     kv_regime_reason: str = ""
-    #: Predicted seconds of what differs between the regimes, by regime, when it was chosen.
+    #: Predicted seconds that differ between the regimes, by regime, when it was chosen.
     kv_regime_costs: dict[str, float] = field(default_factory=dict)
 
     def token_at(self, now: float) -> None:
@@ -128,7 +128,7 @@ class RequestOutput:
     metrics: RequestMetrics
     #: One entry per prompt position; the first is None.
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
-    #: ``[hidden_size]``, of a request with ``pooling``: as the model gives it, not normalised.
+    #: ``[hidden_size]``, for a request with ``pooling``: as the model gives it, not normalised.
     embedding: NDArray[np.float32] | None = None
     delta: bool = field(default=False)
 

@@ -1,4 +1,4 @@
-"""The version of the installed distribution; apart, as the module that tells it imports a lot."""
+"""The version of the installed distribution; apart, as the module that finds it imports a lot."""
 
 from __future__ import annotations
 
