@@ -253,7 +253,7 @@ def _kinds(data: Data) -> Iterator[tuple[str, str]]:
 
 
 def _models(data: Data) -> RenderableType:
-    """A row for each of several models; of the pool they share, what nobody was lent."""
+    """A row for each of several models; of the pool they share, what was lent to none."""
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bright_black")
     for name, justify in _MODEL_COLUMNS:
         table.add_column(name, justify=justify, no_wrap=True)

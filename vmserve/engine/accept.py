@@ -90,7 +90,7 @@ class TokenAcceptor:
         return answer.final_update()
 
     def forget(self, request_id: str) -> None:
-        """Drop an answer that nobody will hear of."""
+        """Drop an answer that is never reported."""
         if self._answers.pop(request_id, None) is not None:
             self._counters.requests_aborted += 1
 

@@ -565,7 +565,7 @@ class LLMEngine:
     def _launch(self, previous: InFlightStep | None = None) -> InFlightStep | StepResult:
         """Plan a step and launch it; a result if there is none.
 
-        ``previous``: the step that still runs. Then nobody is preempted and nothing is waited for.
+        ``previous``: the step that still runs. Then nothing is preempted or waited for.
         """
         phases = StepPhases(self._clock)
         try:

@@ -89,7 +89,7 @@ def settings_of(
 def identity_of(weights: str, model: ModelConfig, settings: Mapping[str, Any]) -> str:
     """A digest of the same with little read of the files: ``weights`` is their fingerprint.
 
-    The version is left out: who shows the digest knows it.
+    The version is left out: callers that show the digest know it.
     """
     told = {**settings, "weights": weights, "network": repr(model.network)}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]

@@ -111,7 +111,7 @@ def _make_space(path: Path, text: str) -> None:
 def directory_secret(directory: str | Path) -> bytes:
     """The secret from which servers that use this directory derive the salts of their tenants.
 
-    It is made by whoever needs it first. Raises
+    The first process that needs it makes it. Raises
     :class:`~vmserve.errors.ConfigurationError` if it can neither be read nor made.
     """
     path = Path(directory) / _SECRET

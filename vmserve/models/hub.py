@@ -128,7 +128,7 @@ def _gguf_within(directory: Path) -> Path | None:
 
 
 def _check_readable(path: Path) -> None:
-    """Raises :class:`~vmserve.errors.ConfigurationError` for what belongs to somebody else.
+    """Raises :class:`~vmserve.errors.ConfigurationError` for what belongs to another user.
 
     Asked before anything is read: readers take a file that they may not open for a missing or
     a damaged one.
@@ -150,7 +150,7 @@ def _check_access(path: Path, access: int) -> None:
 
 
 def _check_one(path: Path, access: int) -> None:
-    # Whoever needs a missing file reports it.
+    # A missing file is reported where it is needed.
     if os.access(path, access, effective_ids=True) or not path.exists():
         return
     found = path.stat()

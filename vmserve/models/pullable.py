@@ -64,7 +64,7 @@ def find_pulled(model: PullableModel) -> Path | None:
     Nothing is imported and nothing is read: `vmserve pull` checks the content.
     """
     for path in (kept_directory(model) / model.file_name, _installed(model)):
-        # Missing, or somebody else's.
+        # Missing, or another user's.
         with contextlib.suppress(OSError):
             if path is not None and path.stat().st_size == model.num_bytes:
                 return path

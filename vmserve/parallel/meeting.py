@@ -85,7 +85,7 @@ class Host:
         self.store.set(_KEY, f"{self._listener.getsockname()[1]} {self._token}")
 
     def accept(self, what: str, rank: int) -> TcpLink:
-        """The connection of a rank; "orders" or "memory". Nobody else's keeps it waiting."""
+        """The connection of a rank; "orders" or "memory". No other rank's keeps it waiting."""
         end = time.monotonic() + _SECONDS
         while (what, rank) not in self._waiting:
             ready = self._door.select(max(0.0, end - time.monotonic()))
@@ -111,7 +111,7 @@ class Host:
             self._dismiss(self._silent[0]).close()
 
     def _dismiss(self, sock: socket.socket) -> socket.socket:
-        """Return one of the silent connections, which nobody listens to any more."""
+        """Return one of the silent connections, which nothing reads any more."""
         self._silent.remove(sock)
         self._door.unregister(sock)
         return sock

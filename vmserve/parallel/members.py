@@ -73,7 +73,7 @@ class LocalMember:
             self._started.wait()
         if self._error is not None:
             raise VmserveError(f"rank {self.rank} cannot be started: {self._error}")
-        with contextlib.suppress(BrokenPipeError):  # it is dead: whoever waits for it learns so
+        with contextlib.suppress(BrokenPipeError):  # it is dead: what waits for it learns so
             self.link.send(orders)
 
     @property

@@ -1,17 +1,17 @@
-"""Who may take how much of a pool: a policy over numbers, without clocks, threads or messages.
+"""Which member may take how much of a pool: numbers alone, without clocks, threads or messages.
 
 Each member is *granted* bytes. A grant that is being lowered counts in full until the member says
 that it has no more than the new number committed, so the grants never exceed the pool. A member
 that is short gets, in this order,
 
-1. what nobody was granted;
+1. what no member was granted;
 2. what others hold and do not use, from idle members first, the one that has been idle for longest
-   before the others. Nobody is preempted for it;
+   before the others. No request is preempted for it;
 3. if it is below its fair share, what members above theirs hold, down to their fair share. They
    preempt requests for it.
 
-Fair shares are max-min fair by weight: nobody has less than its floor, more than its cap, or more
-than it has a use for. Every method that changes something returns the orders to be sent.
+Fair shares are max-min fair by weight: no member has less than its floor, more than its cap, or
+more than it has a use for. Every method that changes something returns the orders to be sent.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Shares:
 
     @property
     def free(self) -> int:
-        """Bytes granted to nobody; negative while a pool that was made smaller shrinks."""
+        """Bytes granted to no member; negative while a pool that was made smaller shrinks."""
         return self.size - self.granted
 
     # -- members ------------------------------------------------------------------------
@@ -367,7 +367,7 @@ class Shares:
     def _find(
         self, unused: int, reclaimed: int, for_whom: Member | None, fair: dict[str, int]
     ) -> list[Order]:
-        """Recall ``unused`` bytes from those that do not use them; if nobody has more of these,
+        """Recall ``unused`` bytes from those that do not use them; if none has more of these,
         ``reclaimed`` bytes from those above their fair share."""
         orders: list[Order] = []
         others = [each for each in self.members.values() if each is not for_whom]
@@ -383,7 +383,7 @@ class Shares:
             unused -= part
             reclaimed -= part
         if orders or self._expected:
-            return orders  # their answers say whether somebody has to preempt
+            return orders  # their answers say whether one has to preempt
         for each in others:
             above = each.limit - fair[each.name]
             part = min(reclaimed, above)

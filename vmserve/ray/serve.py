@@ -49,7 +49,7 @@ class ServedEngine:
         )
 
         async def tell(message: Message) -> None:
-            # Whoever hears that all has ended ends this process, or its event loop.
+            # The caller that learns that all has ended ends this process, or its event loop.
             if message["type"].startswith("lifespan.shutdown."):
                 await engine.shutdown()
             await send(message)

@@ -117,7 +117,7 @@ class ChainTable:
         return [*found, (alive, length)] if length else found
 
     def last_sent(self, block: int, among: int) -> tuple[int, int]:
-        """Who of some members that have a block was sent it last, and when."""
+        """The member that was sent a block last, of some that have it, and when."""
         last = self._last[block]
         if not last & among:  # it has forgotten the block, or takes no requests
             last = max(self._each(among), key=lambda bit: self._blocks[self.name_of(bit)][block])

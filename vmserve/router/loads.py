@@ -46,7 +46,7 @@ class Loads:
             self._at[load] = self._at.get(load, 0) | member
 
     def least(self, among: int) -> tuple[float, int]:
-        """The least load of those ``among`` that take requests, of which there are some, and who
+        """The least load of those ``among`` that take requests, of which there are some, and which
         have it."""
         for load in sorted(self._at):
             if found := self._at[load] & among:
@@ -54,9 +54,9 @@ class Loads:
         raise ValueError("none of them takes requests")
 
     def next(self, among: int) -> int:
-        """One of some members: who was chosen longest ago.
+        """One of some members: the one that was chosen longest ago.
 
-        Of those that were not chosen lately: who had no turn since all of these had one.
+        Of those that were not chosen lately: the one that had no turn since all of these had one.
         """
         others = among & ~self._lately
         if not others:

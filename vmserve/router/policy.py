@@ -100,7 +100,7 @@ class Router:
         self._loads.set(self._table.bit_of(member), load)
 
     def choose(self, token_ids: Sequence[int], root: Hashable) -> Choice:
-        """Choose who gets a request now, and expect the prompt in its cache from now on.
+        """Choose the member that gets a request, and expect the prompt in its cache from now on.
 
         ``root``: what the prefix cache separates requests by (isolation and salt). There has to be
         a member that takes requests.
@@ -120,10 +120,10 @@ class Router:
         return Choice(self._table.name_of(chosen), reason, blocks * self._block_tokens)
 
     def _by_prefix(self, token_ids: Sequence[int], root: Hashable) -> tuple[int, Reason, int]:
-        """Return who is chosen, why, and how many blocks of the prompt it has."""
+        """Return the chosen member, the reason, and how many blocks of the prompt it has."""
         loads, table = self._loads, self._table
         chain = chain_of(token_ids, root, self._block_tokens)
-        # Who has how many of its first blocks; the longest last. All members have none, at least.
+        # Members by the number of its first blocks that they have, 0 or more; the longest last.
         groups = [(loads.takers, 0)]
         groups += [(who & loads.takers, n) for who, n in table.matches(chain) if who & loads.takers]
         holders, most = groups[-1]

@@ -1,1 +1,1 @@
-"""Who computes in the next step, and in which view: counts and pages, never a tensor."""
+"""Which sequences compute in the next step, and in which view: counts and pages, never a tensor."""

@@ -1,7 +1,7 @@
 """Raise low-priority requests that have waited for long.
 
 A waiting sequence whose request arrived ``max_wait`` ago is *raised*: it is served before all
-others, in order of arrival, and no claim takes its place. It preempts nobody: it waits for the next
+others, in order of arrival, and no claim takes its place. It preempts none: it waits for the next
 free place. Raised sequences take at most a quarter of the places, so urgent requests keep theirs
 however many others have waited for long.
 """

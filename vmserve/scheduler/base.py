@@ -321,7 +321,7 @@ class Scheduler(Protocol):
         ``add_drafts`` is asked for drafts, perhaps several times; the step has them where there is
         memory for them.
 
-        ``ahead``: the last step still runs and some of its tokens are unknown. Nobody is preempted
+        ``ahead``: the last step still runs and some of its tokens are unknown. Nothing is preempted
         then, and None means: ask again when the tokens are known.
 
         Raises :class:`NoRoomError` if a request does not fit even alone, so that waiting is

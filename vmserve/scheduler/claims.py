@@ -139,7 +139,7 @@ class Claims:
             )
         return with_its_gang(last, running)
 
-    # -- who claims ---------------------------------------------------------------------
+    # -- claimants ----------------------------------------------------------------------
 
     def _has_rivals(self) -> bool:
         return self._shares is not None and self._shares.num_tenants > 1
@@ -209,7 +209,7 @@ class Claims:
             return with_its_gang(sequence, self._queues.swapped)
         return [sequence]
 
-    # -- and from whom ------------------------------------------------------------------
+    # -- victims ------------------------------------------------------------------------
 
     def _claim(self, sequence: Sequence, now: _Occupancy) -> Claim | None:
         group = self._group(sequence)
@@ -252,7 +252,7 @@ class Claims:
     def _is_over(
         self, tenant: str, given: int, claimant: str, taken: int, left: _Occupancy
     ) -> bool:
-        """Whether ``tenant`` can give ``given`` places to ``claimant``, who takes ``taken``."""
+        """Whether ``tenant`` can give ``given`` places to ``claimant``, which takes ``taken``."""
         assert self._shares is not None
         held = left.by_tenant[tenant]
         slack = self._limits.max_num_batched_tokens

@@ -18,8 +18,8 @@ __all__ = ["CopiesOut"]
 class CopiesOut:
     """Swaps out in the background: only sequences that need a victim's pages wait for its copy.
 
-    One step is planned without them. After that the copies are waited for, so that nobody is left
-    out for longer.
+    One step is planned without them. After that the copies are waited for, so that no sequence
+    is left out for longer.
     """
 
     def __init__(self, memory: KVMemory, forecast: BlockForecast, policy: PreemptionPolicy) -> None:

@@ -485,8 +485,8 @@ class FCFSScheduler:
         return StepDraft(), None
 
     def _plan_memory(self, draft: StepDraft) -> StepPlan | Shortfall:
-        """Plan the draft. Whoever was to start with a cached prefix that is gone by now computes
-        that, as far as the step has tokens left."""
+        """Plan the draft. A sequence whose cached prefix is gone by now computes
+        it, as far as the step has tokens left."""
         answer = self._try_plan(draft)
         while isinstance(answer, Shortfall) and answer.lost_prefixes:
             self._grant_again(draft, self._recheck_starts() or self._give_up_prefixes())
@@ -575,7 +575,7 @@ class FCFSScheduler:
         return with_newcomers
 
     def _may_read_prompts(self) -> bool:
-        """Whether the first waiting request has waited long enough, or delays nobody."""
+        """Whether the first waiting request has waited long enough, or delays none."""
         factor = self._limits.delay_factor
         if not factor or not self._waiting or not self._running:
             return True

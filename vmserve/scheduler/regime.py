@@ -3,7 +3,7 @@
 The cost model adds up what differs between the two views over a request's life, from a
 :class:`~vmserve.scheduler.profile.DeviceProfile`: mapping calls; forks; copies of a cached prefix;
 the kernels themselves; memory lost in partly used pages while memory is short; calls of a second
-kernel family, if nobody else in the batch uses it, or, if cheaper, changing the regime of the whole
+kernel family, if no other in the batch uses it, or, if cheaper, changing the regime of the whole
 batch. Layers outside attention cost the same in both and are left out.
 """
 

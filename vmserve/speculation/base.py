@@ -15,7 +15,7 @@ __all__ = ["Drafter"]
 
 
 class Drafter(Protocol):
-    """Proposes what sequences may say next, and hears what became of it and what it cost.
+    """Proposes what sequences may say next, and learns what became of it and what it cost.
 
     A step proposes once, reports each draft that was computed, and learns.
     """

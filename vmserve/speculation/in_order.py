@@ -13,7 +13,7 @@ __all__ = ["InOrder"]
 class InOrder:
     """A :class:`~vmserve.speculation.base.Drafter` of others, the cheapest first.
 
-    A step has the drafts of one of them, which alone hears what became of it. All learn from steps
+    A step has the drafts of one of them, which alone learns what became of it. All learn from steps
     without drafts.
     """
 

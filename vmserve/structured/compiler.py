@@ -94,7 +94,7 @@ class GrammarCompiler:
     def submit(self, params: StructuredOutputsParams, tenant: str = "") -> Future[Grammar]:
         """The grammar, or :class:`~vmserve.errors.InvalidRequestError`, when it is known.
 
-        Tenants take turns. Whoever asks and does not wait any more says so: :meth:`abandon`.
+        Tenants take turns. A caller that does not wait any more says so: :meth:`abandon`.
         """
         constraint = params.constraint
         with self._lock:
@@ -113,7 +113,7 @@ class GrammarCompiler:
     def abandon(
         self, params: StructuredOutputsParams, future: Future[Grammar], tenant: str = ""
     ) -> None:
-        """Whoever got ``future`` does not wait for it any more. What nobody waits for is not
+        """The owner of ``future`` does not wait for it any more. What nothing waits for is not
         compiled, unless it has begun."""
         constraint = params.constraint
         with self._lock:
@@ -173,7 +173,7 @@ class GrammarCompiler:
     def _take_turn(self) -> None:
         with self._lock:
             taken = self._turns.take()
-            if taken is None:  # abandoned meanwhile, or whoever waits has all that they may have
+            if taken is None:  # abandoned meanwhile, or those that wait have all they may have
                 return
             tenant, constraint = taken
             entry = self._entries[constraint]

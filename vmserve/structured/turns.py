@@ -41,7 +41,7 @@ class TenantTurns:
     def take(self) -> tuple[str, Constraint] | None:
         """What is next, and whose turn that was: its place is theirs until :meth:`done`.
 
-        None: nothing waits, or only what belongs to tenants who have all the places they may.
+        None: nothing waits, or only what belongs to tenants that have all the places they may.
         """
         for tenant, queue in self._waiting.items():
             if self._running[tenant] < self._most_running:

@@ -19,7 +19,7 @@ def is_loopback(host: str) -> bool:
 
 
 def warn_of_loopback(host: str, address: str, remedy: str) -> None:
-    """Say so if ``host``, on whose ``address`` somebody listens, is this machine's name and means
+    """Say so if ``host``, on whose ``address`` a server listens, is this machine's name and means
     loopback here alone: many systems have it as 127.0.1.1 in /etc/hosts."""
     if is_loopback(address) and not is_loopback(host):
         logger.warning(

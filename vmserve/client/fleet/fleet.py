@@ -216,8 +216,8 @@ class FleetLLM:
         self._router.join(member.name, blocks if resolved.prefix_caching else 0)
 
     def _renew(self, member: Member) -> None:
-        """Take note of a member's state, which may have changed. Who is ready takes requests; if
-        nobody is, those that are suspected.
+        """Take note of a member's state, which may have changed. Ready members take requests; if
+        there are none, suspected ones do.
 
         What has not begun leaves the suspected for the others.
         """

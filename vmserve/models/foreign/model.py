@@ -68,7 +68,7 @@ def load_foreign(
 ) -> tuple[ForeignModel, int]:
     """The model and the bytes of its weights.
 
-    ``transformers`` reads the files (``progress`` hears of it when it is done); then the model
+    ``transformers`` reads the files (``progress`` is called when it is done); then the model
     is rehearsed against itself with its own attention
     (:func:`~vmserve.models.foreign.rehearsal.rehearse`).
 

@@ -41,7 +41,7 @@ _OTHERS = {
 
 
 def type_name(number: int) -> str:
-    """Return the name of a type, or its number for one that nobody knows."""
+    """Return the name of a type, or its number for an unknown one."""
     if number in BLOCK_TYPES:
         return BLOCK_TYPES[number].name
     return _OTHERS.get(number, f"number {number}")

@@ -148,7 +148,7 @@ class GgufFile:
 
     def drop_metadata_pages(self) -> None:
         """Take the header out of memory, and all else that is mapped: a vocabulary is megabytes,
-        read again by who asks for it."""
+        read again by whoever asks for it."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
     def drop_pages(self, tensor: GgufTensor) -> None:

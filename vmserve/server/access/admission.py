@@ -120,7 +120,7 @@ class Admission:
 
     @property
     def _usual_requests(self) -> int:
-        """Most requests that may wait if nobody says it."""
+        """Most requests that may wait if no option says it."""
         return max(_REQUESTS, 2 * self._max_running())
 
     @property

@@ -46,7 +46,7 @@ class _Account:
     def wake(self) -> None:
         while self.waiting:
             num, future = self.waiting[0]
-            if not future.done():  # else whoever waited has left
+            if not future.done():  # else the caller has left
                 if not self.has_room(num):
                     return
                 self.num_running += num

@@ -139,7 +139,7 @@ def engine_figures(served: ServedModel) -> dict[str, dict[str, float | int]]:
 
 
 def pool_row(models: Models) -> dict[str, int] | None:
-    """The pool's size and what nobody was lent; None without a pool."""
+    """The pool's size and what was lent to none; None without a pool."""
     pool = models.pool
     return None if pool is None else {"size_bytes": pool.size_bytes, "free_bytes": pool.free_bytes}
 

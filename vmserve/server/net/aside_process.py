@@ -99,7 +99,7 @@ class AsideProcesses:
                 process.close()
                 if attempt:
                     raise VmserveError(f"the process for large requests ended: {error}") from error
-            except VmserveError:  # refused; or nobody waits for it
+            except VmserveError:  # refused; or nothing waits for it
                 self._put_back(process)
                 raise
             else:

@@ -127,7 +127,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def cannot_bind(where: str, error: OSError | UnicodeError) -> VmserveError:
-    """The message for whoever asked for the address."""
+    """The error for whoever asked for the address."""
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         return VmserveError(f"{where} is in use by another process: choose another --port or --uds")
     # Python's own errors (a path of more than 107 bytes) have a text and no number.

@@ -3,8 +3,8 @@
 Server: hello (version, ephemeral X25519 key). Engine: hello. Server: proof. Engine: verdict and
 proof. Both hellos have one fixed length, so that nothing that a stranger sends is parsed. Proofs
 and keys are HKDF-SHA256 of what the ephemeral keys agree on, salted with the shared key, for both
-hellos and the prover's role: none can be replayed or sent back, and who learns the shared key later
-cannot decrypt what was recorded.
+hellos and the prover's role: none can be replayed or sent back. Whoever learns the shared key
+later cannot decrypt what was recorded.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def greet_server(
     """Do the engine's part on an accepted socket. ``heard`` is called when the server has begun.
 
     ``claim`` is asked, once the server has proved that it knows the key, whether it may have the
-    engine; ``release`` is called if it went away before it heard so. Raises :class:`HandshakeError`
+    engine; ``release`` is called if it went away before that. Raises :class:`HandshakeError`
     and :class:`TakenError`.
     """
     stream = _Deadline(sock, "the server")

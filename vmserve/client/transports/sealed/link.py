@@ -74,7 +74,7 @@ class Link:
         self._received: deque[FromEngine] = deque()
 
     def wait_ready(self, progress: Callable[[str, int, int], None]) -> Ready:
-        """Connect, prove the key and hear of the model.
+        """Connect, prove the key and receive what the model is.
 
         A handshake that is cut short, as where many connect at once, is tried again. Raises
         :class:`~vmserve.errors.EngineDeadError` if there is no such engine, and
