@@ -128,7 +128,7 @@ class SlotKernel(Protocol):
 
     @property
     def launcher(self) -> Launcher | None:
-        """Of our own kernels, by which K and V are written too; None: a stock one."""
+        """Launcher of our own kernels, which write K and V too; None: a stock one."""
         ...
 
     def refusal(self, head_dim: int, dtype: DType) -> str | None:
@@ -154,7 +154,7 @@ class SlotKernel(Protocol):
         ...
 
     def plan(self, slots: Slots, capacity: Capacity) -> AttentionPlan:
-        """For decodes, if it takes them."""
+        """A plan for decodes, if it takes them."""
         ...
 
 

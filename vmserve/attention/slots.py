@@ -87,7 +87,7 @@ class SlotWriter(Protocol):
 
 
 class KernelSlotWriter:
-    """By the kernel that the backend "cuda" has for it: bit for bit what torch's operations do.
+    """Writes with the kernel of the backend "cuda": bit for bit what torch's operations do.
 
     Its memory is torch's of the current stream: in a capture that of the graph.
     """
@@ -126,7 +126,7 @@ class KernelSlotWriter:
 
 
 class TorchSlotWriter:
-    """By torch's operations, on any device.
+    """Writes with torch's operations, on any device.
 
     Rows past the batch's write what the first row writes, to the same place.
     """

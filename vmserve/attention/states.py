@@ -45,7 +45,7 @@ class StepStates:
 
     @staticmethod
     def of(kept: StatePages, batches: Sequence[RaggedBatch]) -> StepStates:
-        """Those of ``batches``, whose rows follow each other."""
+        """The states of ``batches``, whose rows follow each other."""
         places = [
             batch.places if batch.state_places is None else batch.state_places for batch in batches
         ]

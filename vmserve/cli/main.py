@@ -103,7 +103,7 @@ def main() -> None:
         status = app(prog_name="vmserve", standalone_mode=False)
         sys.stdout.flush()
     except VmserveError as error:
-        # Of a driver's error, an OSError, without its number.
+        # The text of a driver's error, an OSError, without its number.
         told = getattr(error, "strerror", None) or str(error)
         print("vmserve:", " ".join(told.split()), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigurationError | InvalidRequestError) else 1)

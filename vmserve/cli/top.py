@@ -215,7 +215,7 @@ class Screen:
 
 
 def _drafts(stats: Data) -> Iterator[tuple[str, str]]:
-    """With drafts, the share that was accepted, and tokens of a sequence in a step."""
+    """Figures of drafts: the share that was accepted, and tokens of a sequence in a step."""
     accepted = stats.get("spec_decode_num_accepted_tokens_total", 0)
     if drafted := stats.get("spec_decode_num_draft_tokens_total", 0):
         generated = stats.get("generation_tokens_total", 0)
@@ -243,7 +243,7 @@ def _persistence(stats: Data) -> Iterator[tuple[str, str]]:
 
 
 def _kinds(data: Data) -> Iterator[tuple[str, str]]:
-    """Of a model with several kinds of layers, what each has of the KV cache."""
+    """The part of the KV cache of each kind of layers, if a model has several."""
     for kind in data.get("kinds", ()):
         sizes = (
             f"{format_size(kind[f'{use}_pages'] * kind['page_bytes'])} {use}"
@@ -322,7 +322,7 @@ def _memory(stats: Data) -> str:
 
 
 def _pool_map(pool: Data, width: int) -> Text:
-    """In at most eight lines; a character stands for what most of its cells are."""
+    """The map in at most eight lines; a character stands for what most of its cells are."""
     cells: str = pool["cells"]
     uses: list[str] = pool["uses"]
     per_character = max(1, -(-len(cells) // (width * _MAP_ROWS)))
@@ -429,7 +429,7 @@ def _plain(text: object) -> str:
 
 
 def _watch(monitor: Monitor, console: Console, interval: float) -> None:
-    """Until interrupted. A server that is away is asked less and less often."""
+    """Watch until interrupted. A server that is away is asked less and less often."""
     screen = Screen()
     screen.take(monitor.ask(), time.monotonic())
     failures = 0

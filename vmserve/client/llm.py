@@ -56,9 +56,9 @@ class LLM:
     None (or ``vmserve-embedded``) for the embedded model. Further arguments are engine options
     (:class:`vmserve.EngineConfig`); an unknown one is an error.
 
-    ``kv_pool``: a :class:`vmserve.KVPool` that lends the model the memory of its KV cache, and
-    others too: at least ``kv_floor`` (default: what its longest sequence needs), at most ``kv_cap``
-    (the whole pool), and in between by ``kv_weight`` where they compete.
+    ``kv_pool``: a :class:`vmserve.KVPool` that lends this model, and others, the memory of their KV
+    caches. A model gets at least ``kv_floor`` (default: what its longest sequence needs), at most
+    ``kv_cap`` (the whole pool), and in between by ``kv_weight`` where models compete.
 
         with LLM(kv_cache_memory="256MiB") as llm:
             [result] = llm.generate("Once upon a time", SamplingParams(temperature=0))

@@ -130,7 +130,7 @@ class StructuredRequests:
     def masks(
         self, sequences: abc.Sequence[Sequence], drafts: dict[Sequence, list[int]] | None = None
     ) -> list[NDArray[np.bool_] | None]:
-        """For each sequence the tokens that its grammar allows, or None for all.
+        """Tokens that each sequence's grammar allows, or None for all.
 
         Empty if none has a grammar. A sequence of ``drafts`` is there once more after each drafted
         token. A draft is cut where nothing can follow it.

@@ -1,9 +1,9 @@
 """The engine's part in a shared pool: what it may take, what it would like, what it gives back.
 
 The pool (:mod:`vmserve.client.lending`) sends orders, which are carried out between two steps. The
-engine reports what it has and wants, and rarely: when it becomes short and when it is not any
-more, when requests begin and end, when what they hold is much more or less than reported, and when
-it can give back what it could not before.
+engine rarely reports what it has and wants: when it becomes short or is not any more, and when
+requests begin and end. It also reports when requests hold much more or less than was reported, and
+when it can give back what it could not before.
 """
 
 from __future__ import annotations

@@ -551,7 +551,7 @@ class MemoryManager:
 
     @property
     def narrowest_window(self) -> int | None:
-        """That of the kinds; None if there is only one, or all see everything."""
+        """The narrowest window of the kinds; None if there is only one, or all see everything."""
         kept = (kind.kept_tokens for kind in self.kinds)
         return min((each for each in kept if each is not None), default=None)
 
@@ -622,7 +622,7 @@ class MemoryManager:
         return self._core.stats()
 
     def kind_stats(self) -> list[MemoryStats]:
-        """Of each kind of layers, in pages of its own."""
+        """Statistics of each kind of layers, in pages of its own."""
         return [part.stats() for part in self._parts]
 
     def slot_use(self) -> SlotUse:

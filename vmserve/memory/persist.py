@@ -98,7 +98,7 @@ def open_stores(
 
 
 def core_digest() -> str:
-    """Of the compiled core: kernels of another build may add in another order."""
+    """Digest of the compiled core: kernels of another build may add in another order."""
     return hashlib.sha256(Path(_core.__file__).read_bytes()).hexdigest()[:16]
 
 

@@ -151,7 +151,7 @@ class DeltaConfig:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: q, k and v of all heads."""
+        """Channels of the convolution: q, k and v of all heads."""
         return 2 * self.key_size + self.value_size
 
     @property
@@ -350,7 +350,7 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> tuple[LayerAttention, ...]:
-        """Those with keys and values."""
+        """Layers with keys and values."""
         return tuple(each for each in self.layers if not self.has_delta(each.layer))
 
     @property

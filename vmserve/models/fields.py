@@ -2,8 +2,8 @@
 
 Importing the configurations of ``transformers`` takes longer than everything else that happens
 before a model's first token, and what a usual config.json says can be read without them. A reading
-is the same as theirs, default for default, or it is none: whatever is unusual (a type that is not
-the field's, a spelling that is not known here, sizes that contradict each other) is left to them.
+is the same as theirs, default for default, or it is none. They read whatever is unusual: a type
+that is not the field's, a spelling that is not known here, sizes that contradict each other.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _checked(parameters: dict[str, Any], max_len: int) -> dict[str, Any] | None:
 
 
 def read_gpt_oss_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] | None:
-    """As :func:`read_rope`, but YaRN where config.json has none."""
+    """Like :func:`read_rope`, but YaRN where config.json has none."""
     theta = 150_000.0
     if raw.get("rope_scaling") is None and raw.get("rope_parameters") is None:
         raw = {**raw, "rope_parameters": _GPT_OSS_ROPE}
@@ -254,7 +254,7 @@ def read_gpt_oss_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] |
 
 
 def read_partial_rope(raw: Mapping[str, Any], found: Fields) -> dict[str, Any] | None:
-    """As :func:`read_rope`, of ``partial_rotary_factor`` of each head."""
+    """Like :func:`read_rope`, for ``partial_rotary_factor`` of each head."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict):
         return None

@@ -43,7 +43,7 @@ def choose_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     config: DecoderConfig,
 ) -> dict[str, tuple[SafetensorsFile, StoredTensor]]:
-    """Those of ``stored`` that ``shapes`` has; see :func:`find_tensors`."""
+    """The tensors of ``stored`` that ``shapes`` has; see :func:`find_tensors`."""
     present, wanted = set(stored), set(shapes)
     missing = sorted(wanted - present)
     if missing:

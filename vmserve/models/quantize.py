@@ -69,7 +69,7 @@ class _Matrix:
 
     @property
     def scale_dtype(self) -> DType:
-        """That of the weights, which readers give to scales; float16 holds all that we make."""
+        """The weights' type, which readers give to scales; float16 holds all that we make."""
         dtype = self.stored.dtype
         return DType.FLOAT16 if dtype is DType.FLOAT32 else dtype
 
@@ -163,7 +163,7 @@ def _appearing(output: Path) -> Iterator[Path]:
     What a killed run has left there is removed first. Raises
     :class:`~vmserve.errors.ConfigurationError` if one that lives writes it.
     """
-    # By host: over a network file system a lock may hold on one of them alone.
+    # The host is in the name: a lock on a network file system may hold on one host only.
     made = output.with_name(f".{output.name}.{socket.gethostname()}.vmserve-partial")
     made.mkdir(parents=True, exist_ok=True)
     directory = os.open(made, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

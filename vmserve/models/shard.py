@@ -147,7 +147,7 @@ class Shard:
             yield from self._inputs(down, own)
 
     def _stacked(self, experts: ExpertsConfig, layer: int) -> Iterator[tuple[str, Part]]:
-        """Of ``[experts, in, out]``; outputs alternate between gate and up."""
+        """Parts of ``[experts, in, out]``; outputs alternate between gate and up."""
         assert experts.clamp is not None, "others have a tensor for each expert"
         names = self._whole.names
         prefix = names.base + names.layer.format(layer)
@@ -189,7 +189,7 @@ class Together:
         return self.ranks.sum(x)
 
     def logits(self, own: torch.Tensor) -> torch.Tensor:
-        """Those of all tokens, on the first rank."""
+        """Logits of all tokens, on the first rank."""
         return self.ranks.gather(own, self.shard.widths)
 
 

@@ -47,7 +47,7 @@ class Division(Protocol):
 
 
 class Slices:
-    """Those of one rank; without a group everything.
+    """Slices of one rank; without a group everything.
 
     Key-value heads that are fewer than the ranks are those of several ranks.
     """
@@ -66,7 +66,7 @@ class Slices:
         self._head_dim = config.head_dim
 
     def outputs(self, count: int) -> slice | None:
-        """Of a matrix with ``count`` outputs; None: all."""
+        """The outputs of a matrix with ``count`` of them; None: all."""
         if self._group is None:
             return None
         first, own = self._group.slice(count)
@@ -74,7 +74,7 @@ class Slices:
 
     @property
     def query_heads(self) -> slice | None:
-        """Of what there is for each query head."""
+        """The slice of what there is for each query head."""
         return None if self._group is None else slice(self._first_q, self._first_q + self.q_heads)
 
     @property

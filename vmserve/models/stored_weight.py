@@ -28,7 +28,7 @@ class StoredWeight(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Bytes in the file."""
 
     def read(self) -> Plain | Grouped:
         """The whole tensor, over the file's pages where they hold it as it is returned."""
@@ -65,7 +65,7 @@ class SafetensorsWeight:
         return self.file.view(self.stored), self.stored.dtype
 
     def matrix(self, index: int) -> Plain:
-        """Of ``[matrices, in, out]``."""
+        """One matrix of ``[matrices, in, out]``."""
         return np.ascontiguousarray(self.file.view(self.stored)[index].T), self.stored.dtype
 
     def table(self) -> Table | None:

@@ -64,7 +64,7 @@ class Link(Protocol):
 
 
 class PairLink:
-    """On one host: half of a pair without a name, which a new process inherits."""
+    """A link on one host: half of a pair without a name, which a new process inherits."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -91,8 +91,8 @@ class PairLink:
 
 
 class TcpLink:
-    """Between hosts: frames with their length. Neither authenticated nor encrypted, like the
-    connections of torch.distributed next to it: for a network that is trusted."""
+    """A link between hosts: frames with their length. It is for a network that is trusted: it is
+    neither authenticated nor encrypted, like the connections of torch.distributed."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -126,7 +126,7 @@ class TcpLink:
         self.sock.close()
 
     def _read(self, num_bytes: int) -> bytes:
-        """As many bytes; none at the end."""
+        """Read as many bytes; none at the end."""
         data = b""
         while len(data) < num_bytes:  # with a time limit on the socket MSG_WAITALL does not wait
             more = self.sock.recv(num_bytes - len(data), socket.MSG_WAITALL)

@@ -131,13 +131,13 @@ class Place(Protocol):
 
     @property
     def group(self) -> RankGroup | None:
-        """Of the native decoder; after :meth:`join`, as all that follows."""
+        """The native decoder's group; after :meth:`join`, as all that follows."""
 
     def gpu(self, orders: RankOrders) -> int:
         """Number of the rank's GPU on its host."""
 
     def collective(self, orders: RankOrders, device: torch.device) -> Collective:
-        """Of torch."""
+        """Torch's collective."""
 
     def make_driver(
         self, device: MemoryDevice, message: Any, descriptors: list[int]

@@ -417,7 +417,7 @@ class _MixedCall:
 
     @property
     def parts(self) -> list[_TimedCall]:
-        """In the order of their rows."""
+        """Parts in the order of their rows."""
         return [call for call, _, _ in self._calls]
 
     def __call__(

@@ -135,7 +135,7 @@ def _log_sum(x: Tensor, highest: Tensor, needed: Sequence[bool]) -> Tensor:
 def _floors(
     x: Tensor, params: Sequence[SamplingParams], highest: Tensor, log_sum: Tensor
 ) -> Tensor:
-    """For each row a logit below which no token can be kept: [rows] float32."""
+    """Logits below which no token of a row can be kept: [rows] float32."""
     vocab = x.shape[1]
     floors = torch.full_like(highest, -torch.inf)
     limited = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]

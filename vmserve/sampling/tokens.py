@@ -154,7 +154,7 @@ class TokenSampler(Protocol):
         ...
 
     def prompt_logprobs(self, logits: Logits, targets: Sequence[int], k: int) -> list[TopTokens]:
-        """For each row of ``logits`` [m, vocab]: the target, then the ``k`` likeliest tokens.
+        """The target, then the ``k`` likeliest tokens, of each row of ``logits`` [m, vocab].
 
         ``targets[i]`` is the prompt token that follows row i; ``k`` -1 is the vocabulary.
         """

@@ -201,7 +201,7 @@ class TorchSampler:
     def _with_ranks(
         self, logits: Tensor, logprobs: Tensor, chosen: Tensor, counts: Sequence[int]
     ) -> list[TopTokens]:
-        """For each row the chosen token, then the ``counts[i]`` likeliest; equals by id."""
+        """The chosen token of each row, then the ``counts[i]`` likeliest; equals by id."""
         limits = [self.vocab_size if k < 0 else min(k, self.vocab_size) for k in counts]
         likeliest = self._likeliest(logits, logprobs, limits)
         own = logprobs.gather(1, chosen[:, None])[:, 0].tolist()

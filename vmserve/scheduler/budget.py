@@ -52,9 +52,9 @@ class StepBudget:
 
     The deeper in a prompt, the longer a token takes: it attends to all before it. Pairs of such
     tokens are limited too, so that steps are about equally long and others' tokens come in time.
-    When a tenant has taken all, sequences of others may take a few more, which are enough at the
-    beginning of a prompt; its own wait, as they would for its tokens, and may then find cached what
-    they have in common.
+    Sequences of other tenants may take a few more when one tenant has taken all: these are enough
+    at the beginning of a prompt. The tenant's own sequences wait, as they would for tokens, and
+    may then find cached what they have in common.
     """
 
     def __init__(

@@ -141,7 +141,7 @@ class KnownCaches(ChainTable):
         """Do nothing: :meth:`matches` asks the replicas."""
 
     def last_sent(self, block: int, among: int) -> tuple[int, int]:
-        """As if each had been sent just now: copies are equal."""
+        """The answer as if each had been sent just now: copies are equal."""
         return among & -among, sys.maxsize
 
     def matches(self, chain: Iterable[int]) -> list[tuple[int, int]]:

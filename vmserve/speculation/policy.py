@@ -48,7 +48,7 @@ EVIDENCE = DraftPolicy(is_priced=False, most_drafted=7)
 
 
 def draft_model_policy(num_tokens: int, *, is_priced: bool, round_share: float) -> DraftPolicy:
-    """Of a draft model. What is a match's length elsewhere is a token's place in the draft."""
+    """The policy of a draft model. A token's place in the draft stands for a match's length."""
     return DraftPolicy(
         is_priced=is_priced,
         most_drafted=num_tokens,

@@ -83,7 +83,7 @@ def split_cpus(parts: int, asked: str = "data_parallel_size: {} engines") -> lis
         raise ConfigurationError(
             f"{asked.format(parts)} need {parts} cores, and this process may use {usable}"
         )
-    # Of a quota of time, no more cores are of use than it pays for.
+    # Only as many cores are of use as a quota of time pays for.
     bounds = [usable * part // parts for part in range(parts + 1)]
     return [tuple(cpu for core in near[low:high] for cpu in core) for low, high in pairwise(bounds)]
 

@@ -110,7 +110,7 @@ def take_snapshot(
     memory: MemoryManager,
     requests: Iterable[Request],
 ) -> EngineSnapshot:
-    """In the engine's thread. Its cost: the pool's pages in the core, and a row per request."""
+    """Take a snapshot in the engine's thread: it costs the pool's pages and a row per request."""
     rows = list(requests)
     now = time.monotonic()
     shown = sorted(rows, key=_served_first)[:MAX_REQUESTS]

@@ -163,7 +163,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As the library does it, where the filter of jinja2 would escape HTML."""
+    """JSON as the library writes it, where the filter of jinja2 would escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -369,7 +369,7 @@ class Tokenizer:
 
 
 def _no_unicode(param: str) -> InvalidRequestError:
-    """For lone surrogates, which JSON can carry and UTF-8 cannot."""
+    """The error for lone surrogates, which JSON can carry and UTF-8 cannot."""
     what = "the prompt" if param == "prompt" else param
     return InvalidRequestError(f"{what} is not valid Unicode text: it has lone surrogates", param)
 

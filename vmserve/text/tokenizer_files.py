@@ -94,7 +94,7 @@ _PIPELINES: Mapping[str, _Pipeline] = {
 
 @dataclass(frozen=True)
 class FileTokenizer(LightTokenizer):
-    """Of a directory with a tokenizer.json."""
+    """The tokenizer of a directory with a tokenizer.json."""
 
     directory: Path
 

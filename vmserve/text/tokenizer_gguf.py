@@ -106,7 +106,7 @@ _SPACE = "▁"
 
 @dataclass(frozen=True)
 class GgufTokenizer(LightTokenizer):
-    """Of a GGUF file."""
+    """The tokenizer of a GGUF file."""
 
     eos_ids: tuple[int, ...]
 

@@ -42,7 +42,7 @@ class Counts:
         )
 
     def sizes(self) -> Mapping[str, int]:
-        """In integers, by the name of each array."""
+        """Sizes in integers, by the name of each array."""
         return {
             "num_decode": 1,
             "num_append": 1,

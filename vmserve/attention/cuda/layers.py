@@ -108,7 +108,7 @@ class GateKernel:
 
 
 class LayerKernels:
-    """Of one variant; only its dtype matters."""
+    """Kernels of one variant; only its dtype matters."""
 
     def __init__(self, launcher: Launcher, variant: Variant) -> None:
         self._launcher = launcher

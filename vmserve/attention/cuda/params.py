@@ -20,7 +20,7 @@ _Fields = list[tuple[str, Any]]
 
 
 def _fields(pointers: str = "", strides: str = "", floats: str = "", ints: str = "") -> _Fields:
-    """By kind, in the order in which every structure has them."""
+    """Fields by kind, in the order in which every structure has them."""
     kinds: Mapping[Any, str] = {
         ctypes.c_uint64: pointers,
         ctypes.c_int64: strides,

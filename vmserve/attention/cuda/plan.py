@@ -378,7 +378,7 @@ def _prefix_tiles(
 
 
 class _Chunks(NamedTuple):
-    """By tile: its items, the parts of each of them, and its parts in all."""
+    """Numbers of each tile: its items, the parts of each of them, and its parts in all."""
 
     counts: IntArray
     sizes: IntArray

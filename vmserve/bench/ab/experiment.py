@@ -79,10 +79,10 @@ class Settings:
 class Engines:
     """An engine for each variant.
 
-    They are made once and kept, for three reasons: a server runs for days, so that what the first
-    minute costs is not its speed; whatever an engine learns while running (what preemption costs,
-    which regime pays) it learns in the warm-up; and loading between two runs would put seconds,
-    and a different state of the machine, between the halves of a pair. A run begins with an empty
+    They are made once and kept, for three reasons. A server runs for days, so that what the first
+    minute costs is not its speed. An engine learns in the warm-up what it learns while running
+    (what preemption costs, which regime pays). Loading between two runs would put seconds, and a
+    different state of the machine, between the halves of a pair. A run begins with an empty
     prefix cache all the same (:func:`~vmserve.bench.ab.client.reset`). With ``rebuild`` they are
     made anew for every run, where the weights do not fit into memory several times.
     """
@@ -118,7 +118,7 @@ class Engines:
         gc.unfreeze()
 
     def renew(self) -> None:
-        """Those that were made are made anew when they are used next: they lie elsewhere in memory,
+        """Make engines anew when they are used next: they then lie elsewhere in memory,
         and what one of them owes to its place is not taken for what its variant is worth."""
         for engine in self._kept.values():
             engine.close()

@@ -1,10 +1,10 @@
 """Replay of a trace against a fixed pool: which requests fit, what the memory holds.
 
 There is no model: a step gives every running request one token. Requests wait in order of
-arrival, all there at the start, and the first is admitted when its prompt fits; its prompt is in
-memory after the step that admits it, and its last token is never written, so that a request of
-``i`` tokens in and ``o`` out fills i + o - 1 positions and runs for ``o`` steps. When a step does
-not fit, the request that came last is preempted: its memory is given up, it goes back to the head
+arrival, all there at the start, and the first is admitted when its prompt fits. Its prompt is in
+memory after the step that admits it, and its last token is never written. So a request of ``i``
+tokens in and ``o`` out fills i + o - 1 positions and runs for ``o`` steps. The request that came
+last is preempted when a step does not fit: its memory is given up, it goes back to the head
 of the queue, and what it had is written again when it returns.
 
 Memory is counted in positions (token slots of the whole model) after every step in which requests

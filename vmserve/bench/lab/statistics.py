@@ -11,10 +11,10 @@ The interval is the symmetric studentised bootstrap (Hall 1988; Efron & Tibshira
 12): resampled means are measured in their own standard errors. The plain percentile bootstrap is
 too narrow for ten rounds, because it cannot see beyond the range of what was measured; this one
 can, and errs on the wide side where there are few rounds or outliers. It takes rounds to be
-independent; where each resembles the one before (a machine that heats up, a slow drift of other
-work), it is widened by what the correlation of neighbours says (an autoregression of order 1), and
-still is a little too narrow: with a correlation of 0.6 the interval of 99 % held the truth in 95 %
-of simulated benchmarks of 12 to 40 rounds (80 to 87 % without), with 0.3 in 97 to 98 %.
+independent. Where each resembles the one before (a machine that heats up, a slow drift of other
+work), the correlation of neighbours widens it (an autoregression of order 1). It still is a little
+too narrow: with a correlation of 0.6 the interval of 99 % held the truth in 95 % of simulated
+benchmarks of 12 to 40 rounds (80 to 87 % without), with 0.3 in 97 to 98 %.
 
 A verdict needs more than its 99 % interval to exclude 1: the p-values of one comparison's
 headline metrics are corrected together (Holm 1979), so that a comparison of equals yields any

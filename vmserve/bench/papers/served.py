@@ -1,8 +1,8 @@
 """Systems on the real engine: a tiny pool, or reservations in front of it.
 
 Ours serve from a pool of :data:`POOL_TOKENS`. Orca is the same engine with memory to spare, its
-iteration-level scheduling and contiguous KV cache, behind a gate: a request enters when a buddy
-allocator of :data:`POOL_TOKENS` has what it reserves, first come, first served, and gives that
+iteration-level scheduling and contiguous KV cache, behind a gate. A request enters, first come,
+first served, when a buddy allocator of :data:`POOL_TOKENS` has what it reserves, and gives that
 back when it ends. So everything computes with the same kernels, and memory alone differs.
 
 Pool, context and lengths are those of the papers' OPT-13B on an A100 40GB (15,728 tokens, 2,048 a

@@ -90,7 +90,7 @@ def measure(system: str, trace: Trace, request_rate: float) -> Point:
         with SimulatedEngine(config) as engine:
             run = replay(engine, requests, until=until)
             num_preemptions = engine.scheduler.num_preemptions_total
-        # Those that were cut off are in the run with the time that they had.
+        # Requests that were cut off are in the run with the time that they had.
     else:
         knowledge: Knowledge = how  # type: ignore[assignment]
         baseline = Reserving(

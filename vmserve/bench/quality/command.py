@@ -163,7 +163,7 @@ class _Window(NamedTuple):
 
 
 def _score(subjects: Sequence[Subject], windows: Windows, report: Report) -> list[list[_Window]]:
-    """For each subject what it says of each window; the first is the reference."""
+    """The scores of each window by subject; the first is the reference."""
     found: list[list[_Window]] = [[] for _ in subjects]
     done, total = 0, len(windows.prompts) * len(subjects)
     for prompt in windows.prompts:
@@ -248,7 +248,7 @@ def _cells(row: Mapping[str, Any], *, is_first: bool) -> tuple[str, ...]:
     difference = f"{above['mean']:.4f}"
     if above["low"] is not None:
         difference += f" ± {above['mean'] - above['low']:.4f}"
-    # Of a variant that differs by its order of sums alone, rounding may leave less than nothing.
+    # Rounding may leave less than nothing if a variant differs by its order of sums alone.
     divergence = f"{max(0.0, row['divergence']):.5f}"
     return (
         row["name"],

@@ -1,8 +1,8 @@
 """Record an engine's memory operations by step, and replay them with other blocks.
 
-As long as memory is not short, neither the schedule nor a token depends on the size of a block:
-one run of the engine is recorded, and its forks, growths and releases are done again by a memory
-of its own for each other block size. At the engine's own size both must count the same.
+Neither the schedule nor a token depends on the size of a block, as long as memory is not short. So
+one run of the engine is recorded. A memory of its own for each other block size repeats its forks,
+growths and releases. At the engine's own size both must count the same.
 """
 
 from __future__ import annotations

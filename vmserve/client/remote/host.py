@@ -196,7 +196,7 @@ class _Strangers:
                 ended.shutdown(socket.SHUT_RDWR)  # its thread closes it
 
     def heard(self, sock: socket.socket) -> None:
-        """It has said something; its thread may have had to wait for a processor to read it."""
+        """Note a first message; the thread may have had to wait for a processor to read it."""
         with self._lock:
             if sock in self._hosts:
                 self._heard.add(sock)

@@ -219,7 +219,7 @@ class _Fields:
         return config
 
     def _latent(self, heads: int, layers: int) -> dict[str, Any]:
-        """Of DeepSeek-V2 or V3; older files have the sizes of heads under other keys."""
+        """Latents of DeepSeek-V2 or V3; older files have the sizes of heads under other keys."""
         read = self._read
         sizes = {
             kind: read.size(f"attention.{kind}_length_mla", read.size(f"attention.{kind}_length"))

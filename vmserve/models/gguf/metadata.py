@@ -136,7 +136,7 @@ class Metadata:
         return {"mscale": multiplier, "mscale_all_dim": multiplier}
 
     def factors(self, name: str) -> list[float]:
-        """Of longrope, from a tensor."""
+        """Factors of longrope, from a tensor."""
         if name not in self.model.tensors:
             raise ConfigurationError(
                 f"{self.file.path.name} lacks tensor {name}: fetch the model again"

@@ -165,7 +165,7 @@ class _Place:
 def _places(
     config: DecoderConfig, architecture: Architecture, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, _Place]]:
-    """By our names; more than those of ``shapes``."""
+    """Places by our names; more than those of ``shapes``."""
     for theirs, ours in ENDS.items():
         yield f"model.{ours}.weight", _Place(f"{theirs}.weight")
     yield "lm_head.weight", _Place("output.weight")

@@ -134,7 +134,7 @@ class NativeDecoder:
         return logits
 
     def _rows(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Of an embedding that the core cannot read. The core refuses ids that are out of range."""
+        """Rows of an embedding that the core cannot read. It refuses ids that are out of range."""
         last = self._core.vocab_size - 1
         return self._embedding.rows(np.clip(token_ids, 0, last))
 

@@ -59,7 +59,7 @@ class Source:
     def matrices(
         self, *names: str, sizes: Sequence[int] = (), which: Sequence[slice | None] = ()
     ) -> list[TensorTuple | _core.GroupedWeights]:
-        """Of one product: all of one type, or all grouped. Those that differ become float32.
+        """Matrices of one product: all of one type, or all grouped. Others become float32.
 
         ``sizes``: their outputs, by which a single stored matrix is divided. ``which``: the outputs
         of each that are wanted (None: all).

@@ -195,7 +195,7 @@ class Admission:
             oldest = next(iter(self._waiting))
             too_many = self._waiting_requests - waiting
             if too_many < oldest.num_requests:
-                # Of a ticket that runs in part, only its share that waits.
+                # Only the waiting share of a ticket that runs in part.
                 share = oldest.num_tokens * (oldest.num_requests - too_many) // oldest.num_requests
                 return waiting, self._waiting_tokens - oldest.num_tokens + share
             self._leave_waiting(oldest)

@@ -197,7 +197,7 @@ class KeyUse:
                 self._account.wake()
 
     def leave(self, num_sequences: int) -> None:
-        """So many of the request's sequences have ended."""
+        """Note that so many of the request's sequences have ended."""
         self._num_running -= num_sequences
         self._account.num_running -= num_sequences
         self._account.wake()

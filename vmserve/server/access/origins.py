@@ -115,7 +115,7 @@ class Cors(CORSMiddleware):
 
 
 def _host_of(authority: str) -> str | None:
-    """Without port and brackets, or None for what is no host."""
+    """The host without port and brackets, or None for what is no host."""
     match = _AUTHORITY.fullmatch(authority.lower())
     return (match["v6"] or match["name"].rstrip(".")) if match else None
 

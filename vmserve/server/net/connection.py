@@ -94,9 +94,9 @@ class _Lingering:
 
 
 class GuardedProtocol(H11Protocol):
-    """Cuts a connection whose write buffer stays full, which ends its request as a
-    disconnect does, one on which a request's head never ends, and one on which a body goes on
-    after its answer; what is not HTTP gets an error in the shape of all others."""
+    """Cuts a connection whose write buffer stays full: its request ends as with a disconnect. It
+    also cuts one on which a request's head never ends, or a body goes on after its answer. What is
+    not HTTP gets an error in the shape of all others."""
 
     #: Seconds that the write buffer may stay full.
     write_timeout: float | None = None

@@ -307,7 +307,7 @@ class _Reply:
         return reply
 
     def echoed_bytes(self, result: RequestOutput) -> int:
-        """About how much of the whole reply is what it repeats of the prompt."""
+        """Approximate part of the whole reply that repeats the prompt."""
         num_ids = len(self._job.token_ids) if self._body.return_token_ids else 0
         return about_bytes(text=len(result.outputs) * len(self._echo), ids=num_ids)
 

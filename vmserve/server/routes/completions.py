@@ -298,14 +298,14 @@ class _Reply:
             yield chunk
 
     def echoed_bytes(self, results: list[RequestOutput]) -> int:
-        """About how much of the whole reply is what choices repeat of their prompts."""
+        """Approximate part of the whole reply in which choices repeat their prompts."""
         return sum(
             len(result.outputs) * self._echoed_bytes(job, result.prompt_logprobs or ())
             for job, result in enumerate(results)
         )
 
     def _echoed_bytes(self, job: int, scores: Sequence[Position | None]) -> int:
-        """About how much of a choice is what it repeats of its prompt."""
+        """Approximate part of a choice that repeats its prompt."""
         body, prompt = self._body, self._jobs[job]
         num_ids = len(prompt.token_ids)
         text = num_ids * _CHARS_PER_TOKEN if prompt.text is None else len(prompt.text)

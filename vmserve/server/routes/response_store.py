@@ -41,8 +41,8 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """In memory, bounded in size and time. Each tenant finds only its own, and has a share of its
-    own, in which its oldest give way to its newest.
+    """Responses in memory, bounded in size and time. Each tenant finds only its own, and has a
+    share of its own, in which its oldest give way to its newest.
 
     One thread at a time. ``num_tenants``: how many there can be. ``clock``: seconds.
     """

@@ -41,13 +41,13 @@ class LogprobShape:
         return f"token_id:{token_id}" if self.as_ids else entry.decoded_token or ""
 
     def likeliest(self, position: Position) -> list[tuple[int, Logprob]]:
-        """At most ``k`` entries in order; ties keep the position's order."""
+        """The first ``k`` entries in order; ties keep the position's order."""
         entries = sorted(position.items(), key=lambda item: item[1].rank)
         return entries if self.k is None else entries[: self.k]
 
 
 def num_entries(results: Sequence[RequestOutput]) -> int:
-    """About how many log-probabilities ``results`` have in all."""
+    """Approximate number of log-probabilities of all ``results``."""
     lists: list[Sequence[Position | None] | None] = [result.prompt_logprobs for result in results]
     lists += [choice.logprobs for result in results for choice in result.outputs]
     return sum(len(positions) * len(positions[-1] or ()) for positions in lists if positions)

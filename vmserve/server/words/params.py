@@ -209,7 +209,7 @@ def check_length(prompt: Any, request: Truncated, max_model_len: int) -> None:
 
 
 def far_too_long(what: str, max_model_len: int, num: str, param: str) -> PromptTooLongError:
-    """For what is so long that it is not read to its end to be truncated; it has ``num`` tokens."""
+    """The error for a text too long to be read to its end and truncated; it has ``num`` tokens."""
     return PromptTooLongError(
         f"{what} that is to be truncated may have {MAX_CONTEXTS} times the context, "
         f"{max_model_len} tokens, and this one has {num}: leave out what would be cut off",
