@@ -19,7 +19,8 @@
 //   S, I        weights in 4 * kWidth bytes, four to a lane; kWidth int32
 //   even_bytes  the first and third byte of each lane as 16 bits; odd_bytes: the others
 //   add_products  adds the products of a lane's two 16-bit weights and two int16 (the same in all
-//               lanes); with kDotsBytes, also of four unsigned bytes and four int8
+//               lanes), one of each two in -255 .. 255; with kDotsBytes, also of four unsigned
+//               bytes and four int8
 //   N           sums of products of bytes below 16 and int8, for up to eight calls of add_products;
 //               int16 if the processor does not add four such products in int32 (kDotsBytes).
 //               no_short_sums: zeros. widen_sums: a lane's sum as int32, and an offset
