@@ -77,8 +77,9 @@ void load_words(const T* const* rows, std::int64_t offset, int left, Vec::R (&wo
   Vec::load_transposed(from, words);
 }
 
-// Query heads whose sums are in registers at a time.
-constexpr int kMostHeads = 4;
+// Query heads whose sums are in registers at a time. Plain C++ keeps few there, and takes long to
+// compile for more heads.
+constexpr int kMostHeads = Vec::kLinearRows < 6 ? 2 : 4;
 template <int kHeads>
 struct Heads {
   static constexpr int kCount = kHeads;
@@ -155,7 +156,7 @@ void score_group(const float* q, int q_stride, int group, int rows, const T* con
     };
     for (int end = group; end <= rows * group; end += group) {
       while (g + kMostHeads <= end) score(Heads<kMostHeads>{});
-      if (end - g == 3) score(Heads<3>{});
+      if (kMostHeads > 3 && end - g == 3) score(Heads<3>{});
       if (end - g == 2) score(Heads<2>{});
       if (end - g == 1) score(Heads<1>{});
     }
@@ -400,7 +401,7 @@ void weigh_tokens(const DecodeArgs& a, const DecodeScratch& s, QueryRows queries
         weigh_heads<T, kHeads>(a, s, rows.v + t, count, h, q_head, t, t == begin, stride);
         q_head += kHeads;
       };
-      while (q_head + 4 <= end) add(Heads<4>{});
+      while (q_head + kMostHeads <= end) add(Heads<kMostHeads>{});
       if (q_head + 2 <= end) add(Heads<2>{});
       if (q_head < end) add(Heads<1>{});
     }

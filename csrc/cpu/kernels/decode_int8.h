@@ -115,7 +115,7 @@ inline void score_code_group(const DecodeArgs& a, const CodeScratch& s, int firs
     };
     for (int end = a.group; end <= heads; end += a.group) {
       while (g + kMostHeads <= end) score(Heads<kMostHeads>{});
-      if (end - g == 3) score(Heads<3>{});
+      if (kMostHeads > 3 && end - g == 3) score(Heads<3>{});
       if (end - g == 2) score(Heads<2>{});
       if (end - g == 1) score(Heads<1>{});
     }
