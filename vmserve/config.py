@@ -43,7 +43,7 @@ KVMapper = Literal["auto", "off", "thread"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 Preemption = Literal["auto", "recompute", "swap"]
 SchedulingPolicy = Literal["fcfs", "priority", "v0"]
-#: Where drafts come from; "auto": as far as they pay.
+#: Source of drafts; "auto": as far as they pay.
 Speculative = Literal["off", "prompt-lookup", "draft-model", "auto"]
 #: Whether a step is launched while the previous one runs; "auto": on a GPU.
 AsyncScheduling = Literal["auto", "on", "off"]
@@ -51,25 +51,26 @@ AsyncScheduling = Literal["auto", "on", "off"]
 #: Share of the memory available at start that the KV cache may grow to on a CPU. The rest is for
 #: weights, activations and other processes.
 CPU_KV_SHARE = 0.4
-#: Whole pages of any size that is a default on a CPU.
+#: Tokens that are whole pages of each size that is a default on a CPU.
 _WHOLE_PAGES_TOKENS = 256
 #: Smallest cap chosen when memory is short. A cap that is too small fails at start, with the size
 #: needed; growing beyond the memory that exists is a recoverable error.
 MIN_KV_BYTES = 64 << 20
-#: As ``kv_cache_memory``: what the longest sequence needs; :class:`vmserve.KVPool` lends more.
+#: Value of ``kv_cache_memory``: what the longest sequence needs;
+#: :class:`vmserve.KVPool` lends more.
 LEAST: Final = "least"
-#: As :attr:`ResolvedConfig.kv_limit_bytes`: not known yet.
+#: Value of :attr:`ResolvedConfig.kv_limit_bytes` that is not known yet.
 LEAST_BYTES: Final = -1
 #: Tokens of a step on a CPU. 512 keep the pause of running decodes short, and are enough that
-#: reading the weights costs little beside multiplying them.
+#: reading the weights costs little compared with multiplying them.
 DEFAULT_BATCHED_TOKENS = 512
 DEFAULT_NUM_SEQS = 64
-#: The same on a GPU, which reads its weights in milliseconds and needs wide batches.
+#: Tokens of a step on a GPU, which reads its weights in milliseconds and needs wide batches.
 GPU_BATCHED_TOKENS = 2048
 GPU_NUM_SEQS = 256
 #: Seconds after which a waiting request goes before all priorities.
 PRIORITY_MAX_WAIT = 60.0
-#: What cached prefixes may take on the disk, if they are kept there.
+#: Bytes that cached prefixes may take on the disk, if they are kept there.
 DEFAULT_PERSIST_BYTES = 4 << 30
 #: Share of a GPU's memory for the whole engine: weights, activations and KV cache.
 GPU_SHARE = 0.9
@@ -481,7 +482,7 @@ class ResolvedConfig:
     max_logprobs: int
     kv_regime: KVRegime
     kv_cache_dtype: KVCacheDType
-    #: :data:`LEAST_BYTES` until the memory is made, if the least was asked for.
+    #: Limit of the KV cache; :data:`LEAST_BYTES` until the memory is made, if that was asked for.
     kv_limit_bytes: int
     kv_page_bytes: int | None
     kv_zero_pages: ZeroPolicy
@@ -500,7 +501,7 @@ class ResolvedConfig:
     #: Seconds after which a waiting request goes before all priorities; None without priorities.
     priority_max_wait: float | None
     scheduler_delay_factor: float
-    #: A step is launched while the previous one runs.
+    #: Whether a step is launched while the previous one runs.
     async_scheduling: bool
     speculative: Speculative
     fair_sharing: bool
@@ -509,9 +510,9 @@ class ResolvedConfig:
     #: Path of a stored device profile; None: measured at start, if the regime depends on it.
     regime_profile: str | None
     trace_file: str | None
-    #: Decoding steps are captured as graphs, on devices that gain by it.
+    #: Whether decoding steps are captured as graphs, on devices that gain by it.
     captures_graphs: bool
-    #: Most memory that activations take; a GPU keeps it free beside weights and KV cache.
+    #: Most memory that activations take; a GPU keeps it free besides weights and KV cache.
     activation_bytes: int
     seed: int
 
@@ -737,7 +738,7 @@ def _kv_limit_bytes(
     token_bytes *= max(1, config.tensor_parallel_size // model.kv_heads)
     # Pages of a sequence are its own, also the last.
     tokens = -(-max_len // _WHOLE_PAGES_TOKENS) * _WHOLE_PAGES_TOKENS
-    # A checkpoint of a state lies beside the state itself.
+    # A checkpoint of a state lies next to the state itself.
     most = num_slots * (tokens * token_bytes + 2 * model.state_bytes)
     return min(default_kv_bytes(free), most)
 

@@ -68,8 +68,8 @@ def create_backend(
 
     "auto" is the best one for the type of ``device`` that supports the head size and dtype. On a
     CPU: our own kernels, which are faster there than the stock ones (benchmarks/kernels), then the
-    stock ones, then the slow but general reference. On a GPU: FlashAttention over the slots, beside
-    which others serve what they are better for (:mod:`vmserve.attention.phases`).
+    stock ones, then the slow but general reference. On a GPU: FlashAttention over the slots, and
+    others for what they are better for (:mod:`vmserve.attention.phases`).
     ``layers``: the model's needs. ``kv_dtype``: of the KV cache (default: ``dtype``).
 
     Raises :class:`~vmserve.errors.ConfigurationError` for an unknown name, or a backend that cannot

@@ -1,7 +1,7 @@
 """Lend the memory of one pool to the engines of several clients.
 
 :class:`~vmserve.pool.shares.Shares` decides. :class:`KVPool` sends its orders to the engines, and
-tells it what they answer.
+passes on what they answer.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["KVPool", "PoolMember"]
 
 logger = logging.getLogger(__name__)
 
-#: How long a new member waits for others to give up what its floor needs.
+#: Seconds that a new member waits for others to give up what its floor needs.
 _JOIN_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMember:
-    """How a member of a pool stands. Sizes in use are as its engine last told them.
+    """How a member of a pool stands. Sizes in use are as its engine last reported them.
 
     ``granted_bytes``: what it may have committed; the sum over all members never exceeds the pool.
     ``wanted_bytes``: what it would like to have. ``num_recalls``: how often it was asked to give
@@ -65,9 +65,9 @@ class _Loan:
         self._pool = pool
         self.name = name
         self.client = client
-        #: No floor may be below.
+        #: Least that a floor may be, in bytes.
         self.least_bytes = least_bytes
-        #: Done when the floor is granted.
+        #: Future that is done when the floor is granted.
         self.granted: Future[None] = Future()
         self.short_since: float | None = None
         self.waited_seconds = 0.0
@@ -99,7 +99,7 @@ class KVPool:
         with LLM("a", kv_pool=pool) as first, LLM("b", kv_pool=pool, kv_weight=2) as second:
             ...
 
-    Any thread may call it. On a GPU each process has a context of its own beside it.
+    Any thread may call it. On a GPU each process has a context of its own besides.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for what is no size.
     """
@@ -187,8 +187,8 @@ class KVPool:
         """Lend memory to a client's engine; wait until others have given up what its floor needs.
 
         ``floor``: what it always has; at least, and by default, what its longest sequence needs
-        beside its pinned prefixes. ``cap``: the most that it may have (default: the whole pool).
-        ``pinned``: tokens of each prefix that will be pinned, beside those that were before.
+        besides its pinned prefixes. ``cap``: the most that it may have (default: the whole pool).
+        ``pinned``: tokens of each prefix that will be pinned, besides those that were before.
 
         Raises :class:`~vmserve.errors.ConfigurationError` for a name in use, for floors that do not
         fit, and if others do not give their memory back in ``timeout`` seconds.
@@ -342,7 +342,7 @@ class KVPool:
             self._outbox += self._shares.resize(parse_size(size, "size"))
         self._deliver()
 
-    # -- what engines tell ----------------------------------------------------------------
+    # -- what engines report ----------------------------------------------------------------
 
     def told(self, loan: _Loan, report: MemoryReport) -> None:
         with self._lock:
@@ -383,7 +383,7 @@ class KVPool:
                 loan = self._loans.get(order.name)
             if loan is None:
                 continue
-            with contextlib.suppress(EngineDeadError):  # it is told as lost
+            with contextlib.suppress(EngineDeadError):  # it is reported as lost
                 loan.client.lend(Lend(order.limit_bytes, order.reclaim))
             with self._lock:
                 if not loan.granted.done():

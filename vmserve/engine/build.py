@@ -70,9 +70,9 @@ class EngineParts:
     sampler: TokenSampler
     clock: Callable[[], float] = time.monotonic
     idle_bytes: int = IDLE_BYTES
-    #: None: every token is computed by a step of its own.
+    #: Source of drafts; None: every token is computed by a step of its own.
     drafter: Drafter | None = None
-    #: The model that drafts, if one does, whose KV memory is a part of the engine's.
+    #: Model that drafts, if one does; its KV memory is a part of the engine's.
     draft_model: DraftModel | None = None
     #: The other ranks, if there are any.
     ranks: Ranks | None = None

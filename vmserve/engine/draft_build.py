@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 #: Most tokens of a draft if nobody says: as many in every step, or as far as they pay.
 _NUM_TOKENS = {False: 5, True: 7}
-#: What a step of the draft model is taken to cost before it was measured, beside the ratio of bytes
-#: of weights: little, so that it is tried.
+#: Cost of a step of the draft model before it was measured, as a multiple of the ratio of bytes of
+#: weights: little, so that it is tried.
 _HOPED = 0.5
 
 
@@ -158,7 +158,7 @@ def persist_draft(
     resolved: ResolvedConfig,
     runtime: DeviceRuntime,
 ) -> None:
-    """Let the draft model's blocks outlive the process, beside those of the engine's model.
+    """Let the draft model's blocks outlive the process, next to those of the engine's model.
 
     Raises as :func:`~vmserve.engine.persistence.persist`.
     """

@@ -1,4 +1,4 @@
-"""Make the parts of an engine from its options, and refuse options that cannot work."""
+"""Steps of choosing and building: attention backends, the KV cache's type and memory, prices."""
 
 from __future__ import annotations
 

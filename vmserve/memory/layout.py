@@ -54,7 +54,8 @@ CUDA_GRANULARITY = 2 << 20
 #: Page sizes in tokens that the planner aims for: below, map calls cost more than they save; above,
 #: short sequences waste most of a page.
 _MIN_PAGE_TOKENS = 64
-#: Half as many calls of the driver for as many tokens, and 128 pages in 60 ms.
+#: The lower one on a GPU: half as many calls of the driver for as many tokens, and 128 pages
+#: in 60 ms.
 _MIN_DEVICE_PAGE_TOKENS = 128
 _MAX_PAGE_TOKENS = 256
 _MAX_PADDING = 1 / 8
@@ -85,9 +86,9 @@ class KVLayout:
     block_tokens: int
     granularity: int
     tensor_parallel: int = 1
-    #: V takes no memory: it is a slice of K's row.
+    #: Whether V takes no memory, as a slice of K's row.
     keys_only: bool = False
-    #: The page with the states of a sequence; 0: no layer has one.
+    #: Bytes of the page with the states of a sequence; 0: no layer has one.
     state_bytes: int = 0
 
     @property
@@ -193,7 +194,7 @@ class LayerKind:
     state after the last.
     """
 
-    #: Of the layout, which does not count layers with a state.
+    #: Layers by their number in the layout, which does not count layers with a state.
     layers: tuple[int, ...]
     #: How many positions a query sees, itself included; None: all. With a state 1: nothing of the
     #: past but the state.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupMemory", "Member", "RankMemory"]
 
-#: A rank that still reads its weights has no driver yet.
+#: Seconds to wait for a rank's driver: it has none while it still reads its weights.
 _ATTACH_SECONDS = 3600.0
 
 

@@ -1,4 +1,4 @@
-"""The other ranks of an engine: processes that rank 0 starts, tells of each step and watches."""
+"""The other ranks of an engine: processes that rank 0 starts, sends each step to and watches."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = ["Ranks", "for_ranks", "refuse", "share_of"]
 
 logger = logging.getLogger(__name__)
 
-#: How long a rank that was lost may take to end, so that its status can be told.
+#: Seconds that a lost rank may take to end, so that its status can be reported.
 _END_SECONDS = 0.3
 
 
@@ -113,9 +113,9 @@ class Ranks:
         self._listeners: list[Callable[[str], None]] = []
         self._lock = threading.Lock()
         self._members: list[Member] = []
-        #: Where those of one host meet; None if a launcher has started them.
+        #: Memory in which ranks of one host meet; None if a launcher has started them.
         self.group: RankGroup | None = None
-        #: Of torch; None with the native decoder, whose group adds nothing up.
+        #: Sums of torch's ranks; None with the native decoder, whose group adds nothing up.
         self.collective: Collective | None = None
         self._store_port = 0
         self._store: Any = None
@@ -274,7 +274,7 @@ class Ranks:
     def lost(self, error: Exception) -> RankLostError:
         """End the group because of an error in a step or in a call of a rank's memory."""
         if isinstance(error, EngineDeadError | OSError):
-            # The system tells how a rank ended, which says more.
+            # The system says how a rank ended, which is more.
             for member in self._members:
                 member.ended.wait(_END_SECONDS / len(self._members))
         self._fail(f"{error}" if isinstance(error, VmserveError) else f"rank 0 failed: {error}")

@@ -22,7 +22,7 @@ __all__ = ["KindsReport"]
 class KindsReport:
     """Pages by kind, and what requests of ``lengths`` tokens hold; prints itself with rich.
 
-    ``chunk_tokens``: of a prompt that a step reads, held beside the window before them.
+    ``chunk_tokens``: of a prompt that a step reads, held besides the window before them.
     ``equal``: the same kinds in pages of one size (:func:`~vmserve.memory.kind_pages.equal_pages`).
     """
 

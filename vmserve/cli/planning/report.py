@@ -98,8 +98,8 @@ class ModelShape:
         return kinds
 
 
-#: Of a layer of Qwen3-Next, in float32: 32 heads of 128 by 128; in bfloat16: the last 3 inputs of
-#: a convolution over 16 + 16 heads of 128 and 32 of 128.
+#: Bytes of a layer's state in Qwen3-Next: in float32 32 heads of 128 by 128; in bfloat16 the last 3
+#: inputs of a convolution over 16 + 16 heads of 128 and 32 of 128.
 _DELTA_STATE = 32 * 128 * 128 * 4 + 3 * 64 * 128 * 2
 
 #: Shapes as their authors published them (config.json of each model).
@@ -202,9 +202,9 @@ class PlanReport:
     max_map_count: int | None = None
     #: Pages of the default layout, by kind of layers; empty if it is no candidate.
     pages: tuple[KindPages, ...] = ()
-    #: What the engine asks for at start; None without a default layout or a length.
+    #: Memory that the engine asks for at start; None without a default layout or a length.
     longest: LongestSequence | None = None
-    #: None if all layers are of one kind and nobody asked.
+    #: Waste by kind of layers; None if all are of one kind and nobody asked.
     kinds: KindsReport | None = None
 
     def to_dict(self) -> dict[str, Any]:

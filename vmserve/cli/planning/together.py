@@ -90,7 +90,7 @@ class TogetherReport:
 
     @property
     def machine_left_bytes(self) -> int | None:
-        """Of the free memory beside all weights and the pool, or the floors without a limit."""
+        """Free memory besides all weights and the pool, or the floors without a limit."""
         if self.weight_bytes is None:
             return None
         return self.free_bytes - self.weight_bytes - (self.limit_bytes or self.floor_bytes)

@@ -14,9 +14,9 @@ from vmserve.options import rules
 
 __all__ = ["ACTIVATIONS", "choose_native", "native_asked", "refusal"]
 
-#: What sizes of delta layers and of gates are multiples of.
+#: Unit of the sizes of delta layers and of gates.
 DELTA_UNIT = 16
-#: As the core calls them.
+#: The core's names of activations, by those in config.json.
 ACTIVATIONS = {
     "silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu",
 }  # fmt: skip

@@ -35,7 +35,7 @@ _GPU: Final = Path("/dev/nvidiactl")
 class ModelLoader:
     """Makes served models. ``keys``: those of ``config``. ``shared``: options of the engine that
     all models have unless they say otherwise; its ``kv_cache_memory`` is the memory of all of them
-    together, if there is no ``pool`` yet. ``specs``: models for which that needs memory beside
+    together, if there is no ``pool`` yet. ``specs``: models for which that needs memory besides
     their weights, since all may be awake at once.
 
     Raises :class:`~vmserve.errors.ConfigurationError`.

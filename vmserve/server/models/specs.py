@@ -78,7 +78,7 @@ class ModelSpec:
         return dataclasses.replace(server, served_model_names=(self.name,), **self.http)
 
 
-#: Options that a model has beside those of its engine.
+#: Options that a model has besides those of its engine.
 _OWN: Final = declared_options(ModelSpec)
 #: Options of the server that each model may have for itself.
 _HTTP: Final = ("chat_template", "tool_call_parser", "reasoning_parser", "idle_unload")
