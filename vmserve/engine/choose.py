@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from vmserve.attention.base import AttentionBackend
 from vmserve.config import EngineConfig, ResolvedConfig, asked_itemsize, resolve
@@ -19,27 +19,9 @@ from vmserve.numbers.dtypes import DType
 from vmserve.parallel.launched import Placement
 from vmserve.parallel.ranks import for_ranks, refuse, share_of
 from vmserve.runner.cpu_runtime import open_runtime
+from vmserve.runner.runtime import DeviceRuntime
 
-__all__ = ["Choices", "Device", "choices_for", "choose", "model_weight_bytes"]
-
-
-class Device(Protocol):
-    """What a choice depends on of the device that steps run on."""
-
-    @property
-    def device_type(self) -> str: ...
-
-    @property
-    def gpu_bytes(self) -> int | None: ...
-
-    @property
-    def wants_graphs(self) -> bool: ...
-
-    def with_torch(self) -> _TorchDevice: ...
-
-
-class _TorchDevice(Protocol):
-    def dtype(self, requested: str, model: ModelConfig) -> DType: ...
+__all__ = ["Choices", "choices_for", "choose", "model_weight_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +95,7 @@ class Choices:
 def choose(
     config: EngineConfig,
     model: ModelConfig,
-    device: Device,
+    device: DeviceRuntime,
     *,
     file_bytes: Callable[[], int],
     placed: Placement | None = None,

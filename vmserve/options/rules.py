@@ -91,7 +91,7 @@ _NATIVE = _true(
     "`--linear-backend native`, `--quantization`",
     "linear_backend: native",
 )
-_LAUNCHED = _true("is_launched", "torchrun, srun")
+_LAUNCHED = _given("launched_rank", 0, "torchrun, srun")
 _SEVERAL = _true("are_several", "several models")
 _OTHERS_ENGINES = _true("whose_engines", "`--engine`, `--distributed-executor ray`", "--engine")
 _BACKEND = "the {backend} backend"

@@ -80,7 +80,7 @@ def for_ranks(
     """
     if placed is not None:
         asked = native_asked(config.linear_backend, config.quantization)
-        known = {"launched_rank": placed.rank, "native_asked": asked, "is_launched": True}
+        known = {"launched_rank": placed.rank, "native_asked": asked}
         rules.check({**config.facts, **known})
         config = replace(config, linear_backend="torch")
     return config, replace(resolved, async_scheduling=False, captures_graphs=False)

@@ -23,7 +23,7 @@ from vmserve.cli.planning.report import (
     usual_lengths,
 )
 from vmserve.cli.planning.together import ModelNeed, TogetherReport
-from vmserve.config import DEFAULT_BATCHED_TOKENS, GPU_BATCHED_TOKENS
+from vmserve.config import DEFAULT_BATCHED_TOKENS, GPU_BATCHED_TOKENS, EngineConfig
 from vmserve.errors import ConfigurationError
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY
 from vmserve.memory.limits import available_memory, max_map_count
@@ -226,8 +226,7 @@ def _find(given: str, dtype: str | None) -> _Found:
 
 def _choices(source: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """What an engine here would be with these options; under "refused" why there would be none."""
-    from vmserve.config import EngineConfig  # noqa: PLC0415 - presets need none of it
-    from vmserve.engine.choose import choices_for  # noqa: PLC0415 - as above
+    from vmserve.engine.choose import choices_for  # noqa: PLC0415 - presets need no engine
 
     given = {name: value for name, value in options.items() if value is not None}
     try:
