@@ -62,6 +62,13 @@ SMOKES = [
         said=('"mapper": "thread".* "median_host_ms": ([^,]+).*"slowest_step": ([^}]+)',),
     ),
     smoke(
+        "benchmarks/kinds/turns.py --turns 2 --prompt-tokens 100",
+        said=(
+            '"qwen3.5", "prompt_tokens": ([0-9]+), "computed_tokens": ([0-9]+)',
+            '"llama", "prompt_tokens": ([0-9]+), "computed_tokens": ([0-9]+)',
+        ),
+    ),
+    smoke(
         "benchmarks/alloc/run.py --quick --section bookkeeping",
         kept=("sections/bookkeeping/rows/*/plan_apply_ns/median",),
     ),
