@@ -7,7 +7,7 @@
     >>> engine = LLMEngine(EngineConfig(device="cpu"), runtime=NullRuntime(token_id=7))
 
 :class:`ScriptedEngine` takes the engine's place behind a server: there is no engine at all.
-:class:`vmserve.simulation.SimulatedEngine` goes without a tokenizer and real memory.
+:class:`vmserve_bench.simulation.SimulatedEngine` goes without a tokenizer and real memory.
 """
 
 from __future__ import annotations

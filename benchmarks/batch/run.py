@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from vmserve.bench.lab.server import serving
+from vmserve_bench.lab.server import serving
 
 WORDS = ("once", "upon", "a", "time", "the", "fox", "walked", "home", "to", "see", "blue", "sky")
 

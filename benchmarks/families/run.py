@@ -33,12 +33,12 @@ from report import one_line  # noqa: E402
 from subjects import Subject  # noqa: E402
 from summary import metrics_of  # noqa: E402
 from traffic import SMOKE, Sizes, longest, make_workloads, warmup_requests  # noqa: E402
+from vmserve_bench.lab.machine import machine_info  # noqa: E402
+from vmserve_bench.lab.report import keep, results_directory  # noqa: E402
+from vmserve_bench.lab.rounds import orders  # noqa: E402
+from vmserve_bench.lab.table import markdown_table  # noqa: E402
 
 from tests.models import gguf_checkpoints  # noqa: E402
-from vmserve.bench.lab.machine import machine_info  # noqa: E402
-from vmserve.bench.lab.report import keep, results_directory  # noqa: E402
-from vmserve.bench.lab.rounds import orders  # noqa: E402
-from vmserve.bench.lab.table import markdown_table  # noqa: E402
 
 Json = dict[str, Any]
 

@@ -38,10 +38,11 @@ from vmserve import SamplingParams  # first: it sets how torch's threads wait
 import torch  # isort: skip
 import vmserve.engine.build  # isort: skip
 import vmserve.runner.graphs  # isort: skip
-from vmserve.bench.lab.machine import machine_info
-from vmserve.bench.lab.report import replace_text
-from vmserve.bench.lab.statistics import percentile
-from vmserve.bench.lab.table import markdown_table
+from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab.report import replace_text
+from vmserve_bench.lab.statistics import percentile
+from vmserve_bench.lab.table import markdown_table
+
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.engine.parts import LOOKAHEAD_TOKENS

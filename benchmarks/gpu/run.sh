@@ -46,7 +46,7 @@ sources() {
     sha256sum | cut -d ' ' -f 1
 }
 # What setup puts here serves without an installation.
-here() { export PYTHONPATH="$PWD:$PWD/.site${PYTHONPATH:+:$PYTHONPATH}"; }
+here() { export PYTHONPATH="$PWD:$PWD/bench:$PWD/.site${PYTHONPATH:+:$PYTHONPATH}"; }
 if [ -e .site ] || compgen -G 'vmserve/_core*.so' >/dev/null; then here; fi
 # Puts the core that pack made into its place, if it is for this interpreter and these sources.
 take_core() {
@@ -88,7 +88,7 @@ case "$part" in
         --target "$PWD/.site" "${wheels[@]}"
     fi
     here
-    take_core || "$python" -m pip install --no-build-isolation --no-deps -e .
+    take_core || "$python" -m pip install --no-build-isolation --no-deps -e . -e ./bench
     nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,power.limit,memory.used \
       --format=csv 2>/dev/null || true
     "$python" -c 'import torch, vmserve._core; print(torch.__version__, torch.version.cuda, torch.cuda.get_device_name())'
@@ -128,7 +128,7 @@ case "$part" in
       -k "${SANITIZE:-tenant or (backends and bfloat16 and 8-None)}" \
       "$@" 2>&1 | tee "$results/sanitize/sanitize.log"
     ;;
-  vmm) limited "$python" -c 'from vmserve.cli.main import main; main()' bench alloc --driver cuda \
+  vmm) limited "$python" -m vmserve_bench alloc --driver cuda \
     --json "$results/vmm/results.json" --markdown "$results/vmm/vmm.md" "$@" ;;
   kernels)
     # The budget is each of its parts'.

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-
-from vmserve.bench.lab.machine import free_port
+from vmserve_bench.lab.machine import free_port
 
 PROMPT = "Once upon a time there was a little fox named Mia."
 NUM_CLIENTS, NUM_TOKENS = 32, 64

@@ -1,7 +1,7 @@
 """Requests at once in a fixed pool: kinds of layers against pages of equal size, simulated.
 
-The real scheduler and memory core over a null driver in virtual time (``vmserve.simulation``). All
-requests wait at the start; counted is how many run together while others wait.
+The real scheduler and memory core over a null driver in virtual time (``vmserve_bench.simulation``).
+All requests wait at the start; counted is how many run together while others wait.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vmserve.bench.lab.table import SectionResult, Table
+from vmserve_bench.lab.table import SectionResult, Table
+from vmserve_bench.simulation import Asked, SimulatedEngine, SimulationConfig, asked, replay
+from vmserve_bench.simulation.devices import OPT_13B_A100
+from vmserve_bench.workloads.shapes import lognormal, shared_prefix, sharegpt
+
 from vmserve.cli.planning.report import PRESETS, ModelShape
 from vmserve.memory.kind_pages import equal_pages
 from vmserve.memory.layout import LayerKind, layer_kinds, plan_layout
 from vmserve.numbers.sizes import format_size
-from vmserve.simulation import Asked, SimulatedEngine, SimulationConfig, asked, replay
-from vmserve.simulation.devices import OPT_13B_A100
-from vmserve.workloads.shapes import lognormal, shared_prefix, sharegpt
 
 CONTEXT = 16384
 #: Models with sliding windows, and their pools.

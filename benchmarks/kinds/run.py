@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import datetime
 
+from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab.report import keep, make_console, results_directory
+from vmserve_bench.lab.suite import chosen
+from vmserve_bench.lab.table import SectionResult, markdown, print_table
+
 from benchmarks.kinds.capacity import capacity
 from benchmarks.kinds.waste import waste
-from vmserve.bench.lab.machine import machine_info
-from vmserve.bench.lab.report import keep, make_console, results_directory
-from vmserve.bench.lab.suite import chosen
-from vmserve.bench.lab.table import SectionResult, markdown, print_table
 
 
 def main() -> None:

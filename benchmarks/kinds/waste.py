@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from vmserve_bench.lab.table import SectionResult, Table
+
 from benchmarks.kinds.counted import counted_bytes
 from vmserve import _core
-from vmserve.bench.lab.table import SectionResult, Table
 from vmserve.cli.planning.report import PRESETS
 from vmserve.memory.kind_pages import (
     KindPages,

@@ -27,16 +27,16 @@ from launch import run_engine, variables
 from models import ensure_files, ensure_model_of
 from report import one_line
 from subjects import Subject
-
-from vmserve.bench.lab.machine import machine_info
-from vmserve.bench.lab.report import (
+from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab.report import (
     keep,
     make_console,
     make_directory,
     results_directory,
 )
-from vmserve.bench.lab.statistics import median
-from vmserve.bench.lab.table import Table, print_table
+from vmserve_bench.lab.statistics import median
+from vmserve_bench.lab.table import Table, print_table
+
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
 from vmserve.models import resolve_model
 from vmserve.models.config import ModelConfig

@@ -31,14 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab.report import keep, make_console, results_directory
+from vmserve_bench.lab.rounds import compare
+from vmserve_bench.lab.server import serving
+from vmserve_bench.lab.suite import chosen
+from vmserve_bench.lab.table import SectionResult, Table, markdown, print_table
 
 import vmserve
-from vmserve.bench.lab.machine import machine_info
-from vmserve.bench.lab.report import keep, make_console, results_directory
-from vmserve.bench.lab.rounds import compare
-from vmserve.bench.lab.server import serving
-from vmserve.bench.lab.suite import chosen
-from vmserve.bench.lab.table import SectionResult, Table, markdown, print_table
 from vmserve.client.process_llm import ProcessLLM
 from vmserve.numbers.sizes import format_size
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import datetime
 
-from vmserve.bench.lab.machine import machine_info
-from vmserve.bench.lab.report import keep, make_console, progress, results_directory
-from vmserve.bench.lab.table import markdown, print_table
-from vmserve.bench.overload import LOADS, run
-from vmserve.simulation.devices import OPT_13B_A100, described
+from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab.report import keep, make_console, progress, results_directory
+from vmserve_bench.lab.table import markdown, print_table
+from vmserve_bench.overload import LOADS, run
+from vmserve_bench.simulation.devices import OPT_13B_A100, described
 
 
 def main() -> None:

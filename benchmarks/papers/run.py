@@ -8,7 +8,8 @@ All arguments are those of the command; an earlier result is never overwritten.
 
 import sys
 
-from vmserve.bench.lab.report import kept_arguments
+from vmserve_bench.lab.report import kept_arguments
+
 from vmserve.cli.main import main
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from typing import Any
 
 from environments import Environment
 from subjects import Subject, is_continuous
-
-from vmserve.bench.lab.measure import MemorySamples, watch
+from vmserve_bench.lab.measure import MemorySamples, watch
 
 Json = dict[str, Any]
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from summary import MEMORY, METRICS, MIN_REPEATS, Metric, medians
-
-from vmserve.bench.lab.table import markdown_table
+from vmserve_bench.lab.table import markdown_table
 
 Json = dict[str, Any]
 

@@ -50,10 +50,9 @@ from traffic import (
     warmup_requests,
 )
 from traffic import describe as describe_workloads
-
-from vmserve.bench.lab.machine import machine_info
-from vmserve.bench.lab.measure import MemorySamples
-from vmserve.bench.lab.rounds import orders
+from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab.measure import MemorySamples
+from vmserve_bench.lab.rounds import orders
 
 Json = dict[str, Any]
 

@@ -19,13 +19,12 @@ import httpx
 from environments import Environment
 from launch import inherited
 from subjects import Subject, command_line_options
-
-from vmserve.bench.ab.client import Load
-from vmserve.bench.ab.jobs import Job, Prompts
-from vmserve.bench.lab.machine import free_port
-from vmserve.bench.lab.measure import SAMPLE_INTERVAL_S, MemorySamples
-from vmserve.bench.serve.client import ServedRun, Target, send_load
-from vmserve.workloads.shapes import RequestShape
+from vmserve_bench.ab.client import Load
+from vmserve_bench.ab.jobs import Job, Prompts
+from vmserve_bench.lab.machine import free_port
+from vmserve_bench.lab.measure import SAMPLE_INTERVAL_S, MemorySamples
+from vmserve_bench.serve.client import ServedRun, Target, send_load
+from vmserve_bench.workloads.shapes import RequestShape
 
 Json = dict[str, Any]
 

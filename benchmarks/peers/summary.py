@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 from subjects import Subject
-
-from vmserve.bench.lab.statistics import percentile
+from vmserve_bench.lab.statistics import percentile
 
 Json = dict[str, Any]
 

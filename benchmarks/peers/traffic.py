@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from model_shape import SPECIAL_IDS, LlamaShape
-
-from vmserve.workloads.shapes import RequestShape, lognormal, prompt_token_ids
+from vmserve_bench.workloads.shapes import RequestShape, lognormal, prompt_token_ids
 
 Json = dict[str, Any]
 

@@ -22,13 +22,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab.measure import pss_bytes
+from vmserve_bench.lab.report import keep, make_console, results_directory
+from vmserve_bench.lab.rounds import compare
+from vmserve_bench.lab.statistics import median
+from vmserve_bench.lab.table import SectionResult, Table, markdown, print_table
+
 from vmserve import LLM, SamplingParams
-from vmserve.bench.lab.machine import machine_info
-from vmserve.bench.lab.measure import pss_bytes
-from vmserve.bench.lab.report import keep, make_console, results_directory
-from vmserve.bench.lab.rounds import compare
-from vmserve.bench.lab.statistics import median
-from vmserve.bench.lab.table import SectionResult, Table, markdown, print_table
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 ONE = SamplingParams(temperature=0, max_tokens=1)

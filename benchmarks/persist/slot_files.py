@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 from environments import SERVER, Environment, NotInstalledError, ensure, ensure_server
 from report import one_line
 from serving import POLL_S, ServerFailedError, server
+from vmserve_bench.lab.machine import free_port
+from vmserve_bench.lab.statistics import median
 
-from vmserve.bench.lab.machine import free_port
-from vmserve.bench.lab.statistics import median
 from vmserve.models import resolve_model
 
 __all__ = ["installed", "restarts"]

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from vmserve.bench.lab.rounds import compare
+from vmserve_bench.lab.rounds import compare
 
 #: Concurrent streams, tokens of each prompt, and of each answer.
 WORK = {

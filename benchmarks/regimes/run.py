@@ -14,20 +14,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from vmserve.bench.ab.experiment import Engines, Settings, WorkloadResult, run_workload
-from vmserve.bench.ab.plan import LoadOptions, make_workloads, sources
-from vmserve.bench.ab.regret import LIMIT, Regret, regret
-from vmserve.bench.ab.results import (
+from vmserve_bench.ab.experiment import Engines, Settings, WorkloadResult, run_workload
+from vmserve_bench.ab.plan import LoadOptions, make_workloads, sources
+from vmserve_bench.ab.regret import LIMIT, Regret, regret
+from vmserve_bench.ab.results import (
     busy_warning,
     describe_variants,
     document,
     workload_table,
     write,
 )
-from vmserve.bench.ab.variants import Variant
-from vmserve.bench.lab.report import dump, make_console, make_directory, results_directory, watch
-from vmserve.bench.lab.statistics import median
-from vmserve.bench.lab.table import Table, print_table
+from vmserve_bench.ab.variants import Variant
+from vmserve_bench.lab.report import dump, make_console, make_directory, results_directory, watch
+from vmserve_bench.lab.statistics import median
+from vmserve_bench.lab.table import Table, print_table
+
 from vmserve.errors import VmserveError
 
 #: Traffic, its requests in a run and the context that it is scaled to: a few tenths of a second.

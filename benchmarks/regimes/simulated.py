@@ -2,8 +2,8 @@
 
     python benchmarks/regimes/simulated.py [--seeds 4]
 
-The real scheduler and memory core in virtual time (``vmserve.simulation``), with the latency model
-of OPT-13B on an A100 40GB that benchmarks/papers/README.md derives: kernels with block tables take
+The real scheduler and memory core in virtual time (``vmserve_bench.simulation``), with the latency
+model of OPT-13B on an A100 40GB that benchmarks/papers/README.md derives: kernels with block tables take
 1.23 times as long, a page that a step waits for 0.94 ms. Each kind of traffic is served whole by
 ``virtual``, ``paged`` and ``auto``; the mix has all kinds at once. Writes
 ``results/<date>-simulated/{results.json,tables.md}``.
@@ -19,14 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-
-from vmserve.bench.lab.machine import machine_info
-from vmserve.bench.lab.report import keep, make_console, results_directory
-from vmserve.bench.lab.table import SectionResult, Table, markdown, print_table
-from vmserve.simulation import SimulatedEngine, SimulationConfig
-from vmserve.simulation.devices import OPT_13B_A100, described
-from vmserve.simulation.requests import Asked, asked
-from vmserve.workloads.shapes import RequestShape, lognormal, shared_prefix, sharegpt
+from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab.report import keep, make_console, results_directory
+from vmserve_bench.lab.table import SectionResult, Table, markdown, print_table
+from vmserve_bench.simulation import SimulatedEngine, SimulationConfig
+from vmserve_bench.simulation.devices import OPT_13B_A100, described
+from vmserve_bench.simulation.requests import Asked, asked
+from vmserve_bench.workloads.shapes import RequestShape, lognormal, shared_prefix, sharegpt
 
 KINDS = ("chat", "long", "shared-prefix", "beam", "n", "mix")
 REGIMES = ("virtual", "paged", "auto")

@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable
 
 import httpx
-
-from vmserve.bench.lab.server import serving
+from vmserve_bench.lab.server import serving
 
 CLIENTS = 16
 PREFIX_TOKENS, SUFFIX_TOKENS, ANSWER_TOKENS = 1024, 16, 8

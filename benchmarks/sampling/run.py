@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vmserve.bench.lab.machine import cpu_model
-from vmserve.bench.lab.report import keep, results_directory
-from vmserve.bench.lab.table import markdown_table
+from vmserve_bench.lab.machine import cpu_model
+from vmserve_bench.lab.report import keep, results_directory
+from vmserve_bench.lab.table import markdown_table
+
 from vmserve.sampling import Sampler, SamplingParams, SamplingRow
 
 import torch  # isort: skip  after vmserve, which sets how torch's threads wait

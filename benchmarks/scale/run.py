@@ -19,14 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from workloads import Workload, of_trace, workloads
-
-from vmserve.bench.ab.jobs import ideal_hit_rate
-from vmserve.bench.ab.traces import read_trace
-from vmserve.router.policy import Policy, Router
-from vmserve.simulation import SimulatedEngine, SimulationConfig
-from vmserve.simulation.devices import LLAMA_8B_A100 as DEVICE
-from vmserve.simulation.fleet import (
+from vmserve_bench.ab.jobs import ideal_hit_rate
+from vmserve_bench.ab.traces import read_trace
+from vmserve_bench.simulation import SimulatedEngine, SimulationConfig
+from vmserve_bench.simulation.devices import LLAMA_8B_A100 as DEVICE
+from vmserve_bench.simulation.fleet import (
     PIECE_TOKENS,
     EngineReplica,
     FleetRun,
@@ -35,7 +32,10 @@ from vmserve.simulation.fleet import (
     Replica,
     replay,
 )
-from vmserve.simulation.light import LightReplica
+from vmserve_bench.simulation.light import LightReplica
+from workloads import Workload, of_trace, workloads
+
+from vmserve.router.policy import Policy, Router
 
 POLICIES: tuple[Policy, ...] = ("prefix", "round-robin", "least-loaded")
 CACHE_PIECES = DEVICE.kv_tokens // PIECE_TOKENS

@@ -7,13 +7,12 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
-
-from vmserve.simulation.fleet import PIECE_TOKENS, Job
+from vmserve_bench.simulation.fleet import PIECE_TOKENS, Job
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from vmserve.bench.ab.jobs import Job as Request
+    from vmserve_bench.ab.jobs import Job as Request
 
 #: llm-d-benchmark #1908: 2,048 tokens shared and 256 of one's own; its control without reuse has
 #: 2,300 in and 128 out.

@@ -31,11 +31,11 @@ from typing import Any
 import numpy as np
 import psutil
 from client import cpu_seconds, stream_all
+from vmserve_bench.lab.machine import cpu_model
+from vmserve_bench.lab.server import serving
+from vmserve_bench.lab.statistics import paired_effects
 
 from vmserve import AsyncLLM, SamplingParams
-from vmserve.bench.lab.machine import cpu_model
-from vmserve.bench.lab.server import serving
-from vmserve.bench.lab.statistics import paired_effects
 from vmserve.client.process_llm import ProcessLLM
 
 #: What the others are compared with.

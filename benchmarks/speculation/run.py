@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from vmserve_bench.lab.machine import free_port, machine_info
+from vmserve_bench.lab.report import keep, results_directory
+from vmserve_bench.lab.rounds import ManyResult, compare_many
+from vmserve_bench.lab.table import markdown_table
+from vmserve_bench.workloads.texts import TEXTS, conversations
 
 import vmserve
-from vmserve.bench.lab.machine import free_port, machine_info
-from vmserve.bench.lab.report import keep, results_directory
-from vmserve.bench.lab.rounds import ManyResult, compare_many
-from vmserve.bench.lab.table import markdown_table
-from vmserve.workloads.texts import TEXTS, conversations
 
 MODES = ("off", "prompt-lookup", "auto")
 #: Lookup of llama.cpp: as it comes (matches of 12 tokens, drafts of 48), as short as ours, and by

@@ -18,11 +18,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-
-from vmserve.bench.lab.report import make_console
-from vmserve.bench.lab.statistics import paired_effects
-from vmserve.bench.lab.suite import numbers
-from vmserve.bench.lab.table import Table, print_table
+from vmserve_bench.lab.report import make_console
+from vmserve_bench.lab.statistics import paired_effects
+from vmserve_bench.lab.suite import numbers
+from vmserve_bench.lab.table import Table, print_table
 
 _REGIMES = ("virtual", "paged")
 _TURNS, _STEPS = 40, 25
@@ -30,7 +29,7 @@ _TURNS, _STEPS = 40, 25
 _CHILD = """
 import gc, json, sys
 from time import perf_counter_ns
-from vmserve.bench.step import Case, SteppedEngine
+from vmserve_bench.step import Case, SteppedEngine
 SteppedEngine._put_watches = lambda self: None
 turns, steps, cases = json.loads(sys.argv[1])
 engines = [SteppedEngine(Case(*case), turns * steps).engine for case in cases]

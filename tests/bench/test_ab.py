@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-
-from vmserve.bench.ab import experiment
-from vmserve.bench.ab.client import Load, RunFailedError, serve
-from vmserve.bench.ab.experiment import (
+from vmserve_bench.ab import experiment
+from vmserve_bench.ab.client import Load, RunFailedError, serve
+from vmserve_bench.ab.experiment import (
     Engines,
     Settings,
     Workload,
@@ -28,21 +27,22 @@ from vmserve.bench.ab.experiment import (
     run_once,
     run_workload,
 )
-from vmserve.bench.ab.jobs import Decoding, Job, Prompts
-from vmserve.bench.ab.metrics import METRICS, Metric, Slo, headline_names, summarize
-from vmserve.bench.ab.plan import LoadOptions, duration
-from vmserve.bench.ab.record import MemorySample, RequestSample, RunRecord, StepSample
-from vmserve.bench.ab.regret import regret
-from vmserve.bench.ab.results import SCHEMA, SCHEMA_VERSION, judgement
-from vmserve.bench.ab.search import Bracket, RateSearch, search_rate
-from vmserve.bench.ab.traffic import KINDS
-from vmserve.bench.ab.variants import Variant, parse_variants
-from vmserve.bench.lab.statistics import Comparison, Effect
-from vmserve.cli.bench import app
+from vmserve_bench.ab.jobs import Decoding, Job, Prompts
+from vmserve_bench.ab.metrics import METRICS, Metric, Slo, headline_names, summarize
+from vmserve_bench.ab.plan import LoadOptions, duration
+from vmserve_bench.ab.record import MemorySample, RequestSample, RunRecord, StepSample
+from vmserve_bench.ab.regret import regret
+from vmserve_bench.ab.results import SCHEMA, SCHEMA_VERSION, judgement
+from vmserve_bench.ab.search import Bracket, RateSearch, search_rate
+from vmserve_bench.ab.traffic import KINDS
+from vmserve_bench.ab.variants import Variant, parse_variants
+from vmserve_bench.command import app
+from vmserve_bench.lab.statistics import Comparison, Effect
+from vmserve_bench.workloads.shapes import RequestShape
+
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, InvalidRequestError
-from vmserve.workloads.shapes import RequestShape
 
 COMMON = {"max_model_len": 256, "kv_cache_memory": "64MiB", "max_num_seqs": 8}
 

@@ -10,11 +10,10 @@ from html import unescape
 from typing import Any
 
 import pytest
-
-from vmserve.bench.ab.metrics import METRICS
-from vmserve.bench.ab.page import render
-from vmserve.bench.ab.plots import largest
-from vmserve.bench.ab.record import MEMORY_STATES
+from vmserve_bench.ab.metrics import METRICS
+from vmserve_bench.ab.page import render
+from vmserve_bench.ab.plots import largest
+from vmserve_bench.ab.record import MEMORY_STATES
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ("virtual", "<b>&")

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from vmserve.bench.ab.jobs import (
+from vmserve_bench.ab.jobs import (
     Decoding,
     Job,
     Prompts,
@@ -19,13 +18,14 @@ from vmserve.bench.ab.jobs import (
     ideal_hit_rate,
     with_arrivals,
 )
-from vmserve.bench.ab.plan import LoadOptions, make_workloads, sources
-from vmserve.bench.ab.traces import at_rate, read_prompts, read_trace
-from vmserve.bench.ab.traffic import ARXIV, KINDS, MIX, get_kind, sessions, text_jobs
+from vmserve_bench.ab.plan import LoadOptions, make_workloads, sources
+from vmserve_bench.ab.traces import at_rate, read_prompts, read_trace
+from vmserve_bench.ab.traffic import ARXIV, KINDS, MIX, get_kind, sessions, text_jobs
+from vmserve_bench.workloads.shapes import RequestShape
+from vmserve_bench.workloads.texts import TEXTS, conversations
+
 from vmserve.errors import ConfigurationError
 from vmserve.sampling import BeamSearchParams, SamplingParams
-from vmserve.workloads.shapes import RequestShape
-from vmserve.workloads.texts import TEXTS, conversations
 
 MANY = 20_000
 

@@ -13,22 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from vmserve import _core
-from vmserve.bench.alloc import SUITE, reference
-from vmserve.bench.alloc.bandwidth import WAYS as BANDWIDTH_WAYS
-from vmserve.bench.alloc.batch import largest_batch
-from vmserve.bench.alloc.bookkeeping import PARTS as BOOKKEEPING_PARTS
-from vmserve.bench.alloc.bookkeeping import Decoder
-from vmserve.bench.alloc.calls import OPERATIONS, CallRig
-from vmserve.bench.alloc.command import (
+from vmserve_bench.alloc import SUITE, reference
+from vmserve_bench.alloc.bandwidth import WAYS as BANDWIDTH_WAYS
+from vmserve_bench.alloc.batch import largest_batch
+from vmserve_bench.alloc.bookkeeping import PARTS as BOOKKEEPING_PARTS
+from vmserve_bench.alloc.bookkeeping import Decoder
+from vmserve_bench.alloc.calls import OPERATIONS, CallRig
+from vmserve_bench.alloc.command import (
     Driver,
     alloc_command,
     chosen_sections,
 )
-from vmserve.bench.alloc.idle import layouts, measure
-from vmserve.bench.alloc.prefill import Prefiller
-from vmserve.bench.alloc.replay import (
+from vmserve_bench.alloc.idle import layouts, measure
+from vmserve_bench.alloc.prefill import Prefiller
+from vmserve_bench.alloc.replay import (
     CONTEXT_TOKENS,
     CorePool,
     Live,
@@ -37,14 +35,16 @@ from vmserve.bench.alloc.replay import (
     replay,
     reservation,
 )
-from vmserve.bench.alloc.section import make_driver
-from vmserve.bench.alloc.steps import Case, ModelStandIn, Stepper
-from vmserve.bench.lab.report import dump, fresh_directory, kept_arguments
-from vmserve.bench.lab.statistics import Summary, summarize
-from vmserve.bench.lab.table import SectionResult, Table, markdown, microseconds
+from vmserve_bench.alloc.section import make_driver
+from vmserve_bench.alloc.steps import Case, ModelStandIn, Stepper
+from vmserve_bench.lab.report import dump, fresh_directory, kept_arguments
+from vmserve_bench.lab.statistics import Summary, summarize
+from vmserve_bench.lab.table import SectionResult, Table, markdown, microseconds
+from vmserve_bench.simulation.buddy import Buddy, power_of_two
+from vmserve_bench.workloads.shapes import RequestShape, sharegpt
+
+from vmserve import _core
 from vmserve.errors import ConfigurationError, DriverError
-from vmserve.simulation.buddy import Buddy, power_of_two
-from vmserve.workloads.shapes import RequestShape, sharegpt
 
 
 def shape(num_input_tokens: int, num_output_tokens: int, index: int = 0) -> RequestShape:

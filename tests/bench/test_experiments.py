@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import typer.testing
+from vmserve_bench.papers.command import REAL, papers_command
+from vmserve_bench.papers.experiments import EXPERIMENTS, document
 
-from vmserve.bench.papers.command import REAL, papers_command
-from vmserve.bench.papers.experiments import EXPERIMENTS, document
 from vmserve.cli.main import app
 
 ROOT = Path(__file__).parents[2]

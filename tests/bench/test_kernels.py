@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from vmserve_bench.kernels.command import kernels_command
+from vmserve_bench.kernels.rig import SHAPES, Rig, Shape
+from vmserve_bench.kernels.sections import BLOCK_SIZES, SUITE, Options
+from vmserve_bench.lab.suite import chosen
 
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
-from vmserve.bench.kernels.command import kernels_command
-from vmserve.bench.kernels.rig import SHAPES, Rig, Shape
-from vmserve.bench.kernels.sections import BLOCK_SIZES, SUITE, Options
-from vmserve.bench.lab.suite import chosen
 from vmserve.errors import ConfigurationError
 
 

@@ -9,8 +9,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-
-from vmserve.bench.lab.machine import git_revision, machine_info
+from vmserve_bench.lab.machine import git_revision, machine_info
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import typer
 from typer.testing import CliRunner
+from vmserve_bench import options
+from vmserve_bench.command import app
 
-from vmserve.bench import options
-from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError, VmserveError
 
 LOAD = {"concurrency", "rate", "burstiness", "scale", "slo_ttft", "slo_tpot"}
@@ -98,7 +98,7 @@ def test_a_full_disk_is_told_with_the_file() -> None:
 def test_a_command_waits_for_no_import_of_another() -> None:
     """Those with torch's kernels are slow to import; none of the others needs torch to begin."""
     code = (
-        "import sys, typer; from vmserve.cli.bench import app\n"
+        "import sys, typer; from vmserve_bench.command import app\n"
         "group = typer.main.get_command(app)\n"
         "for name in ('ab', 'serve', 'compare', 'startup'): assert group.get_command(None, name)\n"
         "sys.exit('torch' in sys.modules)"

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import pytest
 import typer
-
-from vmserve.bench import overload
-from vmserve.bench.overload import Measured, num_clients, simulated
-from vmserve.bench.papers.command import papers_command
-from vmserve.bench.papers.figures import FIGURES, Options, swap_seconds
-from vmserve.bench.papers.reference import (
+from vmserve_bench import overload
+from vmserve_bench.command import app
+from vmserve_bench.overload import Measured, num_clients, simulated
+from vmserve_bench.papers.command import papers_command
+from vmserve_bench.papers.figures import FIGURES, Options, swap_seconds
+from vmserve_bench.papers.reference import (
     PAPER_BATCHES,
     PAPER_RATE_OVER_MAX,
     PAPER_RATE_OVER_ORACLE,
     PAPER_REQUESTS_OVER_MAX,
     PAPER_REQUESTS_OVER_ORACLE,
 )
-from vmserve.bench.papers.systems import Trace, measure, sustained_rate
-from vmserve.cli.bench import app
+from vmserve_bench.papers.systems import Trace, measure, sustained_rate
+from vmserve_bench.simulation.devices import opt_13b
+from vmserve_bench.workloads.shapes import RequestShape
+
 from vmserve.errors import ConfigurationError
-from vmserve.simulation.devices import opt_13b
-from vmserve.workloads.shapes import RequestShape
 
 SHORT = Trace("sharegpt", 60.0, 10.0)
 

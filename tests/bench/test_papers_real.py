@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-
-from vmserve.bench.papers.command import REAL
-from vmserve.bench.papers.fleet import Fleet
-from vmserve.bench.papers.points import METRICS, Points, shuffled
-from vmserve.bench.papers.real import chat_shapes
-from vmserve.bench.papers.served import (
+from vmserve_bench.command import app
+from vmserve_bench.papers.command import REAL
+from vmserve_bench.papers.fleet import Fleet
+from vmserve_bench.papers.points import METRICS, Points, shuffled
+from vmserve_bench.papers.real import chat_shapes
+from vmserve_bench.papers.served import (
     CONTEXT,
     POOL_TOKENS,
     SYSTEMS,
@@ -23,9 +23,9 @@ from vmserve.bench.papers.served import (
     make_jobs,
     scaled,
 )
-from vmserve.cli.bench import app
+from vmserve_bench.workloads.shapes import RequestShape, sharegpt
+
 from vmserve.errors import ConfigurationError
-from vmserve.workloads.shapes import RequestShape, sharegpt
 
 
 def job(name: str, num_prompt: int, num_output: int, width: int = 1) -> Job:

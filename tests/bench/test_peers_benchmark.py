@@ -16,9 +16,9 @@ import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from vmserve_bench.lab.measure import MemorySamples, pss_bytes
 
 from tests.models.gguf_checkpoints import add_embedded_tokenizer, convert
-from vmserve.bench.lab.measure import MemorySamples, pss_bytes
 from vmserve.models.hub import resolve_model
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from typer.testing import CliRunner
+from vmserve_bench.command import app
+from vmserve_bench.profile import decoded_tokens, measured_profile
 
 from tests.profiles import steady_profile
 from vmserve import LLM, SamplingParams, plan_layout
 from vmserve.attention.reference import ReferenceBackend
-from vmserve.bench.profile import decoded_tokens, measured_profile
-from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.models.native import NativeDecoder

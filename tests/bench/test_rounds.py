@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-
-from vmserve.bench.lab.rounds import PairedResult, compare, compare_many
-from vmserve.bench.lab.statistics import bootstrap_median_interval
+from vmserve_bench.lab.rounds import PairedResult, compare, compare_many
+from vmserve_bench.lab.statistics import bootstrap_median_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vmserve_bench.lab.server import serving
 
-from vmserve.bench.lab.server import serving
 from vmserve.errors import VmserveError
 
 _ROOT = Path(__file__).parents[2]

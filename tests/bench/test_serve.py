@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+from vmserve_bench.ab.client import Load
+from vmserve_bench.ab.jobs import Decoding, Job, Prompts
+from vmserve_bench.ab.metrics import Slo
+from vmserve_bench.command import app
+from vmserve_bench.serve.client import ServedRun, Target, retry_after_s, send_load
+from vmserve_bench.serve.events import Answer, EventReader
+from vmserve_bench.serve.results import ServedRound, notes
+from vmserve_bench.serve.server import api_url, look
+from vmserve_bench.workloads.shapes import RequestShape
 
 from tests.server.conftest import Running
-from vmserve.bench.ab.client import Load
-from vmserve.bench.ab.jobs import Decoding, Job, Prompts
-from vmserve.bench.ab.metrics import Slo
-from vmserve.bench.serve.client import ServedRun, Target, retry_after_s, send_load
-from vmserve.bench.serve.events import Answer, EventReader
-from vmserve.bench.serve.results import ServedRound, notes
-from vmserve.bench.serve.server import api_url, look
-from vmserve.cli.bench import app
 from vmserve.errors import ConfigurationError
 from vmserve.testing import VOCAB_SIZE, ByteTokenizer, ScriptedEngine
-from vmserve.workloads.shapes import RequestShape
 
 Reply = tuple[int, dict[str, str], str]
 

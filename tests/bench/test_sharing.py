@@ -13,23 +13,23 @@ from typing import Any
 
 import pytest
 import typer
+from vmserve_bench.command import app
+from vmserve_bench.lab.suite import numbers
+from vmserve_bench.sharing import SUITE, prefix
+from vmserve_bench.sharing.blocks import MAX_NUM_SEQS, run_engine
+from vmserve_bench.sharing.command import sharing_command
+from vmserve_bench.sharing.count import Tally, common_prefixes, parallel_from_lengths
+from vmserve_bench.sharing.prefix import Runner, translation_shapes
+from vmserve_bench.sharing.record import ForkOf, Step, count_memory, replay
+from vmserve_bench.sharing.reference import PAPER_PREFIX_SPEEDUP, PAPER_SAVED_PERCENT, SHOT_TOKENS
+from vmserve_bench.workloads.shapes import RequestShape
 
-from vmserve.bench.lab.suite import numbers
-from vmserve.bench.sharing import SUITE, prefix
-from vmserve.bench.sharing.blocks import MAX_NUM_SEQS, run_engine
-from vmserve.bench.sharing.command import sharing_command
-from vmserve.bench.sharing.count import Tally, common_prefixes, parallel_from_lengths
-from vmserve.bench.sharing.prefix import Runner, translation_shapes
-from vmserve.bench.sharing.record import ForkOf, Step, count_memory, replay
-from vmserve.bench.sharing.reference import PAPER_PREFIX_SPEEDUP, PAPER_SAVED_PERCENT, SHOT_TOKENS
-from vmserve.cli.bench import app
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
 from vmserve.memory.manager import MemoryManager
-from vmserve.workloads.shapes import RequestShape
 
 
 def shapes(*lengths: tuple[int, int]) -> list[RequestShape]:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-
-from vmserve.bench import startup
-from vmserve.bench.ab.client import RunFailedError
-from vmserve.bench.startup import PHASES, PROCESSES, Samples, document, memory_table, table
-from vmserve.cli.bench import app
+from vmserve_bench import startup
+from vmserve_bench.ab.client import RunFailedError
+from vmserve_bench.command import app
+from vmserve_bench.startup import PHASES, PROCESSES, Samples, document, memory_table, table
 
 # One process imports torch, which takes its time on a busy machine.
 pytestmark = pytest.mark.timeout(400)

@@ -7,8 +7,7 @@ import math
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-
-from vmserve.bench.lab.statistics import (
+from vmserve_bench.lab.statistics import (
     MIN_PAIRS,
     Comparison,
     compare_metrics,

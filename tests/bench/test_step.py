@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-
-from vmserve.bench import step
-from vmserve.bench.step import (
+from vmserve_bench import step
+from vmserve_bench.step import (
     BEYOND,
     PARTS,
     REGIMES,
@@ -23,10 +22,12 @@ from vmserve.bench.step import (
     run,
     step_command,
 )
+
 from vmserve.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from vmserve.bench.step import Regimes
+    from vmserve_bench.step import Regimes
+
     from vmserve.scheduler.sequence import Sequence
 
 

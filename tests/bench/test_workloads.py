@@ -6,9 +6,8 @@ import math
 
 import numpy as np
 import pytest
-
-from vmserve.workloads import shapes as workloads
-from vmserve.workloads.distributions import (
+from vmserve_bench.workloads import shapes as workloads
+from vmserve_bench.workloads.distributions import (
     FloatArray,
     IntArray,
     LengthModel,
@@ -17,7 +16,7 @@ from vmserve.workloads.distributions import (
     PiecewiseLogNormal,
     normal_cdf,
 )
-from vmserve.workloads.shapes import RequestShape
+from vmserve_bench.workloads.shapes import RequestShape
 
 LARGE = 1_000_000
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from vmserve_bench.lab.measure import pss_bytes
 
 from vmserve import LLM, SamplingParams
-from vmserve.bench.lab.measure import pss_bytes
 from vmserve.errors import DriverError
 
 

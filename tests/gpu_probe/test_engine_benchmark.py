@@ -240,7 +240,7 @@ case "$*" in
     mkdir -p "$5/vmserve"
     echo good >"$5/vmserve/_core.cpython-312-x86_64-linux-gnu.so" ;;
   "-c import vmserve._core")
-    grep -qs good vmserve/_core*.so && [[ $PYTHONPATH == "$PWD:$PWD/.site"* ]] ;;
+    grep -qs good vmserve/_core*.so && [[ $PYTHONPATH == "$PWD:$PWD/bench:$PWD/.site"* ]] ;;
 esac
 """
 

@@ -50,7 +50,7 @@ assert not any(importlib.util.find_spec(name) for name in {LACKED})
         "benchmarks.gpu.gpu_probe.cli",
         "benchmarks.gpu.gpu_probe.bench_kernels",
         "benchmarks.gpu.compile_matrix",
-        "vmserve.bench.alloc",
+        "vmserve_bench.alloc",
     ],
 )
 def test_what_is_measured_with_is_imported(module: str) -> None:

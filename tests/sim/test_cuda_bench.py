@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-
-from vmserve.bench.alloc import bandwidth, calls
+from vmserve_bench.alloc import bandwidth, calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable

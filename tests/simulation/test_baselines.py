@@ -6,11 +6,11 @@ import itertools
 import random
 
 import pytest
+from vmserve_bench.simulation import Asked, asked, replay
+from vmserve_bench.simulation.baselines import Buddies, Knowledge, Reserving, reserved_tokens
+from vmserve_bench.workloads.shapes import sharegpt
 
 from tests.simulation.test_engine import SECONDS
-from vmserve.simulation import Asked, asked, replay
-from vmserve.simulation.baselines import Buddies, Knowledge, Reserving, reserved_tokens
-from vmserve.workloads.shapes import sharegpt
 
 
 def system(knowledge: Knowledge, tokens: int = 64, *, is_static: bool = False) -> Reserving:

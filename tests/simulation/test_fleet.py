@@ -7,21 +7,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from vmserve_bench.ab.jobs import Job as Request
+from vmserve_bench.ab.jobs import ideal_hit_rate
+from vmserve_bench.simulation import SimulatedEngine, SimulationConfig
+from vmserve_bench.simulation.devices import LLAMA_8B_A100
+from vmserve_bench.simulation.fleet import PIECE_TOKENS, EngineReplica, Job, Replica, replay
+from vmserve_bench.simulation.light import LightReplica
+from vmserve_bench.workloads.shapes import RequestShape
 
 from benchmarks.scale.workloads import of_trace
-from vmserve.bench.ab.jobs import Job as Request
-from vmserve.bench.ab.jobs import ideal_hit_rate
 from vmserve.router.policy import Policy, Router
-from vmserve.simulation import SimulatedEngine, SimulationConfig
-from vmserve.simulation.devices import LLAMA_8B_A100
-from vmserve.simulation.fleet import PIECE_TOKENS, EngineReplica, Job, Replica, replay
-from vmserve.simulation.light import LightReplica
-from vmserve.workloads.shapes import RequestShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vmserve.simulation.fleet import FleetRun
+    from vmserve_bench.simulation.fleet import FleetRun
 
 CACHE_PIECES = LLAMA_8B_A100.kv_tokens // PIECE_TOKENS
 

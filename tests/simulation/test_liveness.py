@@ -1,6 +1,6 @@
 """A slice of the random workloads, what they found, and that each property can be broken.
 
-The whole: ``python -m vmserve.simulation.liveness --workloads 10000``.
+The whole: ``python -m vmserve_bench.simulation.liveness --workloads 10000``.
 """
 
 from __future__ import annotations
@@ -8,6 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vmserve_bench.simulation import Asked, SimulatedEngine, SimulationConfig, replay
+from vmserve_bench.simulation.liveness import (
+    check_many,
+    check_workload,
+    draw,
+    main,
+    step_bound,
+)
 
 from tests.simulation.test_engine import SECONDS
 from vmserve.memory.base import Regime
@@ -17,14 +25,6 @@ from vmserve.scheduler.base import NoRoomError
 from vmserve.scheduler.fcfs import FCFSScheduler
 from vmserve.scheduler.queues import Queues
 from vmserve.scheduler.sequence import Sequence
-from vmserve.simulation import Asked, SimulatedEngine, SimulationConfig, replay
-from vmserve.simulation.liveness import (
-    check_many,
-    check_workload,
-    draw,
-    main,
-    step_bound,
-)
 
 NUM_WORKLOADS = 60
 

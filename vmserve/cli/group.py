@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from vmserve.errors import ConfigurationError
 from vmserve.system.imports import import_quickly
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["Home", "lazy_group"]
 
@@ -25,16 +29,39 @@ class Home(NamedTuple):
     help: str | None = None
 
 
-def lazy_group(homes: Mapping[str, Home]) -> type[TyperGroup]:
-    """The ``cls`` of a :class:`typer.Typer` that has the commands of ``homes``, in their order."""
+def lazy_group(
+    homes: Mapping[str, Home],
+    entry_points: str | None = None,
+    elsewhere: Mapping[str, str] | None = None,
+) -> type[TyperGroup]:
+    """The ``cls`` of a :class:`typer.Typer` that has the commands of ``homes``, in their order.
+
+    ``entry_points``: the group of entry points by which other distributions add commands: each is
+    a :class:`typer.Typer`, and is listed after those of ``homes``. ``elsewhere``: the remedy for
+    each command that is known to be in a distribution which may not be installed.
+    """
+
+    def added() -> dict[str, EntryPoint]:
+        if entry_points is None:
+            return {}
+        # Imported late: it takes tens of milliseconds, and few commands need it.
+        from importlib.metadata import entry_points as installed  # noqa: PLC0415
+
+        return {entry.name: entry for entry in installed(group=entry_points)}
 
     class LazyGroup(TyperGroup):
         def list_commands(self, ctx: Any) -> list[str]:
-            return list(homes)
+            return [*homes, *(name for name in sorted(added()) if name not in homes)]
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
-            home = homes.get(cmd_name)
-            return None if home is None else _load(cmd_name, home)
+            if cmd_name in homes:
+                return _load(cmd_name, homes[cmd_name])
+            if (entry := added().get(cmd_name)) is not None:
+                module, _, name = entry.value.partition(":")
+                return _load(cmd_name, Home(module, name))
+            if elsewhere is not None and cmd_name in elsewhere:
+                raise ConfigurationError(f"{cmd_name} is not installed here: {elsewhere[cmd_name]}")
+            return None
 
     return LazyGroup
 

@@ -32,12 +32,15 @@ _COMMANDS = {
     "cache": Home("vmserve.cli.cache", "app"),
     "models": Home("vmserve.cli.models", "models_command"),
     "quantize": Home("vmserve.cli.quantize", "quantize_command", help="HELP"),
-    "bench": Home("vmserve.cli.bench", "app"),
+}
+#: Commands of other distributions, and how to get those.
+_ELSEWHERE = {
+    "bench": "pip install 'vmserve[bench]', in a checkout scripts/setup bench",
 }
 
 app = typer.Typer(
     name="vmserve",
-    cls=lazy_group(_COMMANDS),
+    cls=lazy_group(_COMMANDS, "vmserve.commands", _ELSEWHERE),
     help="Serve large language models from a KV cache in contiguous virtual memory.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -95,12 +98,12 @@ def _be_rank_if_launched(args: list[str]) -> None:
         be_rank(placed)
 
 
-def main() -> None:
+def main(command: typer.Typer = app, name: str = "vmserve") -> None:
     """Run the command line; one line per error, never a traceback for a user's mistake."""
     _open_standard_streams()
     try:
         _be_rank_if_launched(sys.argv[1:])
-        status = app(prog_name="vmserve", standalone_mode=False)
+        status = command(prog_name=name, standalone_mode=False)
         sys.stdout.flush()
     except VmserveError as error:
         # The text of a driver's error, an OSError, without its number.

@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vmserve_bench.lab.report import replace_text
+from vmserve_bench.lab.statistics import percentile
 
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda import CudaLauncher, CudaPagedBackend, Launcher
-from vmserve.bench.lab.report import replace_text
-from vmserve.bench.lab.statistics import percentile
 from vmserve.memory.views import ContiguousView, KVView, PagedView
 
 from .attention_kernels import (

@@ -13,7 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vmserve.bench.lab.report import replace_text
+from vmserve_bench.lab.report import replace_text
+
 from vmserve.errors import ConfigurationError
 from vmserve.memory.cuda_driver import driver_refusal
 

@@ -11,10 +11,11 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 
+from vmserve_bench.alloc import bandwidth, calls
+from vmserve_bench.alloc.section import Options
+from vmserve_bench.lab.statistics import percentile, summarize
+
 from vmserve import _core
-from vmserve.bench.alloc import bandwidth, calls
-from vmserve.bench.alloc.section import Options
-from vmserve.bench.lab.statistics import percentile, summarize
 from vmserve.errors import VmserveError
 
 from .common import Context, gigabytes_per_second

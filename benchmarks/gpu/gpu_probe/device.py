@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from vmserve_bench.lab.machine import package_versions
+from vmserve_bench.lab.statistics import percentile
 
-from vmserve.bench.lab.machine import package_versions
-from vmserve.bench.lab.statistics import percentile
 from vmserve.errors import VmserveError
 
 from .common import Context, gigabytes_per_second

@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from vmserve.bench.lab.statistics import percentile
+from vmserve_bench.lab.statistics import percentile
 
 from .common import Options, Record
 from .machine import READ, READ_WRITE, HostMachine, Region, open_machine

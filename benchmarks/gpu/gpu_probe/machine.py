@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vmserve_bench.lab.statistics import percentile
 
 from vmserve import _core
-from vmserve.bench.lab.statistics import percentile
 from vmserve.memory.cuda import CudaMemory
 
 from .common import MIB, Options

@@ -1,0 +1,271 @@
+"""Load client: gives jobs to an engine in this process and records what happens.
+
+It does what a server does: requests arrive between steps, every token is seen when the step that
+made it ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import heapq
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from vmserve.errors import VmserveError
+from vmserve.types import RequestTerms
+from vmserve_bench.ab.jobs import Job, Prompts, generation_params
+from vmserve_bench.ab.record import MemorySample, RequestSample, RunRecord, StepSample
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from vmserve.engine.engine import LLMEngine
+    from vmserve.text.update import RequestUpdate
+
+__all__ = ["Clock", "Load", "RunFailedError", "check_jobs", "reset", "serve"]
+
+#: Least seconds between samples of the memory: reading it takes some 50 us.
+_SAMPLE_EVERY_S = 0.005
+
+
+class Clock(Protocol):
+    """Seconds of ``time.monotonic``, the clock of the engine's own times."""
+
+    def now(self) -> float: ...
+
+    def cpu(self) -> float:
+        """Processor time of this process."""
+        ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class SystemClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+    def cpu(self) -> float:
+        return time.process_time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class RunFailedError(VmserveError):
+    """A request of a run failed, so the run's times cannot be compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """``is_open``: jobs arrive at their times. Else as many as ``concurrency`` are there at once
+    (None: all), and the next one comes when one ends.
+    """
+
+    is_open: bool = False
+    concurrency: int | None = None
+
+
+def check_jobs(engine: LLMEngine, jobs: Sequence[Job], prompts: Prompts, seed: int) -> None:
+    """Raises :class:`~vmserve.errors.InvalidRequestError` for a job that cannot be served."""
+    for job in jobs:
+        placeholder = [0] * (job.shape.num_input_tokens if job.previous is not None else 0)
+        token_ids = placeholder or prompts.of(job)
+        engine.limits.check(token_ids, generation_params(job, seed))
+
+
+def reset(engine: LLMEngine) -> None:
+    """Empty the caches and collect garbage before a run.
+
+    Pages stay where an idle engine leaves them, as they do in a server between two busy times:
+    committed up to a limit, and mapped in parked slots. A new engine's first pages are the
+    warm-up's affair.
+    """
+    engine.memory.clear_cache()
+    gc.collect()
+
+
+def serve(
+    engine: LLMEngine,
+    jobs: Sequence[Job],
+    load: Load,
+    prompts: Prompts,
+    seed: int,
+    *,
+    clock: Clock | None = None,
+    on_finished: Callable[[], None] = lambda: None,
+) -> RunRecord:
+    """Serve all jobs, from an empty cache to the last token.
+
+    Raises :class:`RunFailedError` when a request fails.
+    """
+    reset(engine)
+    run = _Run(engine, jobs, load, prompts, seed, clock or SystemClock(), on_finished)
+    before = engine.stats()
+    cpu = run.clock.cpu()
+    try:
+        run.loop()
+    finally:
+        for request_id in engine.request_ids:
+            engine.abort(request_id)
+    cpu = run.clock.cpu() - cpu
+    moved = {name: value - before[name] for name, value in engine.stats().items()}
+    return RunRecord(
+        elapsed_s=run.ended_s,
+        cpu_s=cpu,
+        requests=tuple(sorted(run.finished, key=lambda sample: sample.index)),
+        steps=tuple(run.steps),
+        memory=tuple(run.memory),
+        counters={name: value for name, value in moved.items() if name.endswith("_total")},
+    )
+
+
+@dataclass(slots=True)
+class _Active:
+    job: Job
+    due_s: float
+    prompt: list[int]
+    token_times_s: list[float] = field(default_factory=list)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+
+
+class _Run:
+    def __init__(
+        self,
+        engine: LLMEngine,
+        jobs: Sequence[Job],
+        load: Load,
+        prompts: Prompts,
+        seed: int,
+        clock: Clock,
+        on_finished: Callable[[], None],
+    ) -> None:
+        self.clock = clock
+        self.finished: list[RequestSample] = []
+        self.steps: list[StepSample] = []
+        self.memory: list[MemorySample] = []
+        self.ended_s = 0.0
+        self._engine = engine
+        self._load = load
+        self._prompts = prompts
+        self._seed = seed
+        self._on_finished = on_finished
+        self._num_jobs = len(jobs)
+        self._next_turn = {job.previous: job for job in jobs if job.previous is not None}
+        #: Closed loop: jobs in their order. Open loop: (time, index, job), the earliest first.
+        self._queue = deque(job for job in jobs if job.previous is None)
+        self._timed: list[tuple[float, int, Job]] = []
+        if load.is_open:
+            self._timed = [(job.shape.arrival_s, job.shape.index, job) for job in self._queue]
+            heapq.heapify(self._timed)
+            self._queue.clear()
+        self._active: dict[str, _Active] = {}
+        #: Prompt and answer of conversations that go on, by the index of their last turn.
+        self._histories: dict[int, list[int]] = {}
+        self._began = clock.now()
+        self._last_tokens = engine.counters.tokens_computed
+
+    def loop(self) -> None:
+        self._sample_memory(0.0)
+        while len(self.finished) < self._num_jobs:
+            self._admit()
+            if self._engine.has_unfinished:
+                self._step()
+            else:
+                self.clock.sleep(max(0.0, self._timed[0][0] - self._now()))
+        self._sample_memory(self.ended_s)
+
+    def _now(self) -> float:
+        return self.clock.now() - self._began
+
+    def _admit(self) -> None:
+        now = self._now()
+        while self._timed and self._timed[0][0] <= now:
+            due_s, _, job = heapq.heappop(self._timed)
+            self._add(job, due_s)
+        most = self._load.concurrency or self._num_jobs
+        while self._queue and len(self._active) < most:
+            self._add(self._queue.popleft(), now)
+
+    def _add(self, job: Job, due_s: float) -> None:
+        history = () if job.previous is None else self._histories.pop(job.previous)
+        prompt = self._prompts.of(job, history)
+        request_id = str(job.shape.index)
+        self._active[request_id] = _Active(job, due_s, prompt)
+        self._engine.add_request(
+            request_id, prompt, generation_params(job, self._seed), RequestTerms(stream=True)
+        )
+
+    def _step(self) -> None:
+        began = self._now()
+        result = self._engine.step()
+        ended = self._now()
+        if result.failures:
+            failure = result.failures[0]
+            raise RunFailedError(f"request {failure.request_id} failed: {failure.error}")
+        num_sequences = self._engine.scheduler.num_running
+        for output in result.outputs:
+            num_sequences += self._take(output, ended)
+        num_tokens = self._engine.counters.tokens_computed
+        self.steps.append(
+            StepSample(ended, ended - began, num_sequences, num_tokens - self._last_tokens)
+        )
+        self._last_tokens = num_tokens
+        self.ended_s = ended
+        if ended - self.memory[-1].at_s >= _SAMPLE_EVERY_S:
+            self._sample_memory(ended)
+
+    def _take(self, output: RequestUpdate, now: float) -> int:
+        """Record one request's output of a step; return how many sequences ended."""
+        active = self._active[output.request_id]
+        active.token_times_s.append(now)
+        for choice in output.outputs:
+            active.token_ids.setdefault(choice.index, []).extend(choice.token_ids)
+        if output.finished:
+            self._finish(active, output)
+        return sum(choice.finish_reason is not None for choice in output.outputs)
+
+    def _finish(self, active: _Active, output: RequestUpdate) -> None:
+        job = active.job
+        del self._active[output.request_id]
+        assert output.metrics is not None
+        is_streamed = job.decoding.kind != "beam"
+        times = active.token_times_s
+        if not is_streamed and output.metrics.first_token_time is not None:
+            times = [output.metrics.first_token_time - self._began, times[-1]]
+        answers = [active.token_ids[index] for index in sorted(active.token_ids)]
+        self.finished.append(
+            RequestSample(
+                index=job.shape.index,
+                part=job.part,
+                num_input_tokens=len(active.prompt),
+                num_output_tokens=max(map(len, answers)),
+                num_sequences=job.decoding.width,
+                due_s=active.due_s,
+                token_times_s=tuple(times),
+                is_streamed=is_streamed,
+                num_cached_tokens=output.metrics.num_cached_tokens,
+                num_preemptions=output.metrics.num_preemptions,
+                kv_regime=output.metrics.kv_regime,
+                kv_regime_reason=output.metrics.kv_regime_reason,
+                digest=hashlib.sha256(repr(answers).encode()).hexdigest()[:16],
+            )
+        )
+        self._go_on(job, active.prompt + answers[0], times[-1])
+        self._on_finished()
+
+    def _go_on(self, job: Job, history: list[int], ended_s: float) -> None:
+        """Queue the conversation's next turn, if any: at once, or after the think time."""
+        turn = self._next_turn.get(job.shape.index)
+        if turn is None:
+            return
+        self._histories[job.shape.index] = history
+        if self._load.is_open:
+            heapq.heappush(self._timed, (ended_s + turn.think_s, turn.shape.index, turn))
+        else:
+            self._queue.appendleft(turn)
+
+    def _sample_memory(self, at_s: float) -> None:
+        self.memory.append(MemorySample.of(at_s, self._engine.memory.stats()))

@@ -1,0 +1,213 @@
+"""Consoles, progress bars and results files of the benchmark commands."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import json
+import os
+import re
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from vmserve.errors import ConfigurationError, VmserveError
+from vmserve_bench.lab.machine import cpu_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from rich.progress import TaskID
+
+#: Callback for the share of a section that is done, 0 to 1.
+Report: TypeAlias = "Callable[[float], None]"
+
+__all__ = [
+    "Report",
+    "RunProgress",
+    "check_writable",
+    "dump",
+    "fresh_directory",
+    "keep",
+    "kept_arguments",
+    "make_console",
+    "make_directory",
+    "progress",
+    "replace_text",
+    "require_matplotlib",
+    "results_directory",
+    "watch",
+    "write_text",
+]
+
+#: Columns of output that is piped into a file or a pager: wide enough for every table.
+_PIPED_WIDTH = 160
+
+
+def make_console() -> Console:
+    """Console on standard output, wide if it is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=_PIPED_WIDTH)
+
+
+def dump(described: Mapping[str, Any]) -> str:
+    """Format JSON with a line per value, and one per list of numbers (traces are long)."""
+    text = json.dumps(described, indent=1)
+    return re.sub(r"\[[\d\s.,eE+-]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+@contextmanager
+def progress(name: str) -> Iterator[Report]:
+    """Progress bar on standard error, if that is a terminal."""
+    columns = (TextColumn(name), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=1.0)
+        yield lambda done: bar.update(task, completed=done)
+
+
+class RunProgress:
+    """Progress line: the run of how many, its name, and its requests that ended."""
+
+    def __init__(self, bar: Progress, num_runs: int) -> None:
+        self._bar = bar
+        self._num_runs = num_runs
+        self._num_started = 0
+        self._task: TaskID = bar.add_task("", total=None)
+
+    def starting(self, what: str, num_requests: int) -> None:
+        self._num_started += 1
+        self._bar.reset(
+            self._task,
+            total=num_requests,
+            description=f"run {self._num_started} of {self._num_runs}: {what}",
+        )
+
+    def finished(self) -> None:
+        self._bar.advance(self._task)
+
+
+@contextmanager
+def watch(num_runs: int) -> Iterator[RunProgress]:
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        yield RunProgress(bar, num_runs)
+
+
+def require_matplotlib(option: str) -> None:
+    """Raises :class:`ConfigurationError` where the plots that ``option`` asks for cannot be."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ConfigurationError(
+            "plots need matplotlib: install it with pip install 'vmserve[bench]', or leave out "
+            f"{option}"
+        )
+
+
+def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:
+    """``<date>-<cpu>`` in ``parent``, or the first of ``-2``, ``-3``, ... that is not there yet."""
+    stem = f"{date.isoformat()}-{re.sub('[^a-z0-9]+', '-', cpu.lower()).strip('-')}"
+    path, count = parent / stem, 1
+    while path.exists():
+        count += 1
+        path = parent / f"{stem}-{count}"
+    return path
+
+
+def results_directory(script: str, *, device: str | None = None, root: str = "") -> Path:
+    """A new ``<date>-<device>`` in ``root``, by default in ``results`` next to ``script``.
+
+    ``device``: by default the processor.
+    """
+    today = datetime.datetime.now(datetime.UTC).date()
+    parent = Path(root) if root else Path(script).resolve().parent / "results"
+    return fresh_directory(parent, today, device or cpu_model())
+
+
+def keep(directory: Path, described: Mapping[str, Any], tables: str) -> None:
+    """Write ``results.json`` and ``tables.md``."""
+    write_text(directory / "results.json", dump(described))
+    write_text(directory / "tables.md", tables)
+
+
+def kept_arguments(
+    command: str, script: str, *, plots: bool = False, output: bool = False
+) -> list[str]:
+    """Arguments for ``vmserve bench`` that write to a fresh directory.
+
+    ``results/<date>-<cpu>`` next to ``script`` gets JSON, Markdown and, with ``plots``, pictures;
+    with ``output`` the command has one option for all of them.
+    """
+    directory = results_directory(script)
+    files = ["--json", str(directory / "results.json"), "--markdown", str(directory / "tables.md")]
+    if output:
+        files = ["--output", str(directory)]
+    if plots:
+        files += ["--plots", str(directory)]
+    return ["vmserve", "bench", command, *files, *sys.argv[1:]]
+
+
+def make_directory(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigurationError(f"cannot write to {path}: it is no directory") from None
+    except OSError as error:
+        raise ConfigurationError(f"cannot write to {path}: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise ConfigurationError(f"cannot write to {path}: it is not writable")
+
+
+def check_writable(path: Path | None) -> Path | None:
+    """Make the directory of ``path`` and check it, before minutes go into measuring.
+
+    Raises ConfigurationError for a directory, for what cannot be written, and for "-".
+    """
+    if path is None:
+        return None
+    if str(path) == "-":
+        raise ConfigurationError(
+            "cannot write to standard output, which has the tables: give a file's name instead of -"
+        )
+    if path.is_dir():
+        raise ConfigurationError(f"cannot write {path}: it is a directory")
+    make_directory(path.parent)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ConfigurationError(f"cannot write {path}: it is not writable")
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and make its directory. Raises VmserveError, e.g. on a full disk."""
+    make_directory(path.parent)
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise VmserveError(f"cannot write {path}: {error.strerror}") from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in one go, so that it is whole at any time. Makes its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

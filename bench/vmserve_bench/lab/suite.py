@@ -1,0 +1,136 @@
+"""A benchmark made of sections: choose them, run them, print and keep what they measured."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from vmserve.errors import ConfigurationError
+from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab.report import (
+    Report,
+    dump,
+    make_console,
+    make_directory,
+    progress,
+    require_matplotlib,
+    write_text,
+)
+from vmserve_bench.lab.table import SectionResult, markdown, print_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+__all__ = ["Suite", "chosen", "numbers"]
+
+Options = TypeVar("Options")
+
+
+def chosen(option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """Parse names between commas, in the order of ``known``; all without a text.
+
+    Raises ConfigurationError for a name that is not known.
+    """
+    if text is None:
+        return list(known)
+    wanted = {name.strip() for name in text.split(",")}
+    unknown = sorted(wanted - set(known))
+    if unknown:
+        raise ConfigurationError(
+            f"no {option} is named {', '.join(map(repr, unknown))}: choose from {', '.join(known)}"
+        )
+    return [name for name in known if name in wanted]
+
+
+def numbers(option: str, text: str, *, least: int = 1, most: int | None = None) -> tuple[int, ...]:
+    """Parse whole numbers between commas, in rising order. Raises ConfigurationError."""
+    parts = [part.strip() for part in text.split(",")]
+    for part in parts:
+        if not part.isdecimal() or int(part) < least or (most is not None and int(part) > most):
+            bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
+            example = "2,4,6" if most is None else "16,256"
+            raise ConfigurationError(
+                f"--{option}: {part!r} is no whole number {bounds}; write e.g. {example}"
+            )
+    return tuple(sorted({int(part) for part in parts}))
+
+
+@dataclass(frozen=True)
+class Suite(Generic[Options]):
+    """``name`` and ``benchmark`` go into the results file, whose sections stand under ``key``.
+
+    ``packages``: whose versions are noted. ``plots``: the module whose ``draw`` makes pictures.
+    """
+
+    name: str
+    sections: Mapping[str, Callable[[Options, Report], SectionResult]]
+    packages: tuple[str, ...]
+    plots: str | None = None
+    benchmark: str = ""
+    key: str = "sections"
+
+    def measure(
+        self,
+        names: Sequence[str],
+        options: Options,
+        told: Callable[[], Mapping[str, Any]] = dict,
+        *,
+        console: Console | None = None,
+        json_path: Path | None = None,
+        markdown_path: Path | None = None,
+        plots: Path | None = None,
+        output: Path | None = None,
+    ) -> None:
+        """Run sections, print their tables and write the files that were asked for.
+
+        ``told`` is called afterwards for what else the results file says. ``output`` is for JSON,
+        tables and plots. Raises ConfigurationError before measuring if files cannot be written.
+        """
+        for option, directory in (("--plots", plots), ("--output", output)):
+            if directory is not None:
+                if self.plots is not None:
+                    require_matplotlib(option)
+                make_directory(directory)
+        console = console or make_console()
+        results = self.run(names, options, console)
+        described = self.document(results, **told())
+        files = [(json_path, dump(described)), (markdown_path, markdown(results, described))]
+        if output is not None:
+            files += [(output / "results.json", files[0][1]), (output / "tables.md", files[1][1])]
+        for path, text in files:
+            if path is not None:
+                write_text(path, text)
+        directory = plots or output
+        if directory is not None and self.plots is not None:
+            # Optional: plots are drawn with the `bench` extra.
+            for path in importlib.import_module(self.plots).draw(described[self.key], directory):
+                console.print(f"drawn: {path}")
+
+    def run(
+        self, names: Sequence[str], options: Options, console: Console
+    ) -> dict[str, SectionResult]:
+        """Run each section and print its tables at once."""
+        results = {}
+        for name in names:
+            with progress(name if self.key == "sections" else f"figure {name}") as report:
+                results[name] = self.sections[name](options, report)
+            for table in results[name].tables:
+                print_table(console, table)
+        return results
+
+    def document(self, results: Mapping[str, SectionResult], **told: Any) -> dict[str, Any]:
+        """Build the results document; ``told`` stands between the date and the machine."""
+        return {
+            "schema": f"vmserve-bench-{self.name}",
+            "schema_version": 1,
+            "benchmark": self.benchmark or self.name,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            **told,
+            "machine": machine_info(self.packages),
+            self.key: {name: dict(result.data) for name, result in results.items()},
+        }

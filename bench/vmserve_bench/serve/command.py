@@ -1,0 +1,322 @@
+"""``vmserve bench serve``: how fast does that server answer this traffic?"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from vmserve.errors import ConfigurationError
+from vmserve_bench import options as opt
+from vmserve_bench.ab.client import RunFailedError
+from vmserve_bench.ab.command import check_positive, fresh_output
+from vmserve_bench.ab.jobs import Prompts
+from vmserve_bench.ab.plan import LoadOptions, make_workloads, objectives, sources
+from vmserve_bench.ab.traces import HASH_BLOCK_TOKENS
+from vmserve_bench.ab.traffic import KINDS, get_kind
+from vmserve_bench.lab.report import check_writable, dump, make_console, watch, write_text
+from vmserve_bench.lab.table import print_table
+from vmserve_bench.serve.client import ServedRun, Target, send_load
+from vmserve_bench.serve.results import ServedRound, document, sweep_table, table
+from vmserve_bench.serve.server import ServerInfo, api_url, look
+from vmserve_bench.workloads.texts import TEXTS
+
+if TYPE_CHECKING:
+    from vmserve_bench.ab.experiment import Workload
+    from vmserve_bench.lab.report import RunProgress
+
+__all__ = ["HELP", "serve_load_command"]
+
+#: Context if the server does not report its own.
+_DEFAULT_MAX_LEN = 2048
+#: First ids of a vocabulary are often special tokens or single bytes.
+_NUM_RESERVED = 100
+_WARMUP_SEED = 1_000_000
+#: Requests of a round, unless the workload was published with a number of its own.
+_REQUESTS = 100
+
+HELP = f"""Send a workload to an OpenAI-compatible server, vmserve's or another, and time it.
+
+Requests, seeds and arrivals are those of bench ab; times are taken where the answers arrive. Time
+to the first token is that to the first event with choices; gaps are those between such events;
+time per token is (end - first) / (tokens - 1) with the tokens of the server's usage.
+
+\b
+Workloads:
+{chr(10).join(f"  {kind.name:<19}{kind.summary}" for kind in KINDS.values())}
+Beam search is no part of that API: beam and mix are left to bench ab. So is real text, for which
+it has the tokenizer.
+
+\b
+Examples:
+  vmserve bench serve --base-url http://127.0.0.1:8000 --requests 200 --rate 8
+  vmserve bench serve --base-url http://127.0.0.1:8000 --workload sessions --endpoint chat
+  vmserve bench serve --base-url http://127.0.0.1:8000 --concurrency 16 --rounds 6 --json a.json
+  vmserve bench serve --base-url http://127.0.0.1:8000 --workload vllm-cpu
+  vmserve bench serve --base-url http://127.0.0.1:8000 --trace mooncake.jsonl --scale 0.03125
+"""
+
+
+def serve_load_command(
+    base_url: Annotated[str, typer.Option(help="http://HOST:PORT, or with a path, e.g. /v1.")],
+    model: Annotated[
+        str | None, typer.Option(help="Its name there. Default: the first that /models lists.")
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="Of the server.", envvar="VMSERVE_API_KEY", show_default=False),
+    ] = None,
+    endpoint: Annotated[
+        Literal["completions", "chat"], typer.Option(help="Prompts as token ids, or as messages.")
+    ] = "completions",
+    workload: Annotated[str | None, typer.Option(help="One of the above. Default: chat.")] = None,
+    trace: opt.Trace = None,
+    trace_block_size: opt.TraceBlockSize = HASH_BLOCK_TOKENS,
+    num_requests: Annotated[
+        int | None,
+        typer.Option(
+            "--requests",
+            min=1,
+            help=f"Of each round. Default: {_REQUESTS}, or as the workload was published; of a "
+            "trace all.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Runs that count, each with requests of its own.")
+    ] = 1,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before, that do not count.")] = 2,
+    rate: opt.Rate = None,
+    burstiness: opt.Burstiness = None,
+    concurrency: opt.Concurrency = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of all that is drawn.")] = 0,
+    max_len: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Scale the workload to this context. Default: what the server tells, "
+            f"or {_DEFAULT_MAX_LEN}.",
+        ),
+    ] = None,
+    scale: opt.Scale = None,
+    vocab_size: Annotated[
+        int,
+        typer.Option(
+            min=_NUM_RESERVED + 1,
+            help=f"Token ids of prompts are drawn from {_NUM_RESERVED} to below this.",
+        ),
+    ] = 1000,
+    text_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--text-prompts",
+            help="Words instead of token ids, about one per token; chats have them always.",
+        ),
+    ] = False,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos",
+            help="Ask for answers of exactly the length; not every server knows the field.",
+        ),
+    ] = True,
+    extra_body: Annotated[
+        str | None,
+        typer.Option(help="JSON object added to each request's body.", metavar="JSON"),
+    ] = None,
+    retry: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Ask again up to so often after a 429 or 503, when its Retry-After says. The "
+            "wait is part of the latency.",
+        ),
+    ] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds without news end a request.")] = 600.0,
+    slo_ttft: opt.SloTtft = None,
+    slo_tpot: opt.SloTpot = None,
+    price_per_hour: Annotated[
+        float | None, typer.Option(help="Of the server: adds the cost of a million tokens.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Directory for results.json. Default: ./vmserve-serve-<date>."),
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write everything measured to this file instead.")
+    ] = None,
+) -> None:
+    load = LoadOptions(concurrency, rate, burstiness)
+    load.check(slo_given=False)
+    check_positive(
+        rate=rate,
+        burstiness=burstiness,
+        scale=scale,
+        price_per_hour=price_per_hour,
+        timeout=timeout,
+    )
+    slo = objectives(slo_ttft, slo_tpot)
+    target = Target(
+        api_url(base_url),
+        model or "",
+        endpoint,
+        api_key,
+        timeout,
+        text_prompts,
+        ignore_eos,
+        retry,
+        _extra(extra_body),
+    )
+    names = [_checked(workload or "chat")] if trace is None or workload else []
+    (found, *more) = sources(
+        names,
+        trace,
+        None,
+        num_requests=num_requests,
+        usual=_REQUESTS,
+        block_tokens=trace_block_size,
+    )
+    if more:
+        raise ConfigurationError("--workload and --trace exclude each other: give one")
+    server = look(target.base_url, model, target.headers)
+    target = _with_model(target, server)
+    made = make_workloads(found, load, max_len=_context(max_len, server), scale=scale)
+    json_path = _writable(json_path, output)
+    paths = [json_path]
+    if len(made) > 1:
+        at_once = [each.load.concurrency for each in made]
+        paths = [json_path.with_stem(f"{json_path.stem}-{number}") for number in at_once]
+    measured: list[list[ServedRound]] = []
+    with watch(1 + rounds * len(made)) as progress:
+        for place, one_workload in enumerate(made):
+            client = _Client(target, one_workload, vocab_size, progress)
+            if place == 0:
+                client.warm_up(warmup, _WARMUP_SEED + seed)
+            # Prompts of its own for each, of which no cache has anything.
+            seeds = range(seed + place * rounds, seed + (place + 1) * rounds)
+            measured.append(
+                [
+                    ServedRound.of(index, each, client.round(index, each), slo, price_per_hour)
+                    for index, each in enumerate(seeds)
+                ]
+            )
+    console = make_console()
+    if len(made) > 1:
+        print_table(console, sweep_table(server, list(zip(made, measured, strict=True))))
+    else:
+        print_table(console, table(server, made[0], measured[0]))
+    options = {
+        "endpoint": endpoint,
+        "seed": seed,
+        "num_requests": num_requests,
+        "rate": rate,
+        "burstiness": burstiness,
+        "concurrency": concurrency,
+        "scale": scale,
+        "max_len": max_len,
+        "vocab_size": vocab_size,
+        "text_prompts": text_prompts,
+        "ignore_eos": ignore_eos,
+        "retry": retry,
+        "extra_body": dict(target.extra_body),
+    }
+    for path, one_workload, served in zip(paths, made, measured, strict=True):
+        write_text(path, dump(document(options, server, one_workload, slo, served)))
+        console.print(f"written: {path}")
+
+
+class _Client:
+    """Rounds of one workload against one server."""
+
+    def __init__(
+        self, target: Target, workload: Workload, vocab_size: int, progress: RunProgress
+    ) -> None:
+        self._target = target
+        self._workload = workload
+        self._vocab_size = vocab_size
+        self._progress = progress
+
+    def warm_up(self, num_requests: int, seed: int) -> None:
+        """Send the first requests of a round that does not count.
+
+        Raises ConfigurationError where one fails: then all would.
+        """
+        if not num_requests:
+            return
+        jobs = [job for job in self._workload.make(seed) if job.previous is None][:num_requests]
+        run = self._send(jobs, seed, "warm-up")
+        if run.failures:
+            failure = run.failures[0]
+            raise ConfigurationError(
+                f"{self._target.base_url} fails a request of the warm-up with {failure.status}: "
+                f"{failure.message}"
+            )
+
+    def round(self, index: int, seed: int) -> ServedRun:
+        """Raises RunFailedError where every request failed."""
+        run = self._send(self._workload.make(seed), seed, f"round {index + 1}")
+        if not run.record.requests:
+            told = ", ".join(f"{count} with {status}" for status, count in run.statuses.items())
+            raise RunFailedError(
+                f"no request was answered: {told}; the first: {run.failures[0].message}"
+            )
+        return run
+
+    def _send(self, jobs: list[Any], seed: int, what: str) -> ServedRun:
+        self._progress.starting(f"{self._workload.name}, {what}", len(jobs))
+        prompts = Prompts(self._vocab_size, seed, range(_NUM_RESERVED))
+        return asyncio.run(
+            send_load(
+                self._target, jobs, self._workload.load, prompts, seed, self._progress.finished
+            )
+        )
+
+
+def _checked(name: str) -> str:
+    if name in TEXTS:
+        raise ConfigurationError(
+            f"--workload: {name} is text for the model's tokenizer: use bench ab for it"
+        )
+    try:
+        kind = get_kind(name)
+    except ValueError as error:
+        raise ConfigurationError(f"--workload: {error}") from None
+    if any(job.decoding.kind == "beam" for job in kind.make(20, 0)):
+        raise ConfigurationError(
+            f"--workload: {name} has beam search, which is no part of the API: use bench ab for it"
+        )
+    return name
+
+
+def _extra(text: str | None) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigurationError(f"--extra-body: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError('--extra-body: write a JSON object, e.g. {"top_p": 0.9}')
+    return value
+
+
+def _with_model(target: Target, server: ServerInfo) -> Target:
+    return dataclasses.replace(target, model=server.model)
+
+
+def _context(max_len: int | None, server: ServerInfo) -> int:
+    if max_len is None:
+        return server.max_len or _DEFAULT_MAX_LEN
+    if server.max_len is not None and max_len > server.max_len:
+        raise ConfigurationError(
+            f"--max-len: {max_len} is above the {server.max_len} tokens that the server serves"
+        )
+    return max_len
+
+
+def _writable(json_path: Path | None, output: Path | None) -> Path:
+    """Path of the results; make its directory."""
+    path = json_path or (output or fresh_output("vmserve-serve")) / "results.json"
+    check_writable(path)
+    return path

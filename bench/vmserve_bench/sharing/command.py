@@ -1,0 +1,86 @@
+"""``vmserve bench sharing``: runs sections, prints tables, writes JSON, Markdown and plots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vmserve.errors import ConfigurationError
+from vmserve_bench import options as opt
+from vmserve_bench.lab.suite import chosen, numbers
+from vmserve_bench.sharing import SUITE, Options
+from vmserve_bench.sharing.section import MODES
+from vmserve_bench.workloads.shapes import get_workload
+
+__all__ = ["sharing_command"]
+
+
+def sharing_command(
+    section: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Some of {','.join(SUITE.sections)}, with commas between. Default: all."
+        ),
+    ] = None,
+    num_requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests of each run. Default: enough for the section."),
+    ] = None,
+    workload: Annotated[
+        str, typer.Option(help="Shapes of the requests of blocks, with commas between.")
+    ] = "alpaca,sharegpt",
+    widths: Annotated[
+        str, typer.Option(help="Samples or beams of a request, with commas between.")
+    ] = "2,4,6",
+    block_sizes: Annotated[
+        str, typer.Option(help="Tokens of a block, with commas between.")
+    ] = "8,16,32,64,128",
+    pairs: Annotated[
+        int, typer.Option(min=1, help="Timed pairs of each comparison of prefix.")
+    ] = 6,
+    mode: Annotated[
+        str, typer.Option(help=f"How requests of prefix come: {' or '.join(MODES)}, or both.")
+    ] = ",".join(MODES),
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Model directory for prefix. Default: the embedded model."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Draws lengths, prompts and orders.")] = 0,
+    output: opt.Output = None,
+    json_path: opt.JsonPath = None,
+) -> None:
+    """Measure what sharing KV blocks saves, and what a shared prefix is worth."""
+    names = chosen("section", section, list(SUITE.sections))
+    options = Options(
+        num_requests=num_requests,
+        workloads=_workloads(workload),
+        widths=numbers("widths", widths, least=2),
+        block_sizes=_block_sizes(block_sizes),
+        seed=seed,
+        pairs=pairs,
+        modes=tuple(one for one in MODES if one in chosen("mode", mode, MODES)),
+        model=model,
+    )
+    SUITE.measure(names, options, lambda: {"seed": seed}, json_path=json_path, output=output)
+
+
+def _block_sizes(text: str) -> tuple[int, ...]:
+    sizes = numbers("block-sizes", text)
+    wrong = [size for size in sizes if not 1 <= size <= 1024 or size & (size - 1)]
+    if wrong:
+        raise ConfigurationError(
+            f"--block-sizes: {wrong[0]} is no power of two up to 1024; write e.g. 8,16,32"
+        )
+    return sizes
+
+
+def _workloads(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        try:
+            get_workload(name)
+        except ValueError as error:
+            raise ConfigurationError(f"--workload: {error}") from None
+    return names

@@ -1,0 +1,61 @@
+"""Virtual time: run arrivals and steps in order, as fast as they can be computed."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vmserve_bench.simulation.records import Run
+    from vmserve_bench.simulation.requests import Asked
+
+__all__ = ["System", "replay"]
+
+
+class System(Protocol):
+    """The simulated engine, or a baseline."""
+
+    #: Virtual time in seconds; may be moved forward while nothing runs.
+    now: float
+    run: Run
+
+    def add(self, what: Asked) -> None:
+        """Add a request: it arrives now, or at its own time if that is earlier (during a step)."""
+        ...
+
+    @property
+    def has_unfinished(self) -> bool: ...
+
+    def step(self) -> None:
+        """Run one step; moves the clock by its time."""
+        ...
+
+
+def replay(
+    system: System,
+    requests: Iterable[Asked],
+    *,
+    until: float = float("inf"),
+    max_steps: int | None = None,
+) -> Run:
+    """Serve all requests; no new step begins at ``until`` or later.
+
+    Raises ``RuntimeError`` if ``max_steps`` are not enough.
+    """
+    coming = deque(sorted(requests, key=lambda what: what.arrival_s))
+    num_steps = 0
+    while (coming or system.has_unfinished) and system.now < until:
+        while coming and coming[0].arrival_s <= system.now:
+            system.add(coming.popleft())
+        if not system.has_unfinished:
+            system.now = max(system.now, coming[0].arrival_s)
+            continue
+        if num_steps == max_steps:
+            raise RuntimeError(
+                f"{max_steps} steps did not end {len(coming)} requests to come and those that run"
+            )
+        system.step()
+        num_steps += 1
+    return system.run

@@ -1,0 +1,262 @@
+"""``vmserve bench step``: what a step costs besides the model, by part.
+
+The whole engine steps as it serves: scheduler, KV memory (host driver, prefix caching on), input
+preparation, sampler and acceptance of tokens. Only the model is null: its logits are always the
+same. Stopwatches are put around the calls that a step makes, each without what another of them
+takes, so that the parts of a step add up to the step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
+
+import typer
+
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine
+from vmserve.memory.base import Regime
+from vmserve.runner.null_runtime import NullRuntime
+from vmserve.sampling import SamplingParams
+from vmserve_bench import options as opt
+from vmserve_bench.lab.statistics import summarize
+from vmserve_bench.lab.suite import Suite, numbers
+from vmserve_bench.lab.table import SectionResult, Table, microseconds
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vmserve_bench.lab.report import Report
+
+__all__ = [
+    "BEYOND",
+    "GOAL_NS_PER_SEQUENCE",
+    "PARTS",
+    "REGIMES",
+    "SUITE",
+    "Case",
+    "Options",
+    "SteppedEngine",
+    "run",
+    "step_command",
+]
+
+Regimes = Literal["virtual", "paged", "mixed"]
+REGIMES: tuple[Regimes, ...] = get_args(Regimes)
+#: Parts that the goal is about: scheduler, memory and input preparation.
+PARTS = ("schedule", "plan", "apply", "inputs", "complete")
+#: Other parts of a step, the null model included.
+BEYOND = ("model", "sample", "output", "rest")
+#: Goal for the sum of all parts while 256 sequences decode.
+GOAL_NS_PER_SEQUENCE = 3_000
+GOAL_NUM_SEQS = 256
+
+_MAX_PROMPT = 128
+#: Steps that are not timed: at most so many read prompts, then caches warm up and pools grow.
+_FILL, _WARM_UP = 64, 24
+#: Steps that fit after a prompt in the context of the embedded model, whose shape is used.
+_MAX_STEPS = 8192 - _MAX_PROMPT - _FILL - _WARM_UP - 8
+#: Steps of one regime before the next has its turn, so that disturbances meet all alike.
+_BLOCK = 25
+_BATCHED_TOKENS = 4096
+#: Bytes of a token's keys and values in the embedded model, whose sizes the KV memory has.
+_TOKEN_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    regime: Regimes
+    num_seqs: int
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Nanoseconds by part, each without the watched parts inside it."""
+
+    spent: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _within: int = 0
+
+    def watch(self, owner: object, method: str, part: str) -> None:
+        """Count each call of ``owner.method`` for ``part`` from now on."""
+        call: Callable[..., Any] = getattr(owner, method)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            around, self._within = self._within, 0
+            began = perf_counter_ns()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                took = perf_counter_ns() - began
+                self.spent[part] += took - self._within
+                self._within = around + took
+
+        setattr(owner, method, watched)
+
+
+class SteppedEngine:
+    """An engine in which ``case.num_seqs`` sequences decode for ``num_steps``."""
+
+    def __init__(self, case: Case, num_steps: int) -> None:
+        self.case = case
+        self._tokens_left = _FILL + _WARM_UP + num_steps
+        max_len = _MAX_PROMPT + self._tokens_left + 8
+        self.model = NullRuntime()
+        self.engine = LLMEngine(
+            EngineConfig(
+                max_num_seqs=case.num_seqs,
+                max_model_len=max_len,
+                kv_cache_memory=(case.num_seqs + 4) * 2 * max_len * _TOKEN_BYTES,
+                max_num_batched_tokens=_BATCHED_TOKENS,
+                kv_regime="virtual" if case.regime == "virtual" else "paged",
+                enable_prefix_caching=True,
+            ),
+            runtime=self.model,
+        )
+        self._add_requests()
+        while self.model.num_tokens != case.num_seqs or self.engine.scheduler.num_waiting:
+            self._checked_step()
+        for _ in range(_WARM_UP):
+            self._checked_step()
+        self._stopwatch = Stopwatch()
+        self._put_watches()
+        #: Nanoseconds of each step, by part; "step" is the sum.
+        self.samples: dict[str, list[int]] = {part: [] for part in (*PARTS, *BEYOND, "step")}
+
+    def step(self) -> None:
+        spent = self._stopwatch.spent
+        spent.clear()
+        began = perf_counter_ns()
+        self.engine.step()
+        spent["step"] = perf_counter_ns() - began
+        spent["rest"] = spent["step"] - sum(spent[part] for part in (*PARTS, *BEYOND[:-1]))
+        if self.model.num_tokens != self.case.num_seqs:
+            raise RuntimeError(f"a step computed {self.model.num_tokens} tokens: not what is timed")
+        for part, samples in self.samples.items():
+            samples.append(spent[part])
+
+    def close(self) -> None:
+        self.engine.memory.check()
+        self.engine.close()
+
+    def _add_requests(self) -> None:
+        """Add prompts of 1 to 128 unshared tokens, so that pages fill in different steps."""
+        params = SamplingParams(max_tokens=self._tokens_left, temperature=0.0, ignore_eos=True)
+        for index in range(self.case.num_seqs):
+            length = 1 + 7 * index % _MAX_PROMPT
+            name = str(index)
+            prompt = [100 + index % 1024, 100 + index // 1024] * length
+            self.engine.add_request(name, prompt[:length], params)
+            if self.case.regime == "mixed" and index % 2:
+                self.engine.convert(name, Regime.VIRTUAL)  # kept so from its start on
+
+    def _checked_step(self) -> None:
+        for failure in self.engine.step().failures:
+            raise failure.error
+
+    def _put_watches(self) -> None:
+        engine, watch = self.engine, self._stopwatch.watch
+        for method in ("schedule", "applied", "computed"):
+            watch(engine.scheduler, method, "complete" if method == "computed" else "schedule")
+        watch(engine.memory, "plan", "plan")
+        watch(engine.memory, "apply", "apply")
+        watch(engine.memory, "slots", "apply")
+        watch(engine.runner, "execute", "inputs")
+        watch(engine.memory, "launched", "complete")
+        watch(engine.steps, "publish_tokens", "complete")
+        watch(self.model, "forward", "model")
+        watch(engine.sampler, "sample", "sample")
+        watch(engine.steps, "collect", "output")
+
+
+class Options(NamedTuple):
+    counts: tuple[int, ...]
+    num_steps: int
+
+
+def run(options: Options, report: Report) -> SectionResult:
+    """Measure all regimes for each number of sequences, blocks of steps interleaved."""
+    counts, num_steps = options
+    rows = []
+    for index, num_seqs in enumerate(counts):
+        engines = [SteppedEngine(Case(regime, num_seqs), num_steps) for regime in REGIMES]
+        for done in range(0, num_steps, _BLOCK):
+            for engine in engines:
+                for _ in range(min(_BLOCK, num_steps - done)):
+                    engine.step()
+            report((index + done / num_steps) / len(counts))
+        for engine in engines:
+            rows.append(_row(engine))
+            engine.close()
+    data = {
+        "num_steps": num_steps,
+        "goal_ns_per_sequence": GOAL_NS_PER_SEQUENCE,
+        "goal_num_seqs": GOAL_NUM_SEQS,
+        "rows": rows,
+    }
+    return SectionResult(data, (_goal_table(rows), _beyond_table(rows)))
+
+
+SUITE = Suite[Options]("step", {"step": run}, ("vmserve", "numpy", "torch"))
+
+
+def step_command(
+    num_seqs: Annotated[
+        str, typer.Option(help="Numbers of decoding sequences, with commas between.")
+    ] = "1,16,64,256,1024",
+    steps: Annotated[
+        int, typer.Option(min=1, max=_MAX_STEPS, help="Steps that are timed, of each case.")
+    ] = 300,
+    json_path: opt.JsonPath = None,
+    markdown_path: opt.MarkdownPath = None,
+) -> None:
+    """Measure what a decoding step costs besides the model, by part. The model is null."""
+    options = Options(numbers("num-seqs", num_seqs, most=1024), steps)
+    SUITE.measure(["step"], options, json_path=json_path, markdown_path=markdown_path)
+
+
+def _row(engine: SteppedEngine) -> dict[str, Any]:
+    samples = engine.samples
+    together = [sum(parts) for parts in zip(*(samples[part] for part in PARTS), strict=True)]
+    return {
+        "regime": engine.case.regime,
+        "num_seqs": engine.case.num_seqs,
+        "parts_ns": {part: summarize(values).to_dict() for part, values in samples.items()},
+        "overhead_ns": summarize(together).to_dict(),
+        "overhead_ns_per_sequence": summarize(together).median / engine.case.num_seqs,
+    }
+
+
+def _goal_table(rows: list[dict[str, Any]]) -> Table:
+    return Table(
+        "scheduler, memory and input preparation of a decoding step: microseconds, median",
+        ("sequences", "regime", *PARTS, "together", "p95", "us / sequence"),
+        tuple(
+            (
+                f"{row['num_seqs']:,}",
+                row["regime"],
+                *(microseconds(row["parts_ns"][part]["median"]) for part in PARTS),
+                microseconds(row["overhead_ns"]["median"]),
+                microseconds(row["overhead_ns"]["p95"]),
+                f"{row['overhead_ns_per_sequence'] / 1e3:.2f}",
+            )
+            for row in rows
+        ),
+        f"Goal: {GOAL_NS_PER_SEQUENCE / 1e3:g} us per sequence where {GOAL_NUM_SEQS} decode.",
+    )
+
+
+def _beyond_table(rows: list[dict[str, Any]]) -> Table:
+    return Table(
+        "what else a step does, its model being null: microseconds, median",
+        ("sequences", "regime", *BEYOND, "whole step"),
+        tuple(
+            (
+                f"{row['num_seqs']:,}",
+                row["regime"],
+                *(microseconds(row["parts_ns"][part]["median"]) for part in (*BEYOND, "step")),
+            )
+            for row in rows
+        ),
+    )
