@@ -7,8 +7,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 
 import pytest
+from typer.testing import CliRunner
+
+from vmserve.cli.main import app
+from vmserve.errors import ConfigurationError
 
 #: Ctrl-C at the import of a module, and the command as ``python -m vmserve``.
 INTERRUPTED = """
@@ -74,3 +79,41 @@ def test_where_interrupts_are_ignored_they_stay_so() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout == "True\n"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
+    """What other distributions add; a test says which."""
+    entries: list[EntryPoint] = []
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
+    return entries
+
+
+def test_a_distribution_adds_a_command(installed: list[EntryPoint]) -> None:
+    installed.append(EntryPoint("shelf", "vmserve.cli.cache:app", "vmserve.commands"))
+    listed = CliRunner().invoke(app, ["--help"]).stdout.split()
+    assert listed.index("quantize") < listed.index("shelf")
+    assert "bench" not in listed
+    assert CliRunner().invoke(app, ["shelf", "list", "--help"]).exit_code == 0
+
+
+def test_a_command_that_is_not_installed_says_how_to_get_it(installed: list[EntryPoint]) -> None:
+    with pytest.raises(ConfigurationError, match=r"pip install 'vmserve\[bench\]'"):
+        CliRunner().invoke(app, ["bench", "ab"], catch_exceptions=False)
+    assert CliRunner().invoke(app, ["shelf"]).exit_code == 2
+
+
+def test_no_command_is_slower_for_those_of_others() -> None:
+    assert "vmserve_bench" not in imported_by("plan", "--help")
+    assert "matplotlib" not in imported_by("bench", "ab", "--help")
+
+
+def imported_by(*arguments: str) -> set[str]:
+    code = (
+        "import sys; from vmserve.cli.main import app\n"
+        f"app({list(arguments)}, standalone_mode=False)\n"
+        "print(*sys.modules, sep=chr(10), file=sys.stderr)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    return set(ran.stderr.split())

@@ -1,7 +1,8 @@
 """Requests at once in a fixed pool: kinds of layers against pages of equal size, simulated.
 
-The real scheduler and memory core over a null driver in virtual time (``vmserve_bench.simulation``).
-All requests wait at the start; counted is how many run together while others wait.
+The real scheduler and memory core over a null driver in virtual time
+(``vmserve_bench.simulation``). All requests wait at the
+start; counted is how many run together while others wait.
 """
 
 from __future__ import annotations

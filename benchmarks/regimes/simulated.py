@@ -3,9 +3,9 @@
     python benchmarks/regimes/simulated.py [--seeds 4]
 
 The real scheduler and memory core in virtual time (``vmserve_bench.simulation``), with the latency
-model of OPT-13B on an A100 40GB that benchmarks/papers/README.md derives: kernels with block tables take
-1.23 times as long, a page that a step waits for 0.94 ms. Each kind of traffic is served whole by
-``virtual``, ``paged`` and ``auto``; the mix has all kinds at once. Writes
+model of OPT-13B on an A100 40GB that benchmarks/papers/README.md derives: kernels with block tables
+take 1.23 times as long, a page that a step waits for 0.94 ms. Each kind of traffic is served whole
+by ``virtual``, ``paged`` and ``auto``; the mix has all kinds at once. Writes
 ``results/<date>-simulated/{results.json,tables.md}``.
 """
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import re
 import xml.etree.ElementTree as ElementTree
 from html import unescape
@@ -173,14 +172,3 @@ def test_names_are_no_formulas(page: str) -> None:
     search["max_rate_per_s"] = {odd: [2.0]}
     texts = [one.text for one in svgs(render(changed))["TTFT p95, ms"].iter(f"{SVG}text")]
     assert odd in texts
-
-
-def test_without_matplotlib_the_page_has_its_tables(
-    page: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    bare = render(document())
-    assert svgs(bare) == {}
-    assert "Plots were left out: they need matplotlib" in bare
-    assert "left out" not in page
-    assert bare.count("<tr>") == page.count("<tr>") > 10

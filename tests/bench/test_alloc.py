@@ -6,7 +6,6 @@ Nothing here looks at a time: only at counts, sums and structure.
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -458,18 +457,6 @@ def test_plots(tmp_path: Path) -> None:
     assert drawn == ["calls.png"]
     for path in (tmp_path / "plots").iterdir():
         assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_plots_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "matplotlib" else find_spec(name, *rest),
-    )
-    with pytest.raises(ConfigurationError, match=r"vmserve\[bench\]"):
-        alloc_command(section="calls", quick=True, plots=tmp_path / "plots")
-    assert not (tmp_path / "plots").exists()
 
 
 def test_sections_run_in_their_order_and_names_are_checked() -> None:

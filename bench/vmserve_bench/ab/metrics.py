@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from vmserve.numbers.sizes import format_size
-from vmserve_bench.lab.statistics import percentile
+from vmserve_bench.lab.statistics import NO_DIFFERENCE, percentile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from vmserve_bench.ab.record import MemorySample, RequestSample, RunRecord
 
-__all__ = ["METRICS", "Metric", "Slo", "headline_names", "summarize"]
+__all__ = ["METRICS", "Metric", "Slo", "headline_names", "kind_of", "summarize"]
 
 Better = Literal["lower", "higher"]
 Unit = Literal["s", "bytes", "count", "rate", "share", "money"]
@@ -123,6 +123,14 @@ _ALL = (
 
 #: Metrics by name, in the order of tables.
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
+
+
+def kind_of(comparison: Mapping[str, Any]) -> str:
+    """``better``, ``worse`` or ``neutral``: the class of a verdict."""
+    better = METRICS[comparison["metric"]].better
+    if comparison["verdict"] in (None, NO_DIFFERENCE) or better is None:
+        return "neutral"
+    return "better" if comparison["verdict"] == better else "worse"
 
 
 def headline_names() -> list[str]:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import Environment
 
-from vmserve_bench.ab.metrics import METRICS
+from vmserve_bench.ab.metrics import METRICS, kind_of
 from vmserve_bench.lab.statistics import NO_DIFFERENCE, median
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["COLORS", "kind_of", "render", "sizes_of"]
+__all__ = ["render", "sizes_of"]
 
 Json = dict[str, Any]
-
-#: Colours of the variants in order: Okabe and Ito's (2008).
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
 
 
 class Cell(NamedTuple):
@@ -32,20 +27,25 @@ class Cell(NamedTuple):
 
 
 def render(document: Mapping[str, Any]) -> str:
-    """The page; without matplotlib it has no plots. Text from outside is escaped."""
-    plots: Any = None
-    if importlib.util.find_spec("matplotlib") is not None:
-        plots = importlib.import_module("vmserve_bench.ab.plots")
+    """The page. Text from outside is escaped."""
+    # Imported late: matplotlib takes half a second, before anything is measured.
+    from vmserve_bench.ab import plots  # noqa: PLC0415
+
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     source = Path(__file__).with_name("page.html.j2").read_text("utf-8")
     names = [one["name"] for one in document["variants"]]
     return environment.from_string(source).render(
         names=names,
         facts=_facts(document),
-        variants=list(_variants(document)),
-        has_plots=plots is not None,
-        workloads=[_workload(names, one, plots) for one in document["workloads"]],
-        searches=[_search(one, plots) for one in document["searches"]],
+        variants=list(_variants(document, plots.COLORS)),
+        workloads=[
+            {**_workload(names, one), "plots": plots.workload(names, one)}
+            for one in document["workloads"]
+        ],
+        searches=[
+            {**_search(one), "plots": plots.search(list(one["max_rate_per_s"]), one)}
+            for one in document["searches"]
+        ],
         confidence=f"{document['confidence']:.0%}",
     )
 
@@ -62,11 +62,11 @@ def _facts(document: Mapping[str, Any]) -> str:
     )
 
 
-def _variants(document: Mapping[str, Any]) -> Iterator[list[Cell]]:
+def _variants(document: Mapping[str, Any], colors: Sequence[str]) -> Iterator[list[Cell]]:
     for place, variant in enumerate(document["variants"]):
         options = ", ".join(f"{name}={value}" for name, value in variant["options"].items())
         page = f"{variant['page_bytes'] // 1024} KiB, {variant['page_tokens']} tokens"
-        name = Cell(variant["name"], color=COLORS[place % len(COLORS)])
+        name = Cell(variant["name"], color=colors[place % len(colors)])
         yield [name, Cell(options), Cell(page)]
 
 
@@ -79,7 +79,7 @@ def sizes_of(described: Mapping[str, Any]) -> str:
     )
 
 
-def _workload(names: Sequence[str], workload: Json, plots: Any) -> Json:
+def _workload(names: Sequence[str], workload: Json) -> Json:
     described = workload["described"]
     head = ["metric, median over rounds", names[0]]
     for name in names[1:]:
@@ -91,7 +91,6 @@ def _workload(names: Sequence[str], workload: Json, plots: Any) -> Json:
             f"{len(workload['rounds'])} rounds."
         ),
         "verdicts": [_verdicts(name, found) for name, found in workload["comparisons"].items()],
-        "plots": plots.workload(names, workload) if plots else [],
         "head": head,
         "rows": list(_metric_rows(names, workload)),
     }
@@ -106,14 +105,6 @@ def _verdicts(name: str, found: Sequence[Json]) -> tuple[str, list[tuple[str, st
         if one["verdict"] != NO_DIFFERENCE
     ]
     return name, shown, len(judged) - len(shown)
-
-
-def kind_of(comparison: Mapping[str, Any]) -> str:
-    """``better``, ``worse`` or ``neutral``: the class of a verdict."""
-    better = METRICS[comparison["metric"]].better
-    if comparison["verdict"] in (None, NO_DIFFERENCE) or better is None:
-        return "neutral"
-    return "better" if comparison["verdict"] == better else "worse"
 
 
 def _metric_rows(names: Sequence[str], workload: Json) -> Iterator[list[Cell]]:
@@ -148,7 +139,7 @@ def _effect(comparison: Json | None) -> list[Cell]:
     ]
 
 
-def _search(search: Json, plots: Any) -> Json:
+def _search(search: Json) -> Json:
     names = list(search["max_rate_per_s"])
     rows = []
     for name, rates in search["max_rate_per_s"].items():
@@ -167,5 +158,4 @@ def _search(search: Json, plots: Any) -> Json:
             "verdict",
         ],
         "rows": rows,
-        "plots": plots.search(names, search) if plots else [],
     }

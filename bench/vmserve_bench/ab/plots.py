@@ -1,4 +1,4 @@
-"""The report's plots, as SVG. Needs the ``bench`` extra."""
+"""The report's plots, as SVG."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from vmserve_bench.ab.metrics import METRICS
-from vmserve_bench.ab.page import COLORS, kind_of
+from vmserve_bench.ab.metrics import METRICS, kind_of
 from vmserve_bench.ab.record import MEMORY_STATES
 
 if TYPE_CHECKING:
@@ -28,6 +27,8 @@ Json: TypeAlias = dict[str, Any]
 Plot: TypeAlias = tuple[str, str]
 Points: TypeAlias = "Sequence[tuple[float, float]]"
 
+#: Colours of the variants in order: Okabe and Ito's (2008).
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
 MAX_POINTS = 300
 _MIB = float(1 << 20)
 _STYLES = ("-", (0, (7, 3)), (0, (2, 2)), (0, (9, 3, 2, 3)), (0, (4, 4)), "-")

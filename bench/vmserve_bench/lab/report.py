@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import json
 import os
 import re
@@ -45,7 +44,6 @@ __all__ = [
     "make_directory",
     "progress",
     "replace_text",
-    "require_matplotlib",
     "results_directory",
     "watch",
     "write_text",
@@ -112,15 +110,6 @@ def watch(num_runs: int) -> Iterator[RunProgress]:
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
         yield RunProgress(bar, num_runs)
-
-
-def require_matplotlib(option: str) -> None:
-    """Raises :class:`ConfigurationError` where the plots that ``option`` asks for cannot be."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigurationError(
-            "plots need matplotlib: install it with pip install 'vmserve[bench]', or leave out "
-            f"{option}"
-        )
 
 
 def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:

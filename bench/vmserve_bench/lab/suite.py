@@ -15,7 +15,6 @@ from vmserve_bench.lab.report import (
     make_console,
     make_directory,
     progress,
-    require_matplotlib,
     write_text,
 )
 from vmserve_bench.lab.table import SectionResult, markdown, print_table
@@ -91,10 +90,8 @@ class Suite(Generic[Options]):
         ``told`` is called afterwards for what else the results file says. ``output`` is for JSON,
         tables and plots. Raises ConfigurationError before measuring if files cannot be written.
         """
-        for option, directory in (("--plots", plots), ("--output", output)):
+        for directory in (plots, output):
             if directory is not None:
-                if self.plots is not None:
-                    require_matplotlib(option)
                 make_directory(directory)
         console = console or make_console()
         results = self.run(names, options, console)
@@ -107,7 +104,7 @@ class Suite(Generic[Options]):
                 write_text(path, text)
         directory = plots or output
         if directory is not None and self.plots is not None:
-            # Optional: plots are drawn with the `bench` extra.
+            # Imported late: it takes half a second.
             for path in importlib.import_module(self.plots).draw(described[self.key], directory):
                 console.print(f"drawn: {path}")
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmserve.errors import ConfigurationError
+from vmserve_bench.workloads.texts import OWN_TEXT
 
 if TYPE_CHECKING:
     from vmserve.text.tokenizer import Tokenizer
 
 __all__ = ["Text", "Windows", "cut", "first_difference", "read_text"]
-
-_SHIPPED = Path(__file__).parents[2] / "assets" / "quality" / "text.md"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ class Windows:
 def read_text(path: Path | None) -> Text:
     """Read a UTF-8 file; the text of the package without a path. Raises ConfigurationError."""
     if path is None:
-        return Text("the text of the package", _SHIPPED.read_text(encoding="utf-8"))
+        return Text("the text of the package", OWN_TEXT.read_text(encoding="utf-8"))
     try:
         return Text(path.name, path.read_bytes().decode("utf-8"))
     except OSError as error:

@@ -1,6 +1,6 @@
 """Conversations of text: three kinds whose answers repeat what was given, and one that cannot.
 
-Texts are those of the package: ``assets/quality/text.md`` and the functions of its modules.
+Texts are our own: ``text.md``, and the functions of vmserve's modules.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
-__all__ = ["TEXTS", "conversations"]
+import vmserve
+
+__all__ = ["OWN_TEXT", "TEXTS", "conversations"]
 
 #: Tasks of texts, by name.
 TEXTS: Mapping[str, str] = MappingProxyType(
@@ -23,7 +25,9 @@ TEXTS: Mapping[str, str] = MappingProxyType(
         "stories": "real text: write about something, with nothing to repeat",
     }
 )
-_PACKAGE = Path(__file__).resolve().parents[1]
+#: The text that is copied and summarised, and that `bench quality` scores.
+OWN_TEXT = Path(__file__).with_name("text.md")
+_PACKAGE = Path(vmserve.__file__).resolve().parent
 _TOPICS = (
     "a fox who learns to read maps",
     "two brothers who repair a bridge",
@@ -88,8 +92,7 @@ def _passages(num_chars: int) -> Iterator[str]:
 
     First one after the other, then from the second paragraph on, and so forth.
     """
-    text = (_PACKAGE / "assets" / "quality" / "text.md").read_text(encoding="utf-8")
-    paragraphs = text.split("\n\n")
+    paragraphs = OWN_TEXT.read_text(encoding="utf-8").split("\n\n")
     for first in range(len(paragraphs)):
         gathered = ""
         for paragraph in paragraphs[first:]:
