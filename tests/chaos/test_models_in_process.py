@@ -65,7 +65,7 @@ class Engine(ScriptedEngine, ClientCore):
 
     def tell(self, *, is_answer: bool = False) -> None:
         if self.lender is not None:
-            self.lender.told(MemoryReport(self.memory.holding(), is_answer))
+            self.lender.report(MemoryReport(self.memory.holding(), is_answer))
 
     def use(self) -> None:
         """What requests want changes, and a step sees it."""

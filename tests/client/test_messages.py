@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from vmserve.client.codec import decode_from_engine, decode_to_engine, encode
-from vmserve.client.messages import Add, Answer, Ping
+from vmserve.client.messages import Add, Ping, Reply
 from vmserve.client.transports import framing
 from vmserve.client.transports.framing import (
     FrameReader,
@@ -91,8 +91,8 @@ def test_what_is_no_message_is_refused() -> None:
     ],
 )
 def test_errors_arrive_as_what_they_are(error: Exception, kind: type[Exception]) -> None:
-    answer = decode_from_engine(encode(Answer(1, None, error)))
-    assert isinstance(answer, Answer)
+    answer = decode_from_engine(encode(Reply(1, None, error)))
+    assert isinstance(answer, Reply)
     assert type(answer.error) is kind
     assert str(answer.error) == str(error)
     assert getattr(answer.error, "param", None) == getattr(error, "param", None)

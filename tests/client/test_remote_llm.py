@@ -43,7 +43,7 @@ from vmserve.client.transports.sealed.identity import (
     tokenizer_files,
     write_files,
 )
-from vmserve.client.transports.sealed.link import Link, parse_address
+from vmserve.client.transports.sealed.link import SealedLink, parse_address
 from vmserve.client.transports.sealed.stream import BrokenSealError, Opener, Sealer
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
@@ -125,7 +125,7 @@ def test_an_impostor_that_repeats_what_the_server_says_is_found() -> None:
         sock.sendall(b"\0" + proof)
 
     with listening(echo) as address, pytest.raises(HandshakeError, match="does not know the key"):
-        Link(address, KEY).wait_ready(lambda *_: None)
+        SealedLink(address, KEY).wait_ready(lambda *_: None)
 
 
 @settings(max_examples=40, deadline=None)
@@ -236,7 +236,7 @@ def test_a_key_that_agrees_with_all_is_refused() -> None:
         sock.recv(4096)
 
     with listening(weak) as address, pytest.raises(HandshakeError, match="a key that is none"):
-        Link(address, KEY).wait_ready(lambda *_: None)
+        SealedLink(address, KEY).wait_ready(lambda *_: None)
 
 
 def test_versions_that_differ_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_versions_that_differ_are_both_named(monkeypatch: pytest.MonkeyPatch) ->
         sock.recv(4096)
 
     with listening(older) as address, pytest.raises(HandshakeError) as caught:
-        Link(address, KEY).wait_ready(lambda *_: None)
+        SealedLink(address, KEY).wait_ready(lambda *_: None)
     assert "0.0.7 (protocol 77)" in str(caught.value)
     assert f"{handshake.__version__} (protocol {handshake.PROTOCOL})" in str(caught.value)
 
@@ -268,11 +268,11 @@ def test_foreign_listeners_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda sock: None, "closed the connection"),
     ):
         with listening(answer) as address, pytest.raises(HandshakeError, match=words):
-            Link(address, KEY).wait_ready(lambda *_: None)
+            SealedLink(address, KEY).wait_ready(lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(EngineDeadError, match="refused"):
-        Link(address, KEY).wait_ready(lambda *_: None)
+        SealedLink(address, KEY).wait_ready(lambda *_: None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -544,12 +544,12 @@ def test_a_handshake_that_is_cut_short_is_tried_again() -> None:
 
     with listening(busy) as address:
         with pytest.raises(EngineDeadError, match="the engine closed the connection"):  # let in
-            Link(address, KEY).wait_ready(lambda *_: None)
+            SealedLink(address, KEY).wait_ready(lambda *_: None)
         assert len(met) == 3
         del met[:]
         met.extend([socket.socket()] * 3)
         with pytest.raises(HandshakeError, match="too many others connect to it"):
-            Link(address, KEY).wait_ready(lambda *_: None)
+            SealedLink(address, KEY).wait_ready(lambda *_: None)
         met[0].close()
 
 

@@ -14,11 +14,11 @@ from vmserve.client.codec import decode_from_engine, encode
 from vmserve.client.messages import (
     Abort,
     Add,
-    Answer,
     Ask,
     FromEngine,
     Ping,
     Pong,
+    Reply,
     Shutdown,
     StepUpdate,
     Unpin,
@@ -140,10 +140,10 @@ def test_the_ends_of_requests(service: EngineService, sent: list[FromEngine]) ->
 
 
 def test_pins_in_messages(service: EngineService, sent: list[FromEngine]) -> None:
-    def ask(question: str, **arguments: Any) -> Answer:
+    def ask(question: str, **arguments: Any) -> Reply:
         service.handle(Ask(1, question, arguments))
         [answer] = taken(sent)
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, Reply)
         return answer
 
     def num_pinned() -> float:
@@ -154,7 +154,7 @@ def test_pins_in_messages(service: EngineService, sent: list[FromEngine]) -> Non
     service.handle(Ask(1, "hold_prefix", pin))
     [refused] = sent
     sent.clear()
-    assert isinstance(refused, Answer)
+    assert isinstance(refused, Reply)
     assert isinstance(refused.error, InvalidRequestError)  # nothing is computed yet
     service.handle(Add(1, "prefix", prefix, params(1), RequestTerms(), is_stream=False))
     while service.engine.has_unfinished:

@@ -12,7 +12,7 @@ from vmserve.engine.accept import TokenAcceptor
 from vmserve.memory.base import MemoryPlan
 from vmserve.runner.model_runner import StepLogits, null_logits
 from vmserve.sampling import SampledToken, SamplingParams
-from vmserve.scheduler.base import StepDraft, StepPlan
+from vmserve.scheduler.base import StepInProgress, StepPlan
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.telemetry.counters import EngineCounters
 from vmserve.types import RequestMetrics
@@ -57,7 +57,7 @@ def computed(*requests: Request) -> StepLogits:
     sequences = [
         seq for each in requests for seq in each.sequences if seq.status is SequenceStatus.RUNNING
     ]
-    draft = StepDraft(sequences, [1] * len(sequences))
+    draft = StepInProgress(sequences, [1] * len(sequences))
     memory = MemoryPlan(np.zeros((len(draft), 3), dtype=np.int64), (), 0, 0)
     logits = null_logits(StepPlan.of(draft, draft.columns(), memory))
     for sequence in sequences:

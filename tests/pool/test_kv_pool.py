@@ -223,21 +223,21 @@ def test_what_running_requests_hold_is_told() -> None:
 
         one.engine.step = watched  # type: ignore[method-assign]
         tokens(one, 300)
-        assert all(told > 0 for told, _ in seen[8:])
-        assert all(told <= 2 * holds and holds <= 2 * told for told, holds in seen[32:])
+        assert all(report > 0 for report, _ in seen[8:])
+        assert all(report <= 2 * holds and holds <= 2 * report for report, holds in seen[32:])
         assert pool.state()[0].used_bytes == 0
 
 
 def test_steady_load_sends_next_to_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     reports = []
     pool = KVPool("32MiB")
-    told = Shares.told
+    report = Shares.report
 
     def counted(shares: Shares, name: str, holding: Holding, *, is_answer: bool = False) -> Any:
         reports.append(holding)
-        return told(shares, name, holding, is_answer=is_answer)
+        return report(shares, name, holding, is_answer=is_answer)
 
-    monkeypatch.setattr(Shares, "told", counted)
+    monkeypatch.setattr(Shares, "report", counted)
     with LLM(kv_pool=pool, **OPTIONS) as one, LLM(kv_pool=pool, **OPTIONS):
         tokens(one, 300)
         first = len(reports)

@@ -86,7 +86,7 @@ class Walk:
 
     def tell(self, name: str, *, is_answer: bool = False) -> None:
         holding = self.engines[name].holding()
-        self.send(self.shares.told(name, holding, is_answer=is_answer))
+        self.send(self.shares.report(name, holding, is_answer=is_answer))
 
     def pick(self, names: list[str]) -> str | None:
         return self.random.choice(names) if names else None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.engine.interrupting import count_instructions
 from vmserve.router.chains import ChainTable, chain_of
-from vmserve.router.policy import Choice, Policy, Router
+from vmserve.router.policy import Policy, Router, Routing
 
 BLOCK = 4
 POLICIES: tuple[Policy, ...] = ("prefix", "least-loaded", "round-robin")
@@ -29,7 +29,7 @@ def idle(num_members: int = 4) -> dict[str, float]:
     return {str(index): 0.0 for index in range(num_members)}
 
 
-def choose(made: Router, ids: list[int], root: object, loads: Mapping[str, float]) -> Choice:
+def choose(made: Router, ids: list[int], root: object, loads: Mapping[str, float]) -> Routing:
     """Choose among members that have these loads, and no others."""
     for name in made.members:
         made.note(name, loads.get(name))

@@ -7,7 +7,7 @@ import pytest
 
 from vmserve import _core
 from vmserve.memory.base import Convert, Fork, MemoryPlan, Regime
-from vmserve.scheduler.base import ScheduledSequence, StepDraft, StepPlan
+from vmserve.scheduler.base import ScheduledSequence, StepInProgress, StepPlan
 from vmserve.scheduler.sequence import Sequence
 
 
@@ -17,7 +17,7 @@ def make(num_tokens: int, num_prompt: int, num_computed: int, memory_id: int) ->
 
 
 def plan_of(*shares: tuple[Sequence, int], ops: tuple[Convert, ...] = ()) -> StepPlan:
-    draft = StepDraft()
+    draft = StepInProgress()
     for share in shares:
         draft.append(share)
     memory = MemoryPlan(np.zeros((len(draft), 3), dtype=np.int64), ops, 0, 0)
@@ -56,7 +56,7 @@ def test_only_decodes(sequence: Sequence, only_decodes: bool) -> None:
 
 
 def test_a_plan_stays_as_it_is_when_the_draft_goes_on() -> None:
-    draft = StepDraft([make(12, 8, 11, 3)], [1])
+    draft = StepInProgress([make(12, 8, 11, 3)], [1])
     memory = MemoryPlan(np.zeros((1, 3), dtype=np.int64), (), 0, 0)
     plan = StepPlan.of(draft, draft.columns(), memory)
     draft.append((make(6, 6, 4, 0), 2))
@@ -65,12 +65,12 @@ def test_a_plan_stays_as_it_is_when_the_draft_goes_on() -> None:
 
 def test_a_draft_drops() -> None:
     first, second, third = (make(5, 5, 0, index) for index in range(3))
-    draft = StepDraft([first, second, third], [1, 2, 3])
+    draft = StepInProgress([first, second, third], [1, 2, 3])
     draft.drop([second])
     assert list(draft) == [(first, 1), (third, 3)]
     draft.drop([third])
-    assert (len(draft), bool(draft), bool(StepDraft())) == (1, True, False)
-    assert StepDraft().columns().num_new.tolist() == []
+    assert (len(draft), bool(draft), bool(StepInProgress())) == (1, True, False)
+    assert StepInProgress().columns().num_new.tolist() == []
 
 
 def test_columns_of_sequences() -> None:

@@ -65,8 +65,8 @@ class CpuBackend:
         try:
             self._kernels = _core.CpuAttention(num_threads or threads(), chosen)
         except ValueError as error:
-            told = f"{ISA_VARIABLE}: {error}" if isa is None else str(error)
-            raise ConfigurationError(told) from None
+            reason = f"{ISA_VARIABLE}: {error}" if isa is None else str(error)
+            raise ConfigurationError(reason) from None
         #: The last view of tensors, and its form for the kernels.
         self._view: tuple[TensorView, HostView] | None = None
 

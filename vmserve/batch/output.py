@@ -29,7 +29,7 @@ class _Error(msgspec.Struct):
     line: int | None = None
 
 
-class _Reply(msgspec.Struct):
+class _WrittenReply(msgspec.Struct):
     custom_id: str | None
     response: _Response | None
     error: _Error | None = None
@@ -39,7 +39,7 @@ class _Reply(msgspec.Struct):
         return self.response is not None and self.response.status_code < 400
 
 
-_REPLY: Final = msgspec.json.Decoder(_Reply)
+_REPLY: Final = msgspec.json.Decoder(_WrittenReply)
 
 
 class Output:
@@ -97,7 +97,7 @@ class Output:
         self._size = size
         return num_failed
 
-    def _replies(self) -> Iterator[tuple[bytes, _Reply]]:
+    def _replies(self) -> Iterator[tuple[bytes, _WrittenReply]]:
         with self._path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 try:

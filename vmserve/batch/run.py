@@ -199,13 +199,13 @@ def _left(lines: Iterable[bytes], index: Index) -> Iterator[tuple[int, Request |
             yield number, parse_line(line)
 
 
-class _Reply(NamedTuple):
+class _TakenReply(NamedTuple):
     status: int
     request_id: str
     body: bytes
 
 
-async def _post(app: ASGIApp, path: str, body: bytes, sender: str) -> _Reply:
+async def _post(app: ASGIApp, path: str, body: bytes, sender: str) -> _TakenReply:
     """Send a request as an HTTP server does whose clients never leave.
 
     Work of different senders waits in different queues.
@@ -243,4 +243,4 @@ async def _post(app: ASGIApp, path: str, body: bytes, sender: str) -> _Reply:
 
     await app(scope, receive, send)
     request_id = dict(start["headers"])[b"x-request-id"].decode()
-    return _Reply(start["status"], request_id, b"".join(parts))
+    return _TakenReply(start["status"], request_id, b"".join(parts))

@@ -107,18 +107,18 @@ def _as_dict(space: Space) -> dict[str, object]:
 
 
 def _row(space: Space) -> tuple[str, ...]:
-    told = space.identity
-    kernels = told.get("attention", ())
+    facts = space.identity
+    kernels = facts.get("attention", ())
     used = "never"
     if space.used:
         used = f"{datetime.datetime.fromtimestamp(space.used).astimezone():%Y-%m-%d %H:%M}"
     return (
         space.name,
-        str(told.get("model", "?")),
-        str(told.get("kind", "?")),
-        str(told.get("dtype", "?")),
+        str(facts.get("model", "?")),
+        str(facts.get("kind", "?")),
+        str(facts.get("dtype", "?")),
         ", ".join(map(str, kernels)),
-        str(told.get("version", "?")),
+        str(facts.get("version", "?")),
         f"{space.num_blocks:,}",
         format_size(space.num_bytes),
         used,

@@ -141,7 +141,7 @@ class RemoteBackend:
             with urllib.request.urlopen(request) as response:
                 yield response
         except urllib.error.HTTPError as error:
-            raise VmserveError(_told(error)) from error
+            raise VmserveError(_reason(error)) from error
         except OSError as error:
             reason = getattr(error, "reason", error)
             raise VmserveError(f"no answer from {url}: {reason}") from error
@@ -172,7 +172,7 @@ def _message(body: Any) -> str:
     return str(error["message"] if isinstance(error, dict) else error)
 
 
-def _told(error: urllib.error.HTTPError) -> str:
+def _reason(error: urllib.error.HTTPError) -> str:
     with contextlib.suppress(ValueError, KeyError, TypeError):
         return _message(json.loads(error.read()))
     return f"the server answered {error.code} {error.reason}"

@@ -73,6 +73,6 @@ def _load(name: str, home: Home) -> Any:
     command_class = getattr(module, home.command_class) if home.command_class else TyperCommand
     # Plain help: the tables of rich cut long option names short in narrow terminals.
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    told = getattr(module, home.help) if home.help else None
-    alone.command(name, cls=command_class, help=told)(function)
+    text = getattr(module, home.help) if home.help else None
+    alone.command(name, cls=command_class, help=text)(function)
     return typer.main.get_command(alone)

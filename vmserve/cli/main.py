@@ -107,8 +107,8 @@ def main(command: typer.Typer = app, name: str = "vmserve") -> None:
         sys.stdout.flush()
     except VmserveError as error:
         # The text of a driver's error, an OSError, without its number.
-        told = getattr(error, "strerror", None) or str(error)
-        print("vmserve:", " ".join(told.split()), file=sys.stderr)
+        text = getattr(error, "strerror", None) or str(error)
+        print("vmserve:", " ".join(text.split()), file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigurationError | InvalidRequestError) else 1)
     except _UsageError as error:
         print(_usage(error), file=sys.stderr)

@@ -99,8 +99,8 @@ class Monitor:
                 f"{self.url} needs an API key that it knows: --api-key, or VMSERVE_API_KEY"
             )
         if reply.status_code == 404:
-            raise VmserveError(_told(reply)) if self._query else _not_vmserve(self.url)
-        raise ConnectionError(f"{self.url} answered {reply.status_code}: {_told(reply)}")
+            raise VmserveError(_reason(reply)) if self._query else _not_vmserve(self.url)
+        raise ConnectionError(f"{self.url} answered {reply.status_code}: {_reason(reply)}")
 
     def close(self) -> None:
         self._client.close()
@@ -120,7 +120,7 @@ def _not_vmserve(url: str) -> VmserveError:
     return VmserveError(f"{url} has no live figures: is it a vmserve server of this version?")
 
 
-def _told(reply: httpx.Response) -> str:
+def _reason(reply: httpx.Response) -> str:
     try:
         return _plain(reply.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -370,12 +370,12 @@ def _requests(data: Data, width: int, room: int | None) -> RenderableType:
 def _row(row: Data) -> dict[str, str]:
     """A request's texts by column."""
     costs = row["costs"]
-    told = [f"{name} {_seconds(costs[name])}" for name in ("virtual", "paged") if name in costs]
+    parts = [f"{name} {_seconds(costs[name])}" for name in ("virtual", "paged") if name in costs]
     return {
         "request": _plain(row["request_id"]),
         "state": row["state"],
         "regime": row["regime"],
-        "why": f"{row['reason']}{': ' if told else ''}{', '.join(told)}",
+        "why": f"{row['reason']}{': ' if parts else ''}{', '.join(parts)}",
         "prompt": f"{row['num_prompt_tokens']:,}",
         "generated": f"{row['num_output_tokens']:,}/{row['max_tokens'] * row['num_branches']:,}",
         "slots": " ".join(map(str, row["slots"][:4])) or "–",
@@ -405,8 +405,8 @@ def _widths(cells: list[dict[str, str]], width: int) -> dict[str, int]:
 def _others(data: Data, num_shown: int) -> str:
     others = data["num_others"]
     more = data["num_requests"] - others - num_shown
-    told = [f"{more:,} more"] if more else []
-    return ", ".join([*told, *([f"{others:,} of other keys"] if others else [])])
+    parts = [f"{more:,} more"] if more else []
+    return ", ".join([*parts, *([f"{others:,} of other keys"] if others else [])])
 
 
 def _seconds(value: float | None) -> str:

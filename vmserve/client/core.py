@@ -54,7 +54,7 @@ class Pin:
 class Lender(Protocol):
     """Lends an engine its memory, with :meth:`ClientCore.lend`. Any thread may call it."""
 
-    def told(self, report: MemoryReport) -> None: ...
+    def report(self, report: MemoryReport) -> None: ...
 
     def lost(self) -> None:
         """The engine has ended by itself, and its memory with it."""
@@ -125,7 +125,7 @@ class ClientCore:
     def _hear(self, message: FromEngine) -> None:
         if isinstance(message, MemoryReport):
             if self.lender is not None:
-                self.lender.told(message)
+                self.lender.report(message)
         else:
             self._receive(message)
 

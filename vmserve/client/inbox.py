@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 
-from vmserve.client.messages import Add, Answer, FromEngine, StepUpdate
+from vmserve.client.messages import Add, FromEngine, Reply, StepUpdate
 from vmserve.client.transports.base import Future
 from vmserve.text.assembly import RequestAssembly
 from vmserve.text.update import RequestUpdate
@@ -107,7 +107,7 @@ class Inbox:
         match message:
             case StepUpdate():
                 self._take_step(message)
-            case Answer():
+            case Reply():
                 answer = self.questions.get(message.serial)
                 if answer is None or answer.done():
                     return

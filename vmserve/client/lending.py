@@ -22,7 +22,7 @@ from vmserve.client.messages import Lend, MemoryReport
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.numbers.sizes import format_size, parse_size
 from vmserve.options import rules
-from vmserve.pool.shares import Member, Order, Shares
+from vmserve.pool.shares import Borrower, Order, Shares
 
 __all__ = ["KVPool", "PoolMember"]
 
@@ -72,8 +72,8 @@ class _Loan:
         self.short_since: float | None = None
         self.waited_seconds = 0.0
 
-    def told(self, report: MemoryReport) -> None:
-        self._pool.told(self, report)
+    def report(self, report: MemoryReport) -> None:
+        self._pool.report(self, report)
 
     def lost(self) -> None:
         self._pool.lost(self)
@@ -81,7 +81,7 @@ class _Loan:
     def revived(self) -> None:
         self._pool.revived(self)
 
-    def is_short(self, member: Member) -> None:
+    def is_short(self, member: Borrower) -> None:
         """Measure how long it is short."""
         now = time.monotonic()
         if self.short_since is not None:
@@ -130,7 +130,7 @@ class KVPool:
         with self._lock:
             return [self._row(member) for member in self._shares.members.values()]
 
-    def _row(self, member: Member) -> PoolMember:
+    def _row(self, member: Borrower) -> PoolMember:
         loan, holding = self._loans[member.name], member.holding
         loan.is_short(member)
         return PoolMember(
@@ -344,11 +344,13 @@ class KVPool:
 
     # -- what engines report ----------------------------------------------------------------
 
-    def told(self, loan: _Loan, report: MemoryReport) -> None:
+    def report(self, loan: _Loan, report: MemoryReport) -> None:
         with self._lock:
             if self._loans.get(loan.name) is not loan:
                 return
-            self._outbox += self._shares.told(loan.name, report.holding, is_answer=report.is_answer)
+            self._outbox += self._shares.report(
+                loan.name, report.holding, is_answer=report.is_answer
+            )
             loan.is_short(self._shares.members[loan.name])
         self._deliver()
 

@@ -20,7 +20,6 @@ from vmserve.types import RequestTerms
 __all__ = [
     "Abort",
     "Add",
-    "Answer",
     "Ask",
     "FromEngine",
     "Launch",
@@ -32,6 +31,7 @@ __all__ = [
     "Progress",
     "Ready",
     "Refused",
+    "Reply",
     "Shutdown",
     "StepUpdate",
     "ToEngine",
@@ -179,7 +179,7 @@ class StepUpdate(_Message, frozen=True):
     failures: list[tuple[int, Exception]]
 
 
-class Answer(_Message, frozen=True):
+class Reply(_Message, frozen=True):
     """Answer an :class:`Ask` with a value or an error."""
 
     serial: int
@@ -198,10 +198,10 @@ class MemoryReport(_Message, frozen=True):
 
 
 class Pong(_Message, frozen=True):
-    """Answer a :class:`Ping`."""
+    """Reply a :class:`Ping`."""
 
     serial: int
 
 
 ToEngine = Launch | Add | Abort | Ask | Lend | Unpin | Ping | Shutdown
-FromEngine = Progress | Ready | Refused | StepUpdate | Answer | MemoryReport | Pong
+FromEngine = Progress | Ready | Refused | StepUpdate | Reply | MemoryReport | Pong

@@ -14,7 +14,6 @@ import msgspec
 from vmserve.client.messages import (
     Abort,
     Add,
-    Answer,
     Ask,
     FromEngine,
     Lend,
@@ -23,6 +22,7 @@ from vmserve.client.messages import (
     Ping,
     Pong,
     Ready,
+    Reply,
     Shutdown,
     StepUpdate,
     ToEngine,
@@ -218,9 +218,9 @@ class EngineService:
         try:
             value = QUESTIONS[message.question](self, **message.arguments)
         except (VmserveError, ValueError) as error:
-            self._send(Answer(message.serial, None, error))
+            self._send(Reply(message.serial, None, error))
         else:
-            self._send(Answer(message.serial, value))
+            self._send(Reply(message.serial, value))
 
     def hold_prefix(self, pin: int, token_ids: list[int], cache_salt: str, isolation: str) -> int:
         """Keep a cached prefix under the client's handle; returns the number of tokens kept."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from vmserve.engine.answers import Answer, Choice
+from vmserve.engine.answers import Choice, RequestAnswer
 from vmserve.runner.model_runner import StepLogits
 from vmserve.sampling import SampledToken, TokenSampler
 from vmserve.sampling.tokens import BeamCandidates, BeamOutput
@@ -37,7 +37,7 @@ class Accepted(NamedTuple):
     """Answers with something new, and what the scheduler has to know: ``finished`` sequences,
     then ``forks``, the parent and child of each."""
 
-    answers: Iterable[Answer]
+    answers: Iterable[RequestAnswer]
     finished: list[Sequence]
     forks: list[tuple[Sequence, Sequence]]
 
@@ -56,7 +56,7 @@ class TokenAcceptor:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._counters = counters
         self._clock = clock
-        self._answers: dict[str, Answer] = {}
+        self._answers: dict[str, RequestAnswer] = {}
 
     def open(self, request: Request) -> None:
         """Expect tokens of this request."""
@@ -67,7 +67,7 @@ class TokenAcceptor:
                 self._choice(request, sequence.index, stops) for sequence in request.sequences
             ]
         scores = None if request.params.prompt_logprobs is None else PromptScores(None)
-        self._answers[request.request_id] = Answer(request, choices, scores, len(choices))
+        self._answers[request.request_id] = RequestAnswer(request, choices, scores, len(choices))
 
     def queued(self, request: Request) -> RequestUpdate:
         """An update without choices: informs a stream that its request is queued."""
@@ -115,7 +115,7 @@ class TokenAcceptor:
             for request in self._take_candidates(logits, sampler, masks):
                 yield self._advance(request, now)
 
-    def updates(self, answers: Iterable[Answer]) -> list[RequestUpdate]:
+    def updates(self, answers: Iterable[RequestAnswer]) -> list[RequestUpdate]:
         """An update for each that is complete, and for each stream with something new."""
         updates = []
         for answer in answers:
@@ -125,7 +125,7 @@ class TokenAcceptor:
                 updates.append(answer.stream_update())
         return updates
 
-    def _complete(self, answer: Answer) -> RequestUpdate:
+    def _complete(self, answer: RequestAnswer) -> RequestUpdate:
         del self._answers[answer.request.request_id]
         answer.request.metrics.finished_time = self._clock()
         self._counters.requests_finished += 1
@@ -147,7 +147,7 @@ class TokenAcceptor:
         now: float,
         drafts: Mapping[Sequence, list[int]],
     ) -> Accepted:
-        answers: dict[str, Answer] = {}
+        answers: dict[str, RequestAnswer] = {}
         finished: list[Sequence] = []
         append_token, open_answers = self._append_token, self._answers
         drafted = {sequence: iter(draft) for sequence, draft in drafts.items()}
@@ -165,7 +165,7 @@ class TokenAcceptor:
         return Accepted(answers.values(), finished, [])
 
     def _append_token(
-        self, answer: Answer, sequence: Sequence, sample: SampledToken, now: float
+        self, answer: RequestAnswer, sequence: Sequence, sample: SampledToken, now: float
     ) -> bool:
         """Whether the sequence ends with it."""
         choice = answer.choices[sequence.index]
@@ -261,7 +261,7 @@ class TokenAcceptor:
         self._counters.generation_tokens += sum(len(each.token_ids) for each in answer.choices)
         return Accepted((answer,), *changes)
 
-    def _beam_choice(self, answer: Answer, index: int, output: BeamOutput) -> Choice:
+    def _beam_choice(self, answer: RequestAnswer, index: int, output: BeamOutput) -> Choice:
         choice = self._choice(answer.request, index)
         for token in output.tokens:
             choice.add(token)

@@ -14,7 +14,7 @@ from vmserve.text.stop import StopWatcher
 from vmserve.text.update import ChoiceUpdate, RequestUpdate
 from vmserve.types import FinishReason
 
-__all__ = ["Answer", "Choice"]
+__all__ = ["Choice", "RequestAnswer"]
 
 
 @dataclass(eq=False, slots=True)
@@ -55,7 +55,7 @@ class Choice:
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
+class RequestAnswer:
     """The output of a request that is not complete. A beam search has choices at its end only."""
 
     request: Request

@@ -17,7 +17,7 @@ from vmserve.scheduler.base import Drafted
 
 if TYPE_CHECKING:
     from vmserve.memory.manager import MemoryManager
-    from vmserve.scheduler.base import Columns, Scheduler, StepDraft, StepPlan
+    from vmserve.scheduler.base import Columns, Scheduler, StepInProgress, StepPlan
     from vmserve.scheduler.sequence import Request, Sequence
     from vmserve.speculation.base import Drafter
     from vmserve.telemetry.counters import EngineCounters
@@ -60,7 +60,7 @@ class Drafts:
         num_decoding = sum(_most(sequence) > 1 for sequence in sequences)
         return num_decoding > 0 and self._drafter.wanted(num_decoding)
 
-    def add(self, step: StepDraft, columns: Columns) -> Drafted | None:
+    def add(self, step: StepInProgress, columns: Columns) -> Drafted | None:
         """Drafts of a step, as far as there are rows for them."""
         places: Iterable[int] = range(len(step))
         decoding = step.sequences

@@ -475,8 +475,8 @@ class LLMEngine:
         if self.memory.health is Health.FAILED:
             raise error
         logger.error("a step failed", exc_info=error)
-        told = {output.request_id for output in self._outputs if output.finished}
-        concerned = set(self._retired) - told
+        reported = {output.request_id for output in self._outputs if output.finished}
+        concerned = set(self._retired) - reported
         if self._concerned is not None:
             computed = {sequence.request.request_id for sequence in self._concerned.sequences}
             concerned |= computed & self._requests.keys()  # others were aborted before

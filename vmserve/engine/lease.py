@@ -60,7 +60,7 @@ class Lease:
         self._page_bytes = memory.layout.total_page_bytes
         #: Limits in bytes, and whether requests may be preempted for them; oldest first.
         self._orders: list[tuple[int, bool]] = []
-        self._told = Holding(0, 0, 0, 0, is_short=False, is_idle=True)
+        self._reported = Holding(0, 0, 0, 0, is_short=False, is_idle=True)
         self._news: list[tuple[Holding, bool]] = []
         #: Whether the last order could not be met.
         self._has_refused = False
@@ -102,10 +102,10 @@ class Lease:
             self._take(limit_bytes, reclaim=reclaim)
             after = self._limit_bytes
             self._has_refused = after > limit_bytes
-            told = self._told
-            if after > before and told.is_short:
+            reported = self._reported
+            if after > before and reported.is_short:
                 self._asked_at = self._clock()  # more may come
-            self._tell(self._holding(told.wanted_bytes, told.is_short), is_answer=True)
+            self._tell(self._holding(reported.wanted_bytes, reported.is_short), is_answer=True)
 
     def _take(self, limit_bytes: int, *, reclaim: bool) -> None:
         if limit_bytes < self._limit_bytes:
@@ -144,19 +144,19 @@ class Lease:
         return news
 
     def _look(self, is_idle: bool) -> None:
-        told = self._told
+        reported = self._reported
         starved, self._is_starved = self._is_starved, False
         if not starved:
             self._stuck_at = None
-        if is_idle != told.is_idle:
+        if is_idle != reported.is_idle:
             self._asked_at = None
             self._tell(self._holding(0, is_short=False, is_idle=is_idle))
             self._next_use = 0  # requests that have just begun hold nothing yet
             return
         self._num_looks += 1
-        if told.committed_bytes > self._limit_bytes:
+        if reported.committed_bytes > self._limit_bytes:
             self._tell_if_lower()
-        is_calm = not (starved or told.is_short or self._scheduler.num_waiting)
+        is_calm = not (starved or reported.is_short or self._scheduler.num_waiting)
         if is_idle or (is_calm and self._num_looks < self._next_look):
             return
         with self._memory.without_waiting():
@@ -166,7 +166,7 @@ class Lease:
             self._next_look = self._num_looks + 4
         if starved or available < margin or self._scheduler.num_waiting:
             self._look_for_shortage(available, margin, starved)
-        elif told.is_short:
+        elif reported.is_short:
             self._asked_at = None
             self._tell(self._holding(0, is_short=False))
         elif self._num_looks >= self._next_use:
@@ -174,19 +174,19 @@ class Lease:
             self._look_at_use()
 
     def _look_for_shortage(self, available: int, margin: int, starved: bool) -> None:
-        told, page = self._told, self._page_bytes
-        if told.is_short and not starved and self._num_looks % 4:
+        reported, page = self._reported, self._page_bytes
+        if reported.is_short and not starved and self._num_looks % 4:
             return  # the forecast takes longer than the rest
         pages = self._memory.limit_pages - available + margin + self._scheduler.wanted_pages()
         if starved:
             pages = max(pages, self._memory.limit_pages + margin)
         wanted = min(pages, self._memory.max_pages) * page + self._draft_bytes
         is_short = wanted > self._limit_bytes
-        if not is_short and not told.is_short:
+        if not is_short and not reported.is_short:
             return
-        grew = wanted > told.wanted_bytes // 4 * 5
-        fell = wanted < told.wanted_bytes // 4 * 3
-        if is_short == told.is_short and not grew and not fell:
+        grew = wanted > reported.wanted_bytes // 4 * 5
+        fell = wanted < reported.wanted_bytes // 4 * 3
+        if is_short == reported.is_short and not grew and not fell:
             return
         if not is_short:
             self._asked_at = None
@@ -198,23 +198,26 @@ class Lease:
         """Ask for more where the prefix cache would fill it; offer what was refused; report what
         requests hold if that is half more or less than was reported."""
         now = self._holding(0, is_short=False)
-        told = self._told
+        reported = self._reported
         step = now.limit_bytes // _LOOKS
         if self._has_refused and self._kept_bytes(now.used_bytes) + step <= now.limit_bytes:
             self._has_refused = False
             self._tell(now)
-        elif now.committed_bytes + step > now.limit_bytes and told.wanted_bytes <= now.limit_bytes:
+        elif (
+            now.committed_bytes + step > now.limit_bytes
+            and reported.wanted_bytes <= now.limit_bytes
+        ):
             self._tell(self._holding(now.limit_bytes + 4 * step, is_short=False))
-        elif abs(now.used_bytes - told.used_bytes) > told.used_bytes // 2:
-            self._tell(replace(now, wanted_bytes=told.wanted_bytes))
+        elif abs(now.used_bytes - reported.used_bytes) > reported.used_bytes // 2:
+            self._tell(replace(now, wanted_bytes=reported.wanted_bytes))
 
     def _tell_if_lower(self) -> None:
         committed = self._committed_bytes
-        if committed < self._told.committed_bytes:
-            self._tell(self._holding(self._told.wanted_bytes, self._told.is_short))
+        if committed < self._reported.committed_bytes:
+            self._tell(self._holding(self._reported.wanted_bytes, self._reported.is_short))
 
     def _tell(self, holding: Holding, *, is_answer: bool = False) -> None:
-        self._told = holding
+        self._reported = holding
         self._news.append((holding, is_answer))
 
     # -- counts: with the draft model's part ----------------------------------------------
@@ -239,7 +242,7 @@ class Lease:
         take the same memory from each other with each request that begins.
         """
         self._note_use(used_bytes)
-        held = used_bytes if self._told.is_idle else max(self._most_used)
+        held = used_bytes if self._reported.is_idle else max(self._most_used)
         return held + self._margin * self._page_bytes
 
     def _note_use(self, used_bytes: int) -> None:
@@ -264,5 +267,5 @@ class Lease:
             used_bytes,
             wanted_bytes,
             is_short,
-            self._told.is_idle if is_idle is None else is_idle,
+            self._reported.is_idle if is_idle is None else is_idle,
         )

@@ -99,8 +99,8 @@ def identity_of(weights: str, model: ModelConfig, settings: Mapping[str, Any]) -
 
     The version is left out: callers that show the digest know it.
     """
-    told = {**settings, "weights": weights, "network": repr(model.network)}
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+    facts = {**settings, "weights": weights, "network": repr(model.network)}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def persist_figures(*memories: MemoryStats) -> dict[str, float | int]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from vmserve.engine.accept import TokenAcceptor
-    from vmserve.engine.answers import Answer
+    from vmserve.engine.answers import RequestAnswer
     from vmserve.engine.drafts import Drafts
     from vmserve.engine.grammars import StructuredRequests
     from vmserve.memory.manager import MemoryManager
@@ -163,7 +163,7 @@ class EngineStep:
             samples = list(compress(samples, running))
             logits = logits.of_running()
         masks = self._structured.masks(logits.beams) if logits.beams else ()
-        answers: list[Answer] = []
+        answers: list[RequestAnswer] = []
         for accepted in self._acceptor.accept(logits, samples, self._sampler, masks):
             if drafts is not None:
                 drafts.keep(flight.plan)

@@ -152,7 +152,7 @@ class MemoryManager:
         drivers = [create_driver(size, layout.page_bytes) for size in sizes]
         self._is_asynchronous = drivers[0].capabilities.asynchronous
         self._launched_epoch = 0
-        self._least_told = self.limit_pages
+        self._least_reported = self.limit_pages
         self._may_wait = True
         self._is_copying = False
         self._persists = False
@@ -485,16 +485,16 @@ class MemoryManager:
         for catch_up in (self._catch_up, self.finish_copies):
             if plan.waiting_pages and self._may_wait and catch_up():
                 plan = self._core.plan(())
-        self._least_told = min(self._least_told, plan.available_pages)
+        self._least_reported = min(self._least_reported, plan.available_pages)
         return plan.available_pages
 
     def settle(self) -> bool:
         """Wait for the mapper, which holds pages that it maps or takes back. Returns whether more
         are available than :meth:`available_pages` said since the last wait: it may have ended by
         itself."""
-        before = self._least_told
+        before = self._least_reported
         self._core.settle_mapper()
-        self._least_told = self.limit_pages
+        self._least_reported = self.limit_pages
         return self.available_pages() > before
 
     def trim(self, keep_pages: int = 0, *, drop_idle: bool = False) -> int:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from vmserve.memory.device import MemoryDevice
     from vmserve.memory.manager import MemoryManager
 
-__all__ = ["GroupMemory", "Member", "RankMemory"]
+__all__ = ["GroupMemory", "RankDriver", "RankMemory"]
 
 #: Seconds to wait for a rank's driver: it has none while it still reads its weights.
 _ATTACH_SECONDS = 3600.0
 
 
-class Member(Protocol):
+class RankDriver(Protocol):
     """Another rank, as rank 0 knows it."""
 
     @property
@@ -42,7 +42,7 @@ class GroupMemory:
     ``own``: rank 0's own device; those of the others are alike.
     """
 
-    def __init__(self, own: MemoryDevice, members: Sequence[Member]) -> None:
+    def __init__(self, own: MemoryDevice, members: Sequence[RankDriver]) -> None:
         self.own = own
         self._members = members
         self._drivers: list[_core.GroupDriver] = []
@@ -119,18 +119,18 @@ class RankMemory:
     """
 
     def __init__(
-        self, loops: Sequence[_core.RankLoop], device: MemoryDevice, told: dict[str, Any]
+        self, loops: Sequence[_core.RankLoop], device: MemoryDevice, described: dict[str, Any]
     ) -> None:
-        layout = told["layout"]
+        layout = described["layout"]
         self.layout = KVLayout(**{**layout, "dtype": DType.of(layout["dtype"])})
         self.kinds = tuple(
-            LayerKind(**{**kind, "layers": tuple(kind["layers"])}) for kind in told["kinds"]
+            LayerKind(**{**kind, "layers": tuple(kind["layers"])}) for kind in described["kinds"]
         )
-        self.max_len: int = told["max_len"]
+        self.max_len: int = described["max_len"]
         self.device = device
         self._loops = loops
-        self._slots, self._arenas = told["slots"], told["arenas"]
-        self._tables = [np.zeros(shape, np.int32) for shape in told["tables"]]
+        self._slots, self._arenas = described["slots"], described["arenas"]
+        self._tables = [np.zeros(shape, np.int32) for shape in described["tables"]]
 
     @property
     def num_token_kinds(self) -> int:

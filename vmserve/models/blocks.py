@@ -22,6 +22,7 @@ __all__ = [
     "Activation",
     "Apart",
     "ClampedMlp",
+    "ExpertRouter",
     "Experts",
     "Gate",
     "GateKernel",
@@ -40,7 +41,6 @@ __all__ = [
     "Projections",
     "RmsNorm",
     "RmsNormKernel",
-    "Router",
     "StackedExperts",
     "add_and_norm",
     "gelu_new",
@@ -313,7 +313,7 @@ class ClampedMlp:
 
 
 @dataclass(frozen=True, slots=True)
-class Router:
+class ExpertRouter:
     """Chooses experts for each row: those of its largest products with ``weight``.
 
     ``weight``: ``[experts, hidden]``; ``normalised``: weights of the chosen add up to 1.
@@ -345,7 +345,7 @@ class GroupRouter:
     correction: torch.Tensor | None
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As :meth:`Router.__call__`."""
+        """As :meth:`ExpertRouter.__call__`."""
         rule = self.rule
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.sigmoid() if rule.sigmoid else logits.softmax(-1)
@@ -368,7 +368,7 @@ class GroupRouter:
 class Experts:
     """MLPs that compute the rows that chose them, one after the other."""
 
-    router: Router | GroupRouter
+    router: ExpertRouter | GroupRouter
     mlps: tuple[GatedMlp | ClampedMlp, ...]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -387,7 +387,7 @@ class StackedExperts:
     ``gate_up``: ``[experts, 2 * size, hidden]``; ``down``: ``[experts, hidden, size]``.
     """
 
-    router: Router | GroupRouter
+    router: ExpertRouter | GroupRouter
     gate_up: torch.Tensor
     down: torch.Tensor
     gate: Gate

@@ -68,9 +68,9 @@ def _digest_of(file: Path, memo: Path | None) -> str:
         name = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:24]
         kept = memo / f"weights-{name}.json"
         try:
-            told = json.loads(kept.read_text(encoding="utf-8"))
-            if told["state"] == state:
-                return str(told["sha256"])
+            known = json.loads(kept.read_text(encoding="utf-8"))
+            if known["state"] == state:
+                return str(known["sha256"])
         except (OSError, ValueError, KeyError, TypeError):
             pass
     with file.open("rb") as stream:

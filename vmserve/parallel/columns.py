@@ -44,9 +44,9 @@ def encode(columns: StepColumns, tables: Sequence[NDArray[np.int32]], block_toke
     return np.concatenate([np.array(head, np.int64), *arrays], dtype=np.int64).tobytes()
 
 
-def decode(told: bytes, tables: Sequence[NDArray[np.int32]]) -> StepColumns:
+def decode(encoded: bytes, tables: Sequence[NDArray[np.int32]]) -> StepColumns:
     """The step; the rows of its sequences are written to ``tables``."""
-    numbers = np.frombuffer(told, np.int64).copy()  # the model may write to its arrays
+    numbers = np.frombuffer(encoded, np.int64).copy()  # the model may write to its arrays
     num_tokens, num_rows, num_hidden, num_stretches = numbers[:_HEAD].tolist()
     shapes = numbers[_HEAD : _HEAD + _STRETCH * num_stretches].reshape(-1, _STRETCH).tolist()
     parts = _Parts(numbers, _HEAD + _STRETCH * num_stretches)

@@ -64,7 +64,7 @@ class _Elsewhere:
         return loop
 
     def receive(self) -> bytes:
-        told, _ = self._link.receive()
-        if not isinstance(told, bytes):
+        encoded, _ = self._link.receive()
+        if not isinstance(encoded, bytes):
             raise RankLostError("rank 0 has ended the group")
-        return told
+        return encoded

@@ -85,7 +85,7 @@ class PairLink:
             data, descriptors = b"", []
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
-        return _told(data), descriptors
+        return _decoded(data), descriptors
 
     def close(self) -> None:
         self.sock.close()
@@ -119,7 +119,7 @@ class TcpLink:
             data = self._read(length) if length <= _MOST_BYTES else b""
         except OSError:
             data = b""
-        return _told(data), []
+        return _decoded(data), []
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ class ByteWire:
         self._link.close()
 
 
-def _told(data: bytes) -> Any:
+def _decoded(data: bytes) -> Any:
     if not data:
         raise EngineDeadError("its process has ended")
     message = msgspec.msgpack.decode(data)

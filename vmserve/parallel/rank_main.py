@@ -233,10 +233,10 @@ class _Rank:
         with self._runtime.active():
             while True:
                 try:
-                    told = self._place.receive()
+                    encoded = self._place.receive()
                 except VmserveError:
                     return
-                self._runner.follow(decode(told, self._tables))
+                self._runner.follow(decode(encoded, self._tables))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from vmserve.options import rules
 from vmserve.parallel.columns import board_bytes, encode
 from vmserve.parallel.launched import Placement
 from vmserve.parallel.link import RankOrders
-from vmserve.parallel.members import LaunchedMember, LocalMember, Member
+from vmserve.parallel.processes import LaunchedRank, LocalRank, RankProcess
 from vmserve.runner.computing import Computing
 from vmserve.runner.model_runner import StepColumns
 from vmserve.system.threads import keep_to, split_cpus
@@ -110,7 +110,7 @@ class Ranks:
         self._failure: str | None = None
         self._listeners: list[Callable[[str], None]] = []
         self._lock = threading.Lock()
-        self._members: list[Member] = []
+        self._members: list[RankProcess] = []
         #: Memory in which ranks of one host meet; None if a launcher has started them.
         self.group: RankGroup | None = None
         #: Sums of torch's ranks; None with the native decoder, whose group adds nothing up.
@@ -178,7 +178,7 @@ class Ranks:
             self.group = RankGroup(descriptor, 0, self.size, common.board_bytes)
             for rank in range(1, self.size):
                 orders = msgspec.structs.replace(common, rank=rank, cpus=cpus[rank])
-                self._members.append(LocalMember(orders, descriptor, told))
+                self._members.append(LocalRank(orders, descriptor, told))
         finally:
             os.close(descriptor)
         if device is not None and not common.native:
@@ -193,7 +193,7 @@ class Ranks:
         for rank in range(1, self.size):
             orders = msgspec.structs.replace(common, rank=rank)
             link = host.accept("orders", rank)
-            self._members.append(LaunchedMember(orders, link, host.accept, told))
+            self._members.append(LaunchedRank(orders, link, host.accept, told))
         self._join(host.store, device, host.address)
 
     def _join(self, store: Any, device: torch.device, host: str = "127.0.0.1") -> None:
@@ -227,7 +227,7 @@ class Ranks:
         self._tables = [memory.block_tables(kind) for kind in range(memory.num_token_kinds)]
         self._block_tokens = memory.layout.block_tokens
 
-    def _answer(self, member: Member, expected: str) -> None:
+    def _answer(self, member: RankProcess, expected: str) -> None:
         try:
             message, _ = member.link.receive()
         except EngineDeadError as error:
@@ -239,7 +239,7 @@ class Ranks:
     # -- steps ----------------------------------------------------------------------------
 
     def computing(self, columns: StepColumns) -> AbstractContextManager[None]:
-        """See :class:`~vmserve.runner.model_runner.Followers`."""
+        """See :class:`~vmserve.runner.model_runner.OtherRanks`."""
         return self._computing(encode(columns, self._tables, self._block_tokens))
 
     @contextlib.contextmanager
@@ -280,7 +280,7 @@ class Ranks:
         assert self._failure is not None
         return RankLostError(self._failure)
 
-    def _ended(self, member: Member, how: str) -> None:
+    def _ended(self, member: RankProcess, how: str) -> None:
         if self.group is not None:
             self.group.lose(member.rank)
         self._fail(f"rank {member.rank} of {self.size} {how}, and the engine with it")
@@ -309,7 +309,7 @@ class Ranks:
         self._restore()
 
 
-def _end(group: RankGroup | None, members: Sequence[Member]) -> None:
+def _end(group: RankGroup | None, members: Sequence[RankProcess]) -> None:
     if group is not None:
         group.fail()
     for member in members:

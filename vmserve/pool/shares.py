@@ -23,7 +23,7 @@ from typing import NamedTuple
 from vmserve.errors import ConfigurationError
 from vmserve.numbers.sizes import format_size
 
-__all__ = ["Holding", "Member", "Order", "Shares"]
+__all__ = ["Borrower", "Holding", "Order", "Shares"]
 
 #: Least change of a grant, as a divisor of the pool: steady load sends no messages.
 _STEP = 16
@@ -73,7 +73,7 @@ _NOTHING = Holding(0, 0, 0, 0, is_short=False, is_idle=True)
 
 
 @dataclass(slots=True)
-class Member:
+class Borrower:
     """A member; only :class:`Shares` changes it."""
 
     name: str
@@ -122,7 +122,7 @@ class Shares:
     """The members of a pool of ``size`` bytes."""
 
     size: int
-    members: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, Borrower] = field(default_factory=dict)
     _num_events: int = 0
 
     @property
@@ -144,7 +144,7 @@ class Shares:
         """
         if name in self.members:
             raise ConfigurationError(f"a model named {name!r} shares this pool already")
-        member = Member(name, weight, floor, self.size if cap is None else cap)
+        member = Borrower(name, weight, floor, self.size if cap is None else cap)
         self._check(member)
         self.members[name] = member
         self._reconsider()
@@ -157,7 +157,7 @@ class Shares:
         """
         assert not self.members
         has = self.size
-        member = Member(name, 1.0, floor, has, granted=has, limit=has, is_joining=False)
+        member = Borrower(name, 1.0, floor, has, granted=has, limit=has, is_joining=False)
         self._check(member)
         self.members[name] = member
         return [self._order(member, has)]
@@ -179,7 +179,7 @@ class Shares:
     ) -> list[Order]:
         """Change a member's terms; raises :class:`ConfigurationError`, and changes nothing then."""
         member = self.members[name]
-        changed = Member(
+        changed = Borrower(
             name,
             member.weight if weight is None else weight,
             member.floor if floor is None else floor,
@@ -217,7 +217,7 @@ class Shares:
         self._reconsider()
         return self._balance()
 
-    def _check(self, member: Member) -> None:
+    def _check(self, member: Borrower) -> None:
         """Raises :class:`ConfigurationError` for terms that cannot be."""
         name = member.name
         if not 0 < member.weight < float("inf"):
@@ -240,7 +240,7 @@ class Shares:
 
     # -- what members say -----------------------------------------------------------------
 
-    def told(self, name: str, holding: Holding, *, is_answer: bool = False) -> list[Order]:
+    def report(self, name: str, holding: Holding, *, is_answer: bool = False) -> list[Order]:
         """Note what a member says, in answer to its order or by itself."""
         member = self.members.get(name)
         if member is None:
@@ -337,7 +337,7 @@ class Shares:
                 orders.append(self._raise(member, member.granted + give))
         return orders
 
-    def _serve(self, member: Member, fair: dict[str, int]) -> list[Order]:
+    def _serve(self, member: Borrower, fair: dict[str, int]) -> list[Order]:
         """Give a member what is free; ask others for the rest."""
         orders: list[Order] = []
         wanted = goal = member.wanted
@@ -365,7 +365,7 @@ class Shares:
         return orders
 
     def _find(
-        self, unused: int, reclaimed: int, for_whom: Member | None, fair: dict[str, int]
+        self, unused: int, reclaimed: int, for_whom: Borrower | None, fair: dict[str, int]
     ) -> list[Order]:
         """Recall ``unused`` bytes from those that do not use them; if none has more of these,
         ``reclaimed`` bytes from those above their fair share."""
@@ -410,20 +410,20 @@ class Shares:
             expected += max(0, member.granted - limit)
         return expected
 
-    def _may_raise(self, member: Member) -> bool:
+    def _may_raise(self, member: Borrower) -> bool:
         return member.asked is None
 
-    def _may_ask(self, member: Member, what: _Declined) -> bool:
+    def _may_ask(self, member: Borrower, what: _Declined) -> bool:
         return not member.is_joining and member.asked is None and member.declined < what
 
-    def _raise(self, member: Member, limit: int) -> Order:
+    def _raise(self, member: Borrower, limit: int) -> Order:
         member.granted, member.is_joining = limit, False
         return self._order(member, limit)
 
-    def _recall(self, member: Member, limit: int, *, reclaim: bool = False) -> Order:
+    def _recall(self, member: Borrower, limit: int, *, reclaim: bool = False) -> Order:
         member.num_recalls += 1
         return self._order(member, limit, reclaim=reclaim)
 
-    def _order(self, member: Member, limit: int, *, reclaim: bool = False) -> Order:
+    def _order(self, member: Borrower, limit: int, *, reclaim: bool = False) -> Order:
         member.asked = Order(member.name, limit, reclaim)
         return member.asked

@@ -26,7 +26,7 @@ from vmserve.router.loads import Loads
 if TYPE_CHECKING:
     from collections.abc import Collection, Hashable, Iterable, Sequence
 
-__all__ = ["Choice", "Policy", "Reason", "Router"]
+__all__ = ["Policy", "Reason", "Router", "Routing"]
 
 Policy = Literal["prefix", "least-loaded", "round-robin"]
 #: "only": no other takes requests. "prefix": no other has more of the prompt. "spill": another has
@@ -40,7 +40,7 @@ _MAX_BLOCKS = 1 << 22
 _HOT_WEIGHT, _CALM_WEIGHT = 1.0, 0.6
 
 
-class Choice(NamedTuple):
+class Routing(NamedTuple):
     """``cached_tokens``: of the prompt's first ones, as many as the member should have cached."""
 
     member: str
@@ -99,7 +99,7 @@ class Router:
         """Note how many requests a member has in flight now; None: it takes no others."""
         self._loads.set(self._table.bit_of(member), load)
 
-    def choose(self, token_ids: Sequence[int], root: Hashable) -> Choice:
+    def choose(self, token_ids: Sequence[int], root: Hashable) -> Routing:
         """Choose the member that gets a request, and expect the prompt in its cache from now on.
 
         ``root``: what the prefix cache separates requests by (isolation and salt). There has to be
@@ -117,7 +117,7 @@ class Router:
         loads.turn(chosen)
         if len(loads) == 1:
             reason = "only"
-        return Choice(self._table.name_of(chosen), reason, blocks * self._block_tokens)
+        return Routing(self._table.name_of(chosen), reason, blocks * self._block_tokens)
 
     def _by_prefix(self, token_ids: Sequence[int], root: Hashable) -> tuple[int, Reason, int]:
         """Return the chosen member, the reason, and how many blocks of the prompt it has."""

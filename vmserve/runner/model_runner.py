@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionTime",
-    "Followers",
     "ModelRunner",
+    "OtherRanks",
     "Runner",
     "StepColumns",
     "StepLogits",
@@ -147,7 +147,7 @@ class StepColumns:
     num_hidden: int
 
 
-class Followers(Protocol):
+class OtherRanks(Protocol):
     """The other ranks, which compute what rank 0 does."""
 
     def computing(self, columns: StepColumns) -> AbstractContextManager[None]:
@@ -178,7 +178,7 @@ class ModelRunner:
         kernels: Mapping[Regime, RegimeKernels],
         runtime: DeviceRuntime,
         graphs: StepGraphs | None = None,
-        followers: Followers | None = None,
+        followers: OtherRanks | None = None,
     ) -> None:
         self.model = model
         self._followers = followers

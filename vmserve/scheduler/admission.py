@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vmserve.memory.base import Attach, Fork, KVMemory, Regime, SwapIn
-from vmserve.scheduler.base import StepDraft
+from vmserve.scheduler.base import StepInProgress
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
 from vmserve.scheduler.donors import Donors, open_memory, release_memory
 from vmserve.scheduler.sequence import SequenceStatus
@@ -34,7 +34,7 @@ _MOST_BRANCHES = 128
 class _Opening:
     """What a step has left for newcomers: ``budget`` in tokens, ``room`` in blocks."""
 
-    draft: StepDraft
+    draft: StepInProgress
     budget: StepBudget
     room: int
     #: Blocks that stay free while something runs.
@@ -79,7 +79,7 @@ class Admission:
         return self._forecast_beside if self._queues.running else self._forecast_alone
 
     def admit(
-        self, draft: StepDraft, *, prompts: bool = True, admission_paused: bool = False
+        self, draft: StepInProgress, *, prompts: bool = True, admission_paused: bool = False
     ) -> list[Sequence]:
         """Add newcomers to ``draft`` while budget, places and memory last; returns them.
 
@@ -114,13 +114,13 @@ class Admission:
             pass
         return opening.newcomers
 
-    def next_waiting(self, draft: StepDraft | None = None) -> Sequence:
+    def next_waiting(self, draft: StepInProgress | None = None) -> Sequence:
         """The next waiting sequence: the first with a granted claim, else the first in order.
 
         With fair sharing, preempted sequences come before others, then the tenant whose turn it is,
         the grants of ``draft`` counted.
         """
-        draft = StepDraft() if draft is None else draft
+        draft = StepInProgress() if draft is None else draft
         waiting = self._queues.waiting
         for sequence in self._claimants(draft):
             if sequence.status is SequenceStatus.WAITING:
@@ -130,7 +130,7 @@ class Admission:
         preempted = (seq for seq in waiting if seq.was_preempted)
         return next(preempted, None) or self._shares.next_of(waiting, draft)
 
-    def _claimants(self, draft: StepDraft) -> list[Sequence]:
+    def _claimants(self, draft: StepInProgress) -> list[Sequence]:
         """Sequences with granted claims, without those for which ``draft`` keeps no token.
 
         Their tenant's earlier prompts took all that was kept.

@@ -24,8 +24,8 @@ __all__ = [
     "NoRoomError",
     "ScheduledSequence",
     "Scheduler",
-    "StepDraft",
     "StepGrant",
+    "StepInProgress",
     "StepPlan",
 ]
 
@@ -33,6 +33,9 @@ __all__ = [
 StepGrant = tuple[Sequence, int]
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
+
+#: Rows of :attr:`Columns.table`, in the order of ``step_columns``.
+_MEMORY_ID, _NUM_COMPUTED, _NUM_PROMPT, _NUM_KNOWN, _LAST_TOKEN, _NUM_NEW = range(6)
 
 
 class NoRoomError(OutOfMemoryError):
@@ -80,38 +83,38 @@ class Columns:
 
     @property
     def memory_id(self) -> Ints:
-        row: Ints = self.table[0]
+        row: Ints = self.table[_MEMORY_ID]
         return row
 
     @property
     def num_computed(self) -> Ints:
-        row: Ints = self.table[1]
+        row: Ints = self.table[_NUM_COMPUTED]
         return row
 
     @property
     def num_prompt(self) -> Ints:
-        row: Ints = self.table[2]
+        row: Ints = self.table[_NUM_PROMPT]
         return row
 
     @property
     def num_known(self) -> Ints:
-        row: Ints = self.table[3]
+        row: Ints = self.table[_NUM_KNOWN]
         return row
 
     @property
     def last_token(self) -> Ints:
-        row: Ints = self.table[4]
+        row: Ints = self.table[_LAST_TOKEN]
         return row
 
     @property
     def num_new(self) -> Ints:
-        row: Ints = self.table[5]
+        row: Ints = self.table[_NUM_NEW]
         return row
 
     def with_drafts(self, num_drafted: Ints) -> Columns:
         """The same with so many drafted tokens after the known ones of each sequence."""
         table = self.table.copy()
-        table[5] += num_drafted
+        table[_NUM_NEW] += num_drafted
         growths = np.column_stack([self.growths, num_drafted])
         growths[:, 1] += num_drafted
         return Columns(table, growths, False, False, self.has_starts)
@@ -127,7 +130,7 @@ class Columns:
 
 
 @dataclass(slots=True)
-class StepDraft:
+class StepInProgress:
     """A step while it is put together: its grants, in two columns."""
 
     sequences: list[Sequence] = field(default_factory=list)
@@ -143,12 +146,12 @@ class StepDraft:
         return zip(self.sequences, self.num_new, strict=True)
 
     @staticmethod
-    def one_token_each(sequences: list[Sequence], window: int | None) -> StepDraft | None:
+    def one_token_each(sequences: list[Sequence], window: int | None) -> StepInProgress | None:
         """One token of each sequence if none has more to compute, else None."""
         columns = Columns.of(sequences, None, window)
         if not columns.takes_last:
             return None
-        return StepDraft(list(sequences), [1] * len(sequences), _columns=columns)
+        return StepInProgress(list(sequences), [1] * len(sequences), _columns=columns)
 
     def append(self, grant: StepGrant) -> None:
         sequence, num_new = grant
@@ -178,8 +181,8 @@ class Drafted:
     columns: Columns
 
 
-#: Gives the drafts of a step, or None; its columns are those of :meth:`StepDraft.columns`.
-AddDrafts = Callable[[StepDraft, Columns], Drafted | None]
+#: Gives the drafts of a step, or None; its columns are those of :meth:`StepInProgress.columns`.
+AddDrafts = Callable[[StepInProgress, Columns], Drafted | None]
 
 
 @step_value
@@ -198,11 +201,11 @@ class StepPlan:
     drafts: tuple[list[int], ...] = ()
 
     @staticmethod
-    def of(draft: StepDraft, columns: Columns, memory: MemoryPlan) -> StepPlan:
+    def of(draft: StepInProgress, columns: Columns, memory: MemoryPlan) -> StepPlan:
         return StepPlan(list(draft.sequences), columns, sum(draft.num_new), memory)
 
     @staticmethod
-    def with_drafts(draft: StepDraft, drafted: Drafted, memory: MemoryPlan) -> StepPlan:
+    def with_drafts(draft: StepInProgress, drafted: Drafted, memory: MemoryPlan) -> StepPlan:
         num_tokens = sum(draft.num_new) + sum(map(len, drafted.drafts))
         drafts = tuple(drafted.drafts)
         return StepPlan(list(draft.sequences), drafted.columns, num_tokens, memory, drafts)

@@ -10,7 +10,7 @@ from itertools import groupby
 from operator import itemgetter
 
 from vmserve.memory.base import Checkpoints
-from vmserve.scheduler.base import StepDraft, StepGrant
+from vmserve.scheduler.base import StepGrant, StepInProgress
 from vmserve.scheduler.sequence import Sequence
 
 __all__ = ["SchedulerLimits", "StepBudget"]
@@ -140,14 +140,14 @@ class StepBudget:
             parts[key] -= divided[-1]
         return divided
 
-    def take_next_tokens(self, decoding: list[Sequence]) -> StepDraft:
+    def take_next_tokens(self, decoding: list[Sequence]) -> StepInProgress:
         """Grant one token to each, as far as they go.
 
         These score no prompt token: the last one is scored by the token before it.
         """
         taken = decoding[: self.tokens]
         self.tokens -= len(taken)
-        return StepDraft(taken, [1] * len(taken))
+        return StepInProgress(taken, [1] * len(taken))
 
     def spend(self, grants: Iterable[StepGrant]) -> None:
         for sequence, num_new in grants:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from vmserve.scheduler.base import StepDraft
+from vmserve.scheduler.base import StepInProgress
 
 if TYPE_CHECKING:
     from vmserve.memory.base import KVMemory
@@ -43,12 +43,12 @@ class CopiesOut:
             self._policy.copied(self._num_bytes, time.perf_counter() - self._began)
         return True
 
-    def leave_out(self, draft: StepDraft) -> StepDraft:
+    def leave_out(self, draft: StepInProgress) -> StepInProgress:
         """The draft without sequences that need more memory and without beams, which go together.
 
         Empty if there was such a step since the copies began.
         """
-        kept = StepDraft()
+        kept = StepInProgress()
         if self._left_out:
             return kept
         self._left_out = True

@@ -38,13 +38,13 @@ from vmserve.memory.base import (
 )
 from vmserve.scheduler.admission import Admission
 from vmserve.scheduler.ageing import Ageing
-from vmserve.scheduler.base import AddDrafts, NoRoomError, StepDraft, StepPlan
+from vmserve.scheduler.base import AddDrafts, NoRoomError, StepInProgress, StepPlan
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
 from vmserve.scheduler.claims import ClaimReason, Claims
 from vmserve.scheduler.copies import CopiesOut
 from vmserve.scheduler.donors import Donors, open_memory, release_memory
 from vmserve.scheduler.fairness import TenantShares
-from vmserve.scheduler.followers import Followers
+from vmserve.scheduler.following import Following
 from vmserve.scheduler.forecast import BlockForecast, ForecastAlone
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.queues import Queues
@@ -58,7 +58,7 @@ __all__ = ["FCFSScheduler", "SchedulerLimits"]
 logger = logging.getLogger(__name__)
 
 
-class Lender(Protocol):
+class MemoryLender(Protocol):
     """Lends memory to this scheduler's, and may have more of it."""
 
     def may_come(self, *, is_last_resort: bool = False) -> bool:
@@ -85,8 +85,8 @@ class FCFSScheduler:
         self._policy = regimes or RegimePolicy("virtual")
         self._shares = shares
         self._clock = clock
-        #: Lender of the memory; None: the memory is its own.
-        self.lender: Lender | None = None
+        #: MemoryLender of the memory; None: the memory is its own.
+        self.lender: MemoryLender | None = None
         self.num_preemptions_total = 0
         #: Preemptions for claims, by reason.
         self.num_preemptions_by_claim: dict[ClaimReason, int] = {"priority": 0, "fairness": 0}
@@ -104,7 +104,7 @@ class FCFSScheduler:
         self._running = self._queues.running
         self._waiting = self._queues.waiting
         self._swapped = self._queues.swapped
-        self._followers = Followers()
+        self._followers = Following()
         self._regimes = RegimeKeeper(self._policy, memory, self._running, self._waiting)
         self._donors = Donors(memory, limits.narrowest_window or limits.window)
         self._claims = Claims(memory, limits, self._forecast, self._queues, self._regimes, shares)
@@ -352,7 +352,7 @@ class FCFSScheduler:
             self._claims.grant(claim)
 
     def _with_admitted(
-        self, draft: StepDraft, plan: StepPlan | None, *, prompts: bool = True
+        self, draft: StepInProgress, plan: StepPlan | None, *, prompts: bool = True
     ) -> StepPlan | None:
         """Add newcomers to the draft. ``plan``: of the draft before; the result is None for no
         step."""
@@ -365,7 +365,7 @@ class FCFSScheduler:
             plan = self._plan_again(draft)
         return plan if draft else None
 
-    def _plan_again(self, draft: StepDraft) -> StepPlan | None:
+    def _plan_again(self, draft: StepInProgress) -> StepPlan | None:
         """Plan after pages were taken for a prefix that is being read; None if they are needed."""
         answer = self._plan_memory(draft)
         if not isinstance(answer, StepPlan):
@@ -457,7 +457,7 @@ class FCFSScheduler:
 
     # -- those that run -----------------------------------------------------------------
 
-    def _schedule_running(self) -> tuple[StepDraft, StepPlan | None]:
+    def _schedule_running(self) -> tuple[StepInProgress, StepPlan | None]:
         """Plan decodes, then prompt chunks; preempt from the back until it fits."""
         while self._running:
             draft = self._share_budget()
@@ -482,9 +482,9 @@ class FCFSScheduler:
                     self._running[0].request.request_id,
                     _no_room_alone(answer),
                 )
-        return StepDraft(), None
+        return StepInProgress(), None
 
-    def _plan_memory(self, draft: StepDraft) -> StepPlan | Shortfall:
+    def _plan_memory(self, draft: StepInProgress) -> StepPlan | Shortfall:
         """Plan the draft. A sequence whose cached prefix is gone by now computes
         it, as far as the step has tokens left."""
         answer = self._try_plan(draft)
@@ -493,7 +493,7 @@ class FCFSScheduler:
             answer = self._try_plan(draft)
         return answer
 
-    def _try_plan(self, draft: StepDraft) -> StepPlan | Shortfall:
+    def _try_plan(self, draft: StepInProgress) -> StepPlan | Shortfall:
         """Plan with the requested conversions and with drafts, as far as there is memory for them
         now; drafts keep no conversion waiting."""
         columns = draft.columns(self._limits.window)
@@ -514,7 +514,9 @@ class FCFSScheduler:
         assert isinstance(answer, Shortfall)
         return answer
 
-    def _plan_beside_copies(self, draft: StepDraft) -> tuple[StepDraft, StepPlan | Shortfall]:
+    def _plan_beside_copies(
+        self, draft: StepInProgress
+    ) -> tuple[StepInProgress, StepPlan | Shortfall]:
         """Plan one step during swap copies; if that is not possible, wait for the copies and
         plan."""
         with self._memory.without_waiting():
@@ -528,10 +530,10 @@ class FCFSScheduler:
         self._copies.finish()
         return draft, self._plan_memory(draft)
 
-    def _share_budget(self) -> StepDraft:
+    def _share_budget(self) -> StepInProgress:
         granted = self._claims.granted
         if len(self._running) <= self._limits.max_num_batched_tokens and not granted:
-            everybody = StepDraft.one_token_each(self._running, self._limits.window)
+            everybody = StepInProgress.one_token_each(self._running, self._limits.window)
             if everybody is not None:  # most steps: all decode
                 return everybody
         budget = StepBudget.within(self._limits)
@@ -559,7 +561,7 @@ class FCFSScheduler:
         """Prompts only, newcomers' included; None while sequences are in host memory."""
         if self._swapped or not self._may_read_prompts():
             return None
-        draft = StepDraft()
+        draft = StepInProgress()
         budget = StepBudget.within(self._limits)
         for sequence in self._running:
             # Includes a prompt's last token, if a budget ended before it.
@@ -642,7 +644,9 @@ class FCFSScheduler:
 
     # -- newcomers ----------------------------------------------------------------------
 
-    def _plan_with_newcomers(self, draft: StepDraft, newcomers: list[Sequence]) -> StepPlan | None:
+    def _plan_with_newcomers(
+        self, draft: StepInProgress, newcomers: list[Sequence]
+    ) -> StepPlan | None:
         """Plan with newcomers; those that do not fit after all wait again, last first.
 
         Using a cached prefix can cost one page more than computing it, because a page of which only
@@ -664,7 +668,7 @@ class FCFSScheduler:
                 self._back_to_waiting(newcomers.pop())
         return self._plan_again(draft) if draft else None
 
-    def _grant_again(self, draft: StepDraft, sequences: list[Sequence]) -> None:
+    def _grant_again(self, draft: StepInProgress, sequences: list[Sequence]) -> None:
         """Grant these what they have to compute by now, from what the others leave."""
         draft.drop(sequences)
         budget = StepBudget.within(self._limits)
@@ -673,7 +677,7 @@ class FCFSScheduler:
             if budget.can_take(sequence):
                 draft.append(budget.take(sequence))
 
-    def _back_to_swapped(self, newcomers: list[Sequence], draft: StepDraft) -> None:
+    def _back_to_swapped(self, newcomers: list[Sequence], draft: StepInProgress) -> None:
         """Leave the last newcomer, with the beams of its group, in host memory."""
         group = with_its_gang(newcomers[-1], newcomers)
         for sequence in group:

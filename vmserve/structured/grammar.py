@@ -47,7 +47,7 @@ def to_grammar(constraint: Constraint) -> str:
     except RecursionError:
         raise BadGrammarError("it is nested too deep") from None
     except Exception as error:  # noqa: BLE001  the converter raises bare exceptions
-        raise BadGrammarError(_told(str(error))) from None
+        raise BadGrammarError(_reason(str(error))) from None
 
 
 def _choice_rule(choices: list[str]) -> str:
@@ -69,11 +69,11 @@ def vetted(constraint: Constraint, tokenizer: LLTokenizer) -> str:
         matcher.consume_token((allowed & -allowed).bit_length() - 1)  # the lowest id
         remedy = ": make it simpler"
     if matcher.is_error():
-        raise BadGrammarError(_told(matcher.get_error()) + remedy)
+        raise BadGrammarError(_reason(matcher.get_error()) + remedy)
     return grammar
 
 
-def _told(error: str) -> str:
+def _reason(error: str) -> str:
     if error.startswith(("NoExtension", "EndOfSentence")):
         return "nothing can match it"
     text = error.partition("<state>")[0].strip()

@@ -96,13 +96,13 @@ class VettingProcess:
             start_new_session=True,  # Ctrl-C is not for it
         )
         self._process = process
-        told = self._ask(process, msgspec.msgpack.encode(self._setup), _START_SECONDS)
-        if told is None or told.error is not None:
+        reply = self._ask(process, msgspec.msgpack.encode(self._setup), _START_SECONDS)
+        if reply is None or reply.error is not None:
             self._end()
-            reason = "it did not start" if told is None else told.error
+            reason = "it did not start" if reply is None else reply.error
             raise VettingError(
                 f"structured output is not available for this model's tokenizer: {reason}",
-                final=told is not None,
+                final=reply is not None,
             )
         return process
 

@@ -33,7 +33,7 @@ __all__ = ["RequestAssembly"]
 _MOST_ENTRIES = 2000
 
 
-class _Answer:
+class ChoiceText:
     """One choice: its text, and how it ended."""
 
     __slots__ = ("cumulative", "finish_reason", "index", "num_tokens", "stop_reason", "stream")
@@ -85,9 +85,9 @@ class RequestAssembly:
         #: Entries of a token: itself and the log-probabilities that come with it.
         self._entries_each = 1 + max(self._params.logprobs or 0, listed)
         self._stream = stream
-        self._answers: dict[int, _Answer] = {}
+        self._answers: dict[int, ChoiceText] = {}
         #: Choices with unreported results.
-        self._touched: dict[int, _Answer] = {}
+        self._touched: dict[int, ChoiceText] = {}
         self._prompt_logprobs: PromptScores | None = None
         self._embedding: NDArray[np.float32] | None = None
         self.metrics = RequestMetrics(arrival_time=arrival_time)
@@ -136,11 +136,11 @@ class RequestAssembly:
                 outputs.append(answer.output(delta))
         return self._build(outputs, delta=True) if outputs or self.finished else None
 
-    def _take(self, choice: ChoiceUpdate) -> _Answer:
+    def _take(self, choice: ChoiceUpdate) -> ChoiceText:
         answer = self._answers.get(choice.index)
         if answer is None:
             stream = ChoiceStream(self._tokenizer, self._params, self._stops)
-            answer = self._answers[choice.index] = _Answer(choice.index, stream)
+            answer = self._answers[choice.index] = ChoiceText(choice.index, stream)
         self._push(answer, choice)
         answer.cumulative = choice.cumulative_logprob
         if choice.finish_reason is not None:
@@ -148,7 +148,7 @@ class RequestAssembly:
             answer.finish_reason, answer.stop_reason = choice.finish_reason, choice.stop_reason
         return answer
 
-    def _push(self, answer: _Answer, choice: ChoiceUpdate) -> None:
+    def _push(self, answer: ChoiceText, choice: ChoiceUpdate) -> None:
         """Add the tokens to the text."""
         hidden = len(choice.token_ids) - 1 if choice.hides_last else -1
         least = self._params.min_tokens

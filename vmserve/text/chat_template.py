@@ -19,7 +19,7 @@ import jinja2
 from vmserve.errors import ChatTemplateError, InvalidRequestError
 from vmserve.text.chat_budget import OverBudgetError, RenderBudget
 from vmserve.text.chat_environment import ChatTemplates, plain_data
-from vmserve.tools.told import calls_as_text, knows_tools, with_tools_told
+from vmserve.tools.described import calls_as_text, knows_tools, with_tools_described
 
 __all__ = ["RenderedChat", "check_messages", "render_chat"]
 
@@ -86,7 +86,7 @@ def render_chat(
 ) -> RenderedChat:
     """Render ``messages`` as ``transformers`` does, in its sandboxed environment, on a budget.
 
-    If the template shows no tools, the conversation describes them: :mod:`vmserve.tools.told`.
+    If the template shows no tools, the conversation describes them: :mod:`vmserve.tools.described`.
     ``chat_template`` replaces the model's or names one of several. ``max_chars``: stop the template
     when it has written more.
 
@@ -117,7 +117,7 @@ def render_chat(
     if not knows_tools(template):
         plain = plain if "tool_calls" in template else calls_as_text(plain)
         if tools:
-            plain, tools = with_tools_told(plain, tools, takes_system=run.takes_system()), None
+            plain, tools = with_tools_described(plain, tools, takes_system=run.takes_system()), None
     plain = _with_joined_parts(run, _with_parsed_arguments(plain, template))
     variables = {"add_generation_prompt": add_generation_prompt, **variables}
     guard = _Guard(special_tokens, [plain, tools, variables])

@@ -39,7 +39,7 @@ from vmserve.text.prompts import Prompt, PromptLike, encode_prompt
 from vmserve.text.tokenizer import Tokenizer
 from vmserve.types import PinnedPrefix, RequestOutput, RequestTerms
 
-__all__ = ["FleetLLM", "Member", "MemberState", "Replica"]
+__all__ = ["FleetEngine", "FleetLLM", "MemberState", "Replica"]
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Replica(Protocol):
 
 
 @dataclass(eq=False)
-class Member:
+class FleetEngine:
     """One engine. ``requests``: one object for each that it has, which is its load.
 
     ``is_chosen``: whether the router may choose it. ``unstarted`` and ``questions``: what waits for
@@ -159,10 +159,10 @@ class FleetLLM:
         self._facts = first.facts()
         self.default_sampling = first.default_sampling
         self._router = Router(policy, block_tokens=first.resolved.block_tokens)
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, FleetEngine] = {}
         self._names = map(str, itertools.count())
         #: Members by the names of their requests, where requests have names.
-        self._homes: dict[str, Member] = {}
+        self._homes: dict[str, FleetEngine] = {}
         #: The members' identities, joined where machines differ: any may answer.
         self.identity = ""
         self._identities: Counter[str] = Counter()
@@ -188,13 +188,13 @@ class FleetLLM:
     # -- members ------------------------------------------------------------------------
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[FleetEngine]:
         return list(self._members.values())
 
-    def _add(self, client: Replica) -> Member:
+    def _add(self, client: Replica) -> FleetEngine:
         _check_same(self._facts, client.facts())
         client.tokenizer = self.tokenizer  # several would only take memory
-        member = Member(next(self._names), client)
+        member = FleetEngine(next(self._names), client)
         self._members[member.name] = member
         self._enter(member)
         client.on_lost = lambda: self._router.forget(member.name)
@@ -209,13 +209,13 @@ class FleetLLM:
     def _count(self, more: int) -> None:
         self.num_running += more
 
-    def _enter(self, member: Member) -> None:
+    def _enter(self, member: FleetEngine) -> None:
         """Let the router know how much a member can have cached; it has nothing yet."""
         stats, resolved = member.client.stats(), member.client.resolved
         blocks = int(stats.get("limit_pages", 0) * stats.get("blocks_per_page", 0))
         self._router.join(member.name, blocks if resolved.prefix_caching else 0)
 
-    def _renew(self, member: Member) -> None:
+    def _renew(self, member: FleetEngine) -> None:
         """Take note of a member's state, which may have changed. Ready members take requests; if
         there are none, suspected ones do.
 
@@ -246,12 +246,12 @@ class FleetLLM:
             case "suspect", "ready":
                 logger.info("engine %s: it is heard of again", member.name)
 
-    def _note(self, member: Member) -> None:
+    def _note(self, member: FleetEngine) -> None:
         if member.name in self._members:
             load = len(member.requests) if member.is_chosen else None
             self._router.note(member.name, load)
 
-    async def join(self, client: Replica) -> Member:
+    async def join(self, client: Replica) -> FleetEngine:
         """Serve with another engine too, once it holds what is pinned.
 
         Raises :class:`~vmserve.errors.ConfigurationError` for another model, and what pinning
@@ -267,11 +267,11 @@ class FleetLLM:
         """Do ``work`` once, e.g. find a member that joins, from :meth:`start` to the end."""
         self._works.append(work)
 
-    def find(self, name: str) -> Member:
+    def find(self, name: str) -> FleetEngine:
         """Raises ``KeyError``."""
         return self._members[name]
 
-    def drain(self, name: str) -> Member:
+    def drain(self, name: str) -> FleetEngine:
         """Send a member no more requests; those that it has go on.
 
         Raises :class:`~vmserve.errors.ConfigurationError` if no other takes requests.
@@ -283,14 +283,14 @@ class FleetLLM:
         self._renew(member)
         return member
 
-    def resume(self, name: str) -> Member:
+    def resume(self, name: str) -> FleetEngine:
         """Send a member requests again."""
         member = self.find(name)
         member.is_draining = False
         self._renew(member)
         return member
 
-    async def leave(self, name: str, timeout: float) -> Member:
+    async def leave(self, name: str, timeout: float) -> FleetEngine:
         """End a member, after ``timeout`` seconds for its requests. Raises as :meth:`drain`."""
         member = self.drain(name)
         end = time.monotonic() + timeout
@@ -400,7 +400,7 @@ class FleetLLM:
                     terms = replace(terms, timeout=max(0.001, end - time.monotonic()))
 
     async def _begin(
-        self, member: Member, outputs: AsyncGenerator[RequestOutput, None]
+        self, member: FleetEngine, outputs: AsyncGenerator[RequestOutput, None]
     ) -> RequestOutput | None:
         """The next output of a request without a token. Raises :class:`_SilentError` if another
         member is to have it."""
@@ -409,7 +409,7 @@ class FleetLLM:
         return await _unless_given_up(anext(outputs, None), member.unstarted)
 
     @contextlib.contextmanager
-    def _placed(self, member: Member, request_id: str | None) -> Iterator[None]:
+    def _placed(self, member: FleetEngine, request_id: str | None) -> Iterator[None]:
         """Count a request as one of a member's."""
         place = object()
         member.requests.add(place)
@@ -430,7 +430,7 @@ class FleetLLM:
         if member is not None:
             await member.client.abort(request_id)
 
-    def _choose(self, prompt: Prompt, terms: RequestTerms) -> Member:
+    def _choose(self, prompt: Prompt, terms: RequestTerms) -> FleetEngine:
         """Raises :class:`~vmserve.errors.EngineDeadError` if no member takes requests."""
         began = time.perf_counter()
         if not self._states[self._takers]:
@@ -443,7 +443,7 @@ class FleetLLM:
 
     # -- what concerns all --------------------------------------------------------------
 
-    async def _live(self, ask: Callable[[Member], Awaitable[T]]) -> list[T]:
+    async def _live(self, ask: Callable[[FleetEngine], Awaitable[T]]) -> list[T]:
         """Ask all that are up; one that dies meanwhile has no answer.
 
         Raises :class:`~vmserve.errors.EngineDeadError` if there are none.
@@ -490,7 +490,7 @@ class FleetLLM:
         Raises :class:`~vmserve.errors.EngineDeadError` if there is none.
         """
 
-        async def take(member: Member) -> EngineSnapshot:
+        async def take(member: FleetEngine) -> EngineSnapshot:
             if member.client.is_suspect:
                 raise _SilentError(_SILENT)
             return await _unless_given_up(member.client.snapshot(), member.questions)
@@ -541,7 +541,7 @@ class FleetLLM:
         """Pin a prefix in all engines, and in those that join or are started again later."""
         pin = Pin(next(self._pin_handles), token_ids, cache_salt, isolation)
 
-        async def keep(member: Member) -> int:
+        async def keep(member: FleetEngine) -> int:
             try:
                 return await member.client.keep(pin)
             except EngineDeadError:

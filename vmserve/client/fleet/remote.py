@@ -66,7 +66,7 @@ def join_engines(
     """
     clients: list[RemoteLLM] = []
     absent: dict[str, Absence] = {}
-    end, told = time.monotonic() + wait_seconds, False
+    end, has_logged = time.monotonic() + wait_seconds, False
     try:
         while not clients:
             absent = _try_each(connecting, clients)
@@ -74,11 +74,11 @@ def join_engines(
             if clients:
                 break
             # One that was taken may start again as its server leaves it.
-            if (taken is None and not told) or time.monotonic() >= end:
+            if (taken is None and not has_logged) or time.monotonic() >= end:
                 raise taken or next(iter(absent.values()))
-            if not told:
+            if not has_logged:
                 logger.warning("%s; waiting up to %g s for it", taken, wait_seconds)
-                told = True
+                has_logged = True
             time.sleep(_WAIT_SECONDS)
         if len(connecting) == 1:
             return clients[0]

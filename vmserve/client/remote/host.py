@@ -18,11 +18,11 @@ from vmserve.client.codec import decode_to_engine, encode
 from vmserve.client.messages import (
     Abort,
     Add,
-    Answer,
     Ask,
     FromEngine,
     Ping,
     Pong,
+    Reply,
     Shutdown,
     Unpin,
 )
@@ -273,7 +273,7 @@ class _Guest:
                 try:
                     check_question(message)
                 except ConfigurationError as error:
-                    self.send(Answer(message.serial, None, error))
+                    self.send(Reply(message.serial, None, error))
                     return
             case Ping():
                 self.send(Pong(LINK_SERIAL))
@@ -285,6 +285,6 @@ class _Guest:
 
     def _send_tokenizer(self, serial: int) -> None:
         try:
-            self.send(Answer(serial, tokenizer_files(self._tokenizer)))
+            self.send(Reply(serial, tokenizer_files(self._tokenizer)))
         except (ConfigurationError, OSError) as error:
-            self.send(Answer(serial, None, ConfigurationError(str(error))))
+            self.send(Reply(serial, None, ConfigurationError(str(error))))

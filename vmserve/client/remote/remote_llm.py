@@ -14,7 +14,7 @@ from typing import Any
 from vmserve.client.messages import FromEngine, Ping, Pong, Ready
 from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.client.transports.sealed.identity import write_files
-from vmserve.client.transports.sealed.link import Link, Place
+from vmserve.client.transports.sealed.link import Place, SealedLink
 from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -81,8 +81,8 @@ class RemoteLLM(ProcessLLM):
         """Where the engine listens, or did last."""
         return self._link.address
 
-    def _spawn(self) -> Link:
-        self._link = Link(self._place, self._key)
+    def _spawn(self) -> SealedLink:
+        self._link = SealedLink(self._place, self._key)
         return self._link
 
     async def _connect(self) -> None:
@@ -127,7 +127,7 @@ class RemoteLLM(ProcessLLM):
             )
 
 
-def _fetched(link: Link, ready: Ready) -> Tokenizer:
+def _fetched(link: SealedLink, ready: Ready) -> Tokenizer:
     """Load the tokenizer that the engine sends, from files that are there as long as it is."""
     directory = Path(tempfile.mkdtemp(prefix="vmserve-tokenizer-"))
     try:
@@ -141,15 +141,15 @@ def _fetched(link: Link, ready: Ready) -> Tokenizer:
 
 async def until_connected(connect: Callable[[], Awaitable[None]]) -> None:
     """Call ``connect``, after pauses that grow, until it raises no error of ours."""
-    pause, told = _FIRST_PAUSE_SECONDS, ""
+    pause, logged = _FIRST_PAUSE_SECONDS, ""
     while True:
         await asyncio.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         try:
             await connect()
         except VmserveError as error:
-            if str(error) != told:
-                told = str(error)
+            if str(error) != logged:
+                logged = str(error)
                 logger.warning("not connected yet: %s", error)
         else:
             return

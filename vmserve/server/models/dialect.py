@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from vmserve.errors import ChatTemplateError, InvalidRequestError
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.engine_client import TokenizerLike
-from vmserve.tools import told
+from vmserve.tools import described
 from vmserve.tools.reasoning import template_thinks
 from vmserve.tools.registry import parser_for_template
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ChatDialect:
-    """``parser``: how calls are written. ``tells_tools``: the system message describes tools, since
-    the template does not. ``thinks``: answers begin with reasoning."""
+    """``parser``: how calls are written. ``describes_tools``: the system message describes tools,
+    since the template does not. ``thinks``: answers begin with reasoning."""
 
     parser: str
-    tells_tools: bool
+    describes_tools: bool
     thinks: bool
 
     @classmethod
@@ -31,17 +31,17 @@ class ChatDialect:
         """Read the template that ``config`` names, else the model's own."""
         template = config.chat_template or model_template
         parser = config.tool_call_parser or parser_for_template(template)
-        tells_tools = not told.knows_tools(template)
-        if tells_tools and template:
-            parser = told.PARSER
+        describes_tools = not described.knows_tools(template)
+        if describes_tools and template:
+            parser = described.PARSER
             logger.info(
                 "the chat template shows no tools: the system message tells of them, and calls are "
                 "found as by --tool-call-parser %s",
-                told.PARSER,
+                described.PARSER,
             )
         reasoning = config.reasoning_parser
         thinks = template_thinks(template) if reasoning == "auto" else reasoning == "think"
-        return cls(parser, tells_tools, thinks)
+        return cls(parser, describes_tools, thinks)
 
 
 def check_template(tokenizer: TokenizerLike, chat_template: str | None) -> None:

@@ -108,7 +108,7 @@ class RequestTrace:
             **self._asked(),
         }
         if self.outputs:
-            found |= self._told()
+            found |= self._described()
         return {name: value for name, value in found.items() if value not in (None, "", ())}
 
     def _asked(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ class RequestTrace:
             "gen_ai.request.stop_sequences": tuple(params.stop),
         }
 
-    def _told(self) -> dict[str, Any]:
+    def _described(self) -> dict[str, Any]:
         num_prompt = sum(len(output.prompt_token_ids) for output, _ in self.outputs)
         num_tokens = sum(num for _, num in self.outputs)
         all_metrics = [output.metrics for output, _ in self.outputs]

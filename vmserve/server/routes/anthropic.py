@@ -43,7 +43,7 @@ class MessagesService:
     async def _create(self, request: Request, body: MessagesRequest) -> Response:
         message_id = f"msg_{secrets.token_hex(12)}"
         started = await self._chat.start(request, body, lambda: chat_body(body), message_id)
-        reply = _Reply(message_id, started)
+        reply = _MessageReply(message_id, started)
         if body.stream:
             events = reply.events(await started.generation.stream())
             return EventStream(events, named=True, is_anthropic=True)
@@ -51,7 +51,7 @@ class MessagesService:
         return Response(dump_json(reply.full(result)), media_type=JSON_TYPE)
 
 
-class _Reply:
+class _MessageReply:
     """One message, whole or as events."""
 
     def __init__(self, message_id: str, started: StartedChat) -> None:

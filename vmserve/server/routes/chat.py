@@ -138,7 +138,7 @@ class ChatService:
         options = stream_options(body, self._context.config.force_include_usage)
         reply_id = f"chatcmpl-{body.request_id or request.state.request_id}"
         started = await self.start(request, body, lambda: body, reply_id)
-        reply = _Reply(self._context, body, options, started, reply_id)
+        reply = _ChatReply(self._context, body, options, started, reply_id)
         if body.stream:
             return EventStream(reply.chunks(await started.generation.stream()))
         results = await started.generation.run()
@@ -201,7 +201,7 @@ def _prepare(served: ServedModel, body: ChatCompletionRequest) -> _PreparedChat:
 
 def _render(served: ServedModel, body: ChatCompletionRequest) -> tuple[RenderedChat, ToolUse]:
     _check(body)
-    use = tool_use(body, served.dialect.parser, are_told=served.dialect.tells_tools)
+    use = tool_use(body, served.dialect.parser, are_described=served.dialect.describes_tools)
     most = most_tokens(body, served.max_model_len)
     if most is not None:
         return render_chat(body, served, use.shown, most), use
@@ -254,7 +254,7 @@ def _check(body: ChatCompletionRequest) -> None:
         raise not_implemented("output other than text", "modalities", 'use ["text"]')
 
 
-class _Reply:
+class _ChatReply:
     """One request's reply, whole or in chunks."""
 
     def __init__(
@@ -359,12 +359,12 @@ class _Reply:
                     said = begun_with(self._echo, said)
                 for delta, piece in said:
                     usage.num_completion += len(piece.token_ids)
-                    buffer.num_told += len(piece.token_ids)
+                    buffer.num_reported += len(piece.token_ids)
                     if buffer.template is not None and piece.finish_reason is None:
                         yield buffer.template.fill(piece.text)
                         continue
                     reason = self._reason(buffer.reason(piece.finish_reason))
-                    yield self._chunk(choice.index, piece, delta, reason, buffer.num_told)
+                    yield self._chunk(choice.index, piece, delta, reason, buffer.num_reported)
                     if self._tells_text_alone:
                         blank = Piece(TextTemplate.TEXT, [], [], None, None)
                         content = {"content": TextTemplate.TEXT}

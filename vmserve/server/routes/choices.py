@@ -18,7 +18,7 @@ Said = list[tuple[dict[str, Any], Piece]]
 class StreamedChoice:
     """The state of one choice in a stream."""
 
-    __slots__ = ("_buffer", "_held", "_reader", "num_pieces", "num_told", "template")
+    __slots__ = ("_buffer", "_held", "_reader", "num_pieces", "num_reported", "template")
 
     def __init__(self, reader: AnswerReader | None) -> None:
         self._buffer = ChoiceBuffer()
@@ -26,7 +26,7 @@ class StreamedChoice:
         self._held: list[Piece] = []
         self.num_pieces = 0
         #: Tokens that chunks have reported.
-        self.num_told = 0
+        self.num_reported = 0
         #: Template of chunks in which only the text is new.
         self.template: TextTemplate | None = None
 

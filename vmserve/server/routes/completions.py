@@ -79,7 +79,7 @@ class CompletionService:
         _check(body)
         jobs, unenforced = await context.run_aside(request, lambda: self._jobs(served, body))
         tell_unenforced(request, unenforced)
-        reply = _Reply(
+        reply = _CompletionReply(
             context, served, body, options, jobs, body.request_id or request.state.request_id
         )
         trace = trace_of(request)
@@ -182,7 +182,7 @@ def _num_prompt_logprobs(body: CompletionRequest) -> int | None:
     return (-1 if -1 in wanted else max(wanted)) if wanted else None
 
 
-class _Reply:
+class _CompletionReply:
     """One request's reply, whole or in chunks."""
 
     def __init__(

@@ -106,8 +106,8 @@ class Boundary:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                told = (b"x-request-id", request_id.encode()), *scope["state"].get("headers", ())
-                headers = [*message.get("headers", []), *told]
+                ours = (b"x-request-id", request_id.encode()), *scope["state"].get("headers", ())
+                headers = [*message.get("headers", []), *ours]
                 message = {**message, "headers": headers}
             await send(message)
 

@@ -127,7 +127,7 @@ class ResponsesService:
             return _chat_body(body, messages)
 
         started = await self._chat.start(request, body, chat_body, response_id)
-        reply = _Reply(self._context, request, response_id, body, started)
+        reply = _ResponseReply(self._context, request, response_id, body, started)
         keep = body.store is not False
 
         async def store(final: dict[str, Any]) -> None:
@@ -182,7 +182,7 @@ def _chat_body(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCo
     return ChatCompletionRequest.model_validate(fields)
 
 
-class _Reply:
+class _ResponseReply:
     """One response, whole or as events."""
 
     def __init__(

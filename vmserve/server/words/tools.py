@@ -15,10 +15,10 @@ from vmserve.server.words.messages import check_tools
 from vmserve.server.words.protocol import ChatCompletionRequest
 from vmserve.structured.spec import StructuredOutputsParams
 from vmserve.tools.base import CallArguments, CallBegins, Content, Reasoning, ToolParser
+from vmserve.tools.described import optional_calls
 from vmserve.tools.forced import ForcedCallParser, NamedCallParser, forced_calls, named_call
 from vmserve.tools.reasoning import ReasoningParser, TextParser, begins_in_thought
 from vmserve.tools.registry import PARSERS, ParserFactory
-from vmserve.tools.told import optional_calls
 
 __all__ = ["AnswerReader", "ToolUse", "call_text", "message_of", "tool_use", "with_reasoning"]
 
@@ -69,34 +69,36 @@ def with_reasoning(use: ToolUse, prompt: str) -> ToolUse:
     return replace(use, make_parser=lambda: ReasoningParser(inner(), is_inside=is_inside))
 
 
-def tool_use(body: ChatCompletionRequest, parser: str, *, are_told: bool) -> ToolUse:
-    """``parser``: a name in :data:`PARSERS`. ``are_told``: the conversation describes the tools,
-    since the template does not show them (:mod:`vmserve.tools.told`).
+def tool_use(body: ChatCompletionRequest, parser: str, *, are_described: bool) -> ToolUse:
+    """``parser``: a name in :data:`PARSERS`. ``are_described``: the conversation describes the
+    tools, since the template does not show them (:mod:`vmserve.tools.described`).
 
     Raises :class:`InvalidRequestError`.
     """
     given = with_tools(body)
     if given is body:
-        return _tool_use(body, parser, are_told)
+        return _tool_use(body, parser, are_described)
     try:
-        use = _tool_use(given, parser, are_told)
+        use = _tool_use(given, parser, are_described)
         named = use.structured and replace(use.structured, param="functions")
         return replace(use, are_functions=True, structured=named)
     except InvalidRequestError as error:
         raise in_old_words(error) from error
 
 
-def _tool_use(body: ChatCompletionRequest, parser: str, are_told: bool) -> ToolUse:
+def _tool_use(body: ChatCompletionRequest, parser: str, are_described: bool) -> ToolUse:
     tools = check_tools(body.tools, body.tool_choice)
     choice = "auto" if body.tool_choice is None else body.tool_choice
     if tools is None or choice == "none":
-        return ToolUse(None if are_told else tools)
+        return ToolUse(None if are_described else tools)
     custom = {
         made.name: made
         for place, tool in enumerate(body.tools)
         if (made := custom_tool(place, tool)) is not None
     }
-    use = _use_of(tools, choice, custom, body.parallel_tool_calls is not False, parser, are_told)
+    use = _use_of(
+        tools, choice, custom, body.parallel_tool_calls is not False, parser, are_described
+    )
     return replace(use, custom=frozenset(custom))
 
 
@@ -106,7 +108,7 @@ def _use_of(
     custom: Mapping[str, CustomTool],
     parallel: bool,
     parser: str,
-    are_told: bool,
+    are_described: bool,
 ) -> ToolUse:
     """``choice``: of these tools, any but "none"."""
     is_mistral = parser == "mistral"
@@ -119,7 +121,7 @@ def _use_of(
         return ToolUse(
             tools,
             lambda: factory(names),
-            loose=optional_calls(allowed, parallel=parallel) if are_told else None,
+            loose=optional_calls(allowed, parallel=parallel) if are_described else None,
             parallel=parallel,
             keeps_special_tokens=is_mistral,
             short_ids=is_mistral,

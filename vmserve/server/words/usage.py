@@ -46,18 +46,18 @@ class Usage:
 
     def as_dict(self) -> dict[str, Any]:
         """Drafted tokens are reported where there were some, or with ``tells_drafts``."""
-        told: dict[str, Any] = {
+        rendered: dict[str, Any] = {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_completion,
             "total_tokens": self.num_prompt + self.num_completion,
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
         if self._tells_drafts or self._num_drafted:
-            told["completion_tokens_details"] = {
+            rendered["completion_tokens_details"] = {
                 "accepted_prediction_tokens": self._num_accepted,
                 "rejected_prediction_tokens": self._num_drafted - self._num_accepted,
             }
-        return told
+        return rendered
 
 
 def per_request_metrics(metrics: RequestMetrics, num_tokens: int) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from vmserve.client.codec import decode_from_engine, encode
-from vmserve.client.messages import Answer, Ask, FromEngine, Ready, ToEngine
+from vmserve.client.messages import Ask, FromEngine, Ready, Reply, ToEngine
 from vmserve.client.transports.process import ProcessTransport
 from vmserve.client.transports.sealed.handshake import (
     HANDSHAKE_SECONDS,
@@ -28,7 +28,7 @@ from vmserve.client.transports.sealed.identity import MOST_TOKENIZER_BYTES, Sent
 from vmserve.client.transports.sealed.stream import BrokenSealError, Opener, Sealer
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 
-__all__ = ["Link", "Place", "parse_address", "prepare_socket"]
+__all__ = ["Place", "SealedLink", "parse_address", "prepare_socket"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def prepare_socket(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-class Link:
+class SealedLink:
     """One connection, made by :meth:`wait_ready`: what a process is to an engine on one machine."""
 
     pid = 0
@@ -122,7 +122,7 @@ class Link:
         """
         assert self._sock is not None
         self._sock.sendall(self._sealer.seal(encode(Ask(0, "tokenizer_files", {}))))
-        while not isinstance(answer := self._next(), Answer):
+        while not isinstance(answer := self._next(), Reply):
             pass
         if answer.error is not None:
             raise ConfigurationError(f"{self.address}: {answer.error}")

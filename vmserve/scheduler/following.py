@@ -8,10 +8,10 @@ from operator import attrgetter
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 from vmserve.scheduler.siblings import computes_prompt
 
-__all__ = ["Followers"]
+__all__ = ["Following"]
 
 
-class Followers:
+class Following:
     """Followers by request, so that a step looks only at requests in which something may have
     changed."""
 

@@ -16,15 +16,15 @@ from vmserve.memory.relay import Relay
 from vmserve.parallel.link import ByteWire, Link, PairLink, RankOrders, TcpLink
 from vmserve.system.processes import child_environment, describe_end
 
-__all__ = ["LaunchedMember", "LocalMember", "Member", "Told"]
+__all__ = ["LaunchedRank", "LocalRank", "RankProcess", "Told"]
 
 _PROGRAM = "vmserve.parallel.rank_main"
 #: Seconds that ranks may take to end.
 _CLOSE_SECONDS = 5.0
 
 
-class Member(Protocol):
-    """A rank. ``told`` is called with how it ended, in a thread."""
+class RankProcess(Protocol):
+    """A rank. ``on_ended`` is called with how it ended, in a thread."""
 
     rank: int
     cpus: tuple[int, ...]
@@ -42,17 +42,17 @@ class Member(Protocol):
     def reap(self) -> None: ...
 
 
-Told = Callable[[Member, str], None]
+Told = Callable[[RankProcess, str], None]
 
 
-class LocalMember:
+class LocalRank:
     """A rank's process. A thread waits for its end, with which the process would end, too."""
 
     def __init__(
         self,
         orders: RankOrders,
         descriptor: int,
-        told: Callable[[], Told | None],
+        on_ended: Callable[[], Told | None],
     ) -> None:
         self.rank = orders.rank
         self.cpus = orders.cpus
@@ -65,7 +65,7 @@ class LocalMember:
         with theirs:
             self._thread = threading.Thread(
                 target=self._run,
-                args=(theirs.fileno(), descriptor, told),
+                args=(theirs.fileno(), descriptor, on_ended),
                 name=f"vmserve-rank-{self.rank}",
                 daemon=True,
             )
@@ -100,7 +100,7 @@ class LocalMember:
         self,
         sock: int,
         descriptor: int,
-        told: Callable[[], Told | None],
+        on_ended: Callable[[], Told | None],
     ) -> None:
         try:
             self._popen = popen = subprocess.Popen(
@@ -124,11 +124,11 @@ class LocalMember:
             self._started.set()
         status = popen.wait()
         self.ended.set()
-        if (listener := told()) is not None:
+        if (listener := on_ended()) is not None:
             listener(self, f"(process {popen.pid}) has ended ({describe_end(status)})")
 
 
-class LaunchedMember:
+class LaunchedRank:
     """A rank that torchrun or srun has started, perhaps on another host."""
 
     pid = 0  # of the relay's end, which is here
@@ -138,7 +138,7 @@ class LaunchedMember:
         orders: RankOrders,
         link: Link,
         connect: Callable[[str, int], TcpLink],
-        told: Callable[[], Told | None],
+        on_ended: Callable[[], Told | None],
     ) -> None:
         self.rank = orders.rank
         self.cpus = orders.cpus
@@ -147,7 +147,7 @@ class LaunchedMember:
         self._connect = connect
         self._relays: list[Relay] = []
         self._thread = threading.Thread(
-            target=self._watch, args=(told,), name=f"vmserve-rank-{self.rank}", daemon=True
+            target=self._watch, args=(on_ended,), name=f"vmserve-rank-{self.rank}", daemon=True
         )
         self._thread.start()
         link.send(orders)
@@ -163,10 +163,10 @@ class LaunchedMember:
         for relay in self._relays:
             relay.close()
 
-    def _watch(self, told: Callable[[], Told | None]) -> None:
+    def _watch(self, on_ended: Callable[[], Told | None]) -> None:
         poll = select.poll()
         poll.register(self.link.sock, select.POLLHUP | select.POLLRDHUP)
         poll.poll()
         self.ended.set()
-        if (listener := told()) is not None:
+        if (listener := on_ended()) is not None:
             listener(self, "has ended, or its host cannot be reached")

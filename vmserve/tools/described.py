@@ -12,7 +12,7 @@ from vmserve.structured.spec import StructuredOutputsParams
 from vmserve.tools.forced import call_rules
 from vmserve.tools.hermes import BEGIN, END
 
-__all__ = ["PARSER", "calls_as_text", "knows_tools", "optional_calls", "with_tools_told"]
+__all__ = ["PARSER", "calls_as_text", "knows_tools", "optional_calls", "with_tools_described"]
 
 #: Parser that finds the calls.
 PARSER: Final = "hermes"
@@ -56,20 +56,20 @@ def calls_as_text(messages: Sequence[Message]) -> list[Message]:
 
     Raises :class:`InvalidRequestError` for calls that are none.
     """
-    told: list[Message] = []
+    written: list[Message] = []
     for place, message in enumerate(messages):
         if message.get("tool_calls"):
-            told.append(_with_calls(place, message))
+            written.append(_with_calls(place, message))
         elif message["role"] == "tool":
-            _add_to_user(told, _RESULT.format(_text(message)))
+            _add_to_user(written, _RESULT.format(_text(message)))
         elif message["role"] == "user" and place and messages[place - 1]["role"] == "tool":
-            _add_to_user(told, _text(message))
+            _add_to_user(written, _text(message))
         else:
-            told.append(message)
-    return told
+            written.append(message)
+    return written
 
 
-def with_tools_told(
+def with_tools_described(
     messages: Sequence[Message], tools: Tools, *, takes_system: bool
 ) -> list[Message]:
     """The conversation with what there is to call in its system message.
@@ -81,11 +81,11 @@ def with_tools_told(
     places = [place for place, message in enumerate(messages) if message["role"] == role]
     if not places or (takes_system and places[0]):
         return [{"role": role, "content": prompt}, *messages]
-    told = list(messages)
-    first = told[places[0]]
+    written = list(messages)
+    first = written[places[0]]
     parts = [_text(first), prompt] if takes_system else [prompt, _text(first)]
-    told[places[0]] = {**first, "content": "\n\n".join(parts)}
-    return told
+    written[places[0]] = {**first, "content": "\n\n".join(parts)}
+    return written
 
 
 def _add_to_user(messages: list[Message], text: str) -> None:

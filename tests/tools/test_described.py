@@ -15,7 +15,7 @@ from vmserve.structured.compiler import GrammarCompiler
 from vmserve.structured.grammar import vetted
 from vmserve.structured.worker import Setup, make_tokenizer
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
-from vmserve.tools.told import calls_as_text, knows_tools, optional_calls
+from vmserve.tools.described import calls_as_text, knows_tools, optional_calls
 
 CHATML = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
