@@ -50,8 +50,8 @@ std::vector<float> copy_of(const Floats& array) {
   return {array.data(), array.data() + array.size()};
 }
 
-// Returns (logits [rows, vocab], seconds of attention in each batch, hidden states). Ranks but the
-// first return no rows.
+// Returns (logits [rows, vocab], seconds of attention in each batch, hidden states). Only the first
+// rank returns rows.
 py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
                   const std::vector<CpuBatch*>& batches, const std::optional<IntArray>& wanted,
                   std::int64_t num_hidden, const std::optional<Floats>& embedded) {

@@ -155,7 +155,7 @@ void CpuDecoder::normalise_heads(const Layer& layer, std::int64_t num_rows) {
 }
 
 void CpuDecoder::gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows) {
-  // Whatever the rotary dimensions are, a table's rows take no more than whole heads.
+  // A table's rows take at most whole heads, whatever the rotary dimensions are.
   const std::int64_t item = kv_dtype_ == DType::kBFloat16 ? 2 : 4;
   const std::int64_t table_bytes = rotation_bytes(num_rows);
   grow(rotations_, static_cast<std::int64_t>(tables_.size()) * table_bytes);
@@ -202,8 +202,8 @@ void CpuDecoder::multiply_projections(const Layer& layer, std::int64_t num_rows,
   }
 }
 
-// Returns the address of q, k and v of the rows, in the KV cache's type, behind gates if the layer
-// is gated.
+// Returns the address of q, k and v of the rows, in the KV cache's type. If the layer is gated,
+// gates precede them.
 char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
   const bool normalises = !layer.q_norm.empty();
   multiply_projections(layer, num_rows, is_narrow() && !normalises);
@@ -384,8 +384,8 @@ void CpuDecoder::mix_delta(const Layer& layer, const std::vector<Part>& parts,
   delta_seconds_ += watch.seconds();
 }
 
-// Brings the wanted rows to the front, in columns of `bytes` from byte `first` of a row on: only
-// they are read later.
+// Moves the wanted rows to the front, because only they are read later. Copies `bytes` of each row,
+// from byte `first` on.
 void CpuDecoder::keep(StepRows& rows, std::int64_t row_bytes, std::int64_t first,
                       std::int64_t bytes, const std::vector<std::int64_t>& wanted) {
   const auto num_wanted = static_cast<std::int64_t>(wanted.size());
@@ -494,7 +494,7 @@ void CpuDecoder::compute(const std::vector<std::int64_t>& token_ids, std::vector
     }
     meet();
     if (is_last) {
-      // Not before: other ranks read the rows of x_ until they meet.
+      // Other ranks read the rows of x_ until they meet.
       keep(x_, shape_.hidden_size * 4, own_hidden_.first * 4, own_hidden_.count * 4, wanted);
       num_rows = static_cast<std::int64_t>(wanted.size());
       if (num_rows == 0) return;
@@ -509,7 +509,7 @@ void CpuDecoder::compute(const std::vector<std::int64_t>& token_ids, std::vector
   if (group_ && is_first()) std::copy_n(logits_.data(), num_rows * shape_.vocab_size, logits);
 }
 
-// In a group, rows are written to the memory that all share.
+// In a group, rows are written to the shared memory.
 void CpuDecoder::multiply_head(std::int64_t num_rows, float* logits) {
   products_.pack_rows(*head_, x_.data(), false, num_rows, final_norm_.data(), shape_.norm_eps);
   if (group_) logits = logits_.data() + slice(shape_.vocab_size).first;
@@ -517,7 +517,7 @@ void CpuDecoder::multiply_head(std::int64_t num_rows, float* logits) {
                      logits, shape_.vocab_size);
 }
 
-// All ranks find the same places.
+// All ranks compute the same places.
 void CpuDecoder::place_rows(std::int64_t num_rows, std::int64_t num_wanted) {
   if (!group_) return;
   const std::int64_t most = std::max(num_rows, num_wanted);

@@ -207,7 +207,7 @@ void CpuDecoder::add_delta(const DecoderDelta& from) {
   layer.attention_norm = copy_vector(from.attention_norm, "attention_norm", hidden);
   layer.mlp_norm = copy_vector(from.mlp_norm, "mlp_norm", hidden);
   layer.qkv = products_.pack_alike({&from.qkv, &from.z});
-  // They say how much a state keeps: rounding would add up over all tokens.
+  // Gates are not rounded: they say how much a state keeps, so errors would add up over all tokens.
   layer.delta_gates = products_.pack({&from.gates}, false, true);
   layer.output = products_.pack({&from.output}, false);
   layer.delta = from.weights;
@@ -261,7 +261,7 @@ void CpuDecoder::add_router(const DecoderRouter& from) {
     check_matrix(*from.shared_gate, "shared_gate", 1, shape_.hidden_size);
     matrices.push_back(&*from.shared_gate);
   }
-  // Its products choose: they are not rounded as others may be.
+  // Rows of the router are never rounded, because its products choose experts.
   Experts experts{products_.pack(matrices, false, true),
                   from.count,
                   from.chosen,
