@@ -40,8 +40,8 @@ struct TensorRef {
   std::vector<std::int64_t> shape, strides;
 };
 
-// Instruction sets that this processor can execute, best first. "generic" and "generic16" (the
-// shape of the AVX-512 kernels in plain C++, for tests) are always among them.
+// Instruction sets that this processor can execute, best first. "generic" and "generic16" are
+// always among them. "generic16" is plain C++ in the shape of the AVX-512 kernels, for tests.
 std::vector<std::string> cpu_isas();
 
 // K and V of every layer that attends, and states of the others. The caller owns the memory and

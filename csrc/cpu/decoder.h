@@ -5,7 +5,7 @@
 // weights are rounded to int16 or int8, with a scale for each row and group of elements. They are
 // rounded to bfloat16 if weights and KV cache are bfloat16 and the processor multiplies pairs of
 // bfloat16. Norms, rotations, the write of K and V, residuals and the gated MLP are fused into the
-// products around them, so a layer takes few runs of the thread pool.
+// products around them. So a layer takes few runs of the thread pool.
 //
 // A row's result has the same bits in any batch, in any chunk of its prompt and on any number of
 // threads.
@@ -73,7 +73,7 @@ struct DecoderDelta {
   DeltaWeights weights;
 };
 
-// A layer with attention over latents, which are never expanded: key_up [rank, plain] of each head
+// A layer with attention over latents, which are never expanded. In each head, key_up [rank, plain]
 // multiplies queries, and value_up [value, rank] the result of attention. q [q_heads * query_dim,
 // hidden or q_rank] and kv_down [rank + rotated, hidden] have the rotated elements last.
 struct DecoderLatent {
@@ -160,7 +160,7 @@ class CpuDecoder {
 
   // Call add_layer, add_latent or add_delta for each layer in order, then set_ends. After it comes
   // add_mlp, or add_router with an add_mlp for each expert and, last, the shared one. The rows of
-  // `embedding` [vocab, hidden] are read when they are needed, everything else is copied. Without
+  // `embedding` [vocab, hidden] are read when they are needed; everything else is copied. Without
   // an embedding, forward() takes the rows. `head` [vocab, hidden].
   void add_layer(const DecoderLayer& layer);
   void add_latent(const DecoderLatent& layer);

@@ -1,4 +1,4 @@
-// What a decoder's layers consist of. Only decoder*.cpp include this.
+// The parts of a decoder's layers. Only decoder*.cpp include this.
 #pragma once
 
 #include <optional>

@@ -4,8 +4,7 @@
 // A sequence's state in a layer is state_floats() numbers. First the last taps - 1 rows that
 // entered the convolution, oldest first (zeros before the first token). Then for each value head
 // its matrix [key_dim, value_dim], in strips of kDeltaColumns columns. A row's result and the state
-// after it have the same bits in any batch, in any chunk of its prompt and on any number of
-// threads.
+// after it have the same bits in any batch, any chunk of its prompt and any number of threads.
 #pragma once
 
 #include <cstdint>

@@ -30,8 +30,8 @@ struct AppendMemory {
   VMS_DEVICE Tile tile(int stage) const { return {base + kQueryBytes + stage * Tile::kBytes}; }
 };
 
-// What a thread has of the parts so far, in global memory: registers have no room for it beside
-// what it has of a part. [blocks of rows][head_dim / 8 and one more][2][threads]
+// A thread's sums of the parts so far, in global memory: registers have room for the current part
+// only. [blocks of rows][head_dim / 8 and one more][2][threads]
 template <int kHeadDim>
 VMS_DEVICE Pair* scratch_at(const AttendArgs& args, int b, int n, int half) {
   constexpr int kSlots = kAppendBlocks<kHeadDim> * (kHeadDim / 8 + 1) * 2;
