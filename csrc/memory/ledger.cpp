@@ -157,8 +157,8 @@ std::vector<BlockId> Ledger::matched_blocks(const Sequence& seq, std::int64_t nu
 }
 
 bool Ledger::takes_whole_page(std::int64_t block_index, bool dense) const {
-  // Short sequences share split pages. A longer one takes whole pages from each page start on: its
-  // blocks fill them in order, and a conversion to the virtual view needs no copy.
+  // Short sequences share split pages. A longer one takes whole pages from each page start on. Its
+  // blocks fill them in order, so a conversion to the virtual view needs no copy.
   return !dense && config.blocks_per_page > 1 && block_index >= config.blocks_per_page &&
          block_index % config.blocks_per_page == 0;
 }
