@@ -140,7 +140,7 @@ class RowReader {
  private:
   static constexpr const char* kTerms = "vmserve.RowTerms";
   static constexpr const char* kLists = "vmserve.RequestLists";
-  static constexpr std::int64_t kAll = -2;  // of num_likeliest: the vocabulary
+  static constexpr std::int64_t kAll = -2;  // num_likeliest: the whole vocabulary
 
   // Returns the T in `kept.core`; makes it with `make` if there is none yet.
   template <typename T, typename Make>

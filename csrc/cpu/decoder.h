@@ -41,8 +41,8 @@ struct DecoderShape {
   float norm_eps = 0.0F;
   float embedding_scale = 1.0F;  // factor of the embedding's rows
   float logits_softcap = 0.0F;   // 0: none
-  DeltaShape delta;              // of layers without attention; no value heads: there are none
-  LatentShape latent;            // of all layers; no rank: there are none
+  DeltaShape delta;              // layers without attention; no value heads: none
+  LatentShape latent;            // attention of all layers; no rank: none has latents
 };
 
 // One layer's tensors, as in the checkpoint. Weights [outputs, inputs] are float32 or bfloat16,
@@ -80,7 +80,7 @@ struct DecoderLatent {
   TensorRef attention_norm, mlp_norm;
   std::optional<WeightRef> q_down;                    // [q_rank, hidden]; none if q_rank is 0
   const float *q_norm = nullptr, *kv_norm = nullptr;  // [q_rank], null if that is 0; [rank]
-  float norm_eps = 0.0F;                              // of these two
+  float norm_eps = 0.0F;                              // eps of these two norms
   WeightRef q, kv_down, output;
   std::vector<WeightRef> key_up, value_up;
   std::int64_t rotation = 0;
@@ -276,7 +276,7 @@ class CpuDecoder {
   const cpu::DeltaKernels& mixing_;
   std::unique_ptr<GatedDelta> delta_;  // null: no layer has one
   std::vector<Layer> layers_;
-  std::int64_t num_deltas_ = 0;  // of the layers
+  std::int64_t num_deltas_ = 0;  // delta layers so far
   std::optional<FileRows> embedding_;
   std::vector<Rotations> tables_;
   std::vector<float> final_norm_;
@@ -293,7 +293,7 @@ class CpuDecoder {
   std::vector<float> queries_, latent_rows_;
   StepRows values_;
   std::vector<std::uint16_t> narrow_qkv_;
-  std::vector<char> rotations_;  // of each table: cosines, then sines, of the step's rows
+  std::vector<char> rotations_;  // for each table: cosines, then sines, of the step's rows
   // The chosen experts of each row: [rows, chosen], largest score first. A slot is a row of an
   // expert; slots are in the order of experts, then of rows.
   std::vector<float> router_logits_, expert_scores_, expert_weights_, expert_out_;

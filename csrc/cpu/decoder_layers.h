@@ -47,7 +47,7 @@ struct CpuDecoder::Latent {
   std::vector<float> q_norm, kv_norm;
   float norm_eps;
   std::optional<LinearLayer> q;               // applied after q_norm
-  std::vector<LinearLayer> key_up, value_up;  // of each head
+  std::vector<LinearLayer> key_up, value_up;  // one for each head
 };
 
 struct CpuDecoder::Layer {

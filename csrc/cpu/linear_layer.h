@@ -58,7 +58,7 @@ struct LinearLayer {
   cpu::ScaleFormat scale_format{};
   const cpu::LinearForm* form = nullptr;
   cpu::Gate gate;
-  float softcap = 0.0F;  // of its outputs; 0: none
+  float softcap = 0.0F;  // softcap of its outputs; 0: none
   std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0, panel_bytes = 0;
 
   std::size_t weight_bytes() const { return static_cast<std::size_t>(num_panels * panel_bytes); }
@@ -156,7 +156,7 @@ class LinearProducts {
   static constexpr std::int64_t kSerialWork = 1 << 15;
 
   struct Split {
-    std::int64_t panels, num_items;  // of an item; of a layer
+    std::int64_t panels, num_items;  // panels of an item; items of a layer
   };
   struct Block {
     std::int64_t from, column, to, num_rows;
@@ -179,7 +179,7 @@ class LinearProducts {
   Quantization quantization_;
   bool bf16_rows_;
   WeightArena arena_;
-  std::unique_ptr<ItemRange[]> ranges_;  // of each thread
+  std::unique_ptr<ItemRange[]> ranges_;  // one for each thread
   // Buffers of a step; grow as needed.
   std::vector<char> packed_;  // rows, packed for the next product
   std::vector<cpu::RowGroup> row_groups_;

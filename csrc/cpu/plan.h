@@ -37,7 +37,7 @@ class Plan {
   std::vector<WorkItem> items;  // most work first
   std::vector<Merge> merges;
   std::int64_t partial_floats = 0;
-  std::int32_t max_decode_rows = 1, max_rows_and_heads = 0;  // of decodes, of other items
+  std::int32_t max_decode_rows = 1, max_rows_and_heads = 0;  // maxima of decodes, of other items
   std::int64_t work = 0;                                     // multiplications
 
   void restart();

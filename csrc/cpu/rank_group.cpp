@@ -50,7 +50,7 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
 
 struct Process {
   char state = 'X';         // as in /proc: 'X' has ended, '?' is not known
-  std::uint64_t ticks = 0;  // of processor time
+  std::uint64_t ticks = 0;  // processor time
 };
 
 Process look_at(pid_t pid) {

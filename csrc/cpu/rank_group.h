@@ -67,7 +67,7 @@ class RankGroup {
   char* board(std::uint32_t turn) const;
 
   int rank_, size_;
-  std::size_t board_bytes_;  // of each of the two halves
+  std::size_t board_bytes_;  // bytes of each of the two halves
   std::uint32_t num_told_ = 0;
   std::size_t mapped_ = 0;
   Header* header_ = nullptr;

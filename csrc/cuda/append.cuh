@@ -1,9 +1,9 @@
 // Attention of many query rows: chunks of a prompt, and shared prefixes. Bound by arithmetic.
 //
 // An item has up to 128 rows (tokens x group), in blocks of 16. Each of the four warps takes two
-// blocks, or one if there are at most 64 rows, or if heads are so long that two blocks do not fit
-// in registers. The warps share tiles of K and V; the next tile is loaded while they work on one.
-// What a warp loads from a tile serves both of its blocks, because shared memory limits the tensor
+// blocks. It takes one if there are at most 64 rows, or if two blocks of long heads do not fit in
+// registers. The warps share tiles of K and V; the next tile is loaded while they work on one. What
+// a warp loads from a tile serves both of its blocks, because shared memory limits the tensor
 // cores.
 #pragma once
 
@@ -98,7 +98,7 @@ VMS_DEVICE void append_item(const ItemRows& rows, int work,
   load_queries<T, KV, kHeadDim, 16 * kAppendWarps * kBlocks, 32 * kAppendWarps>(rows,
                                                                                 memory.queries());
   ptx::sync_block();
-  int lowest, highest;  // of all of the warp's rows
+  int lowest, highest;  // positions of all of the warp's rows
   rows.span(first, first + (kBlocks - 1) * kBlockStride + 15, lowest, highest);
   QueryRows<T, kHeadDim, kHeld> queries[kBlocks];
   RowSums<kHeadDim> sums[kBlocks];

@@ -50,7 +50,7 @@ VMS_DEVICE int tile_offset(int row, int unit) {
 // Turns four codes into elements of type T that are 2^-8 of what the codes are: bytes 0 and 2, and
 // 1 and 3. Moves bits, which is right for zeros and subnormals, too.
 template <class T>
-VMS_DEVICE u32 widened_pair(u32 codes);  // in the high byte of each half
+VMS_DEVICE u32 widened_pair(u32 codes);  // codes in the high byte of each half
 template <>
 VMS_DEVICE u32 widened_pair<Fp16>(u32 codes) {
   return (codes & 0x80008000U) | (codes >> 1 & 0x3f803f80U);

@@ -1,7 +1,7 @@
 // Everything in the kernels that is not plain C++: PTX instructions and thread synchronisation.
 //
 // Kernels access global memory, fragments in shared memory, other threads and approximate units
-// only through these functions. So a test can run the same source on a CPU: it defines
+// only through these functions. So a test can run the same source on a CPU. It defines
 // VMSERVE_EMULATED_PTX as a header with the same functions and the semantics of the PTX ISA. Needs
 // sm_80.
 #pragma once

@@ -23,7 +23,7 @@ constexpr int kPartTokens = VMS_PART_TOKENS;  // a multiple of kTileTokens
 template <int kColumns>
 struct RowSums {
   float out[kColumns / 8][4];
-  float maximum[2];  // of the scores times `scale`; -infinity: no key yet
+  float maximum[2];  // maxima of scores times `scale`; -infinity: no key yet
   float total[2];    // over this thread's keys only
 
   VMS_DEVICE void clear() {
@@ -247,7 +247,7 @@ template <class T, int kHeadDim, int kTokens, int kColumns, int kBlocks>
 VMS_DEVICE void weigh(const float (&weights)[kBlocks][kTokens / 8][4],
                       const TileMemory<E4m3, kHeadDim, kTokens>& tile, int lane, int column,
                       RowSums<kColumns> (&sums)[kBlocks]) {
-  constexpr int kUnits = kColumns < 32 ? 1 : 2;  // of 16 columns, in a load of values
+  constexpr int kUnits = kColumns < 32 ? 1 : 2;  // units of 16 columns in a load of values
   const int row = lane & 15, unit = column / 16 + (kUnits > 1 ? lane >> 4 : 0);
 #pragma unroll
   for (int k = 0; k < kTokens / 16; ++k) {

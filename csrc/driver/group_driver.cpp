@@ -97,7 +97,7 @@ template <typename Run, typename Note, typename Undo>
 void GroupDriver::on_all(const std::vector<Run>& runs,
                          void (PageDriver::*call)(const std::vector<Run>&), Note note, Undo undo) {
   check_usable();
-  std::vector<std::size_t> done;  // of each member that was asked
+  std::vector<std::size_t> done;  // runs done by each member that was asked
   std::exception_ptr refusal;
   std::size_t common = runs.size();
   bool is_lost = false;

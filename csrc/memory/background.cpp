@@ -371,7 +371,7 @@ void Background::grow_ahead(std::int64_t num_growing) {
   command.kind = Command::Kind::kGrow;
   // Contains one whole extent wherever it begins.
   const std::int64_t extents = pool_.lacks_extent() ? 2 * pool_.extent_pages() : 0;
-  // Maps are queued behind it.
+  // Maps are queued after it.
   const std::int64_t missing = std::min(wanted - pool_.num_free(), kMostGrown);
   const std::int64_t count = std::max({config_.grow_pages, missing, extents});
   command.runs = pool_.lowest_absent(std::min(growable, count));

@@ -46,7 +46,7 @@ class Acceptance {
 // The rows of a step: one token of each decoding sequence, rows of prompts, and drafted tokens.
 struct StepShape {
   std::int64_t num_decoding = 0, num_prompt_rows = 0;
-  double positions = 0;  // of all decoding sequences together
+  double positions = 0;  // sum over all decoding sequences
   // Sums over the sequences with drafts: their tokens, positions, and products of both.
   std::int64_t num_drafted = 0;
   double drafted_positions = 0, drafted_products = 0;
@@ -93,8 +93,8 @@ class RowPrices {
 
   void forget_stale(Prices& prices) const;
 
-  Prices plain_, drafted_;  // by sequences; by the greatest number of rows of the price
-  RunningMean prompt_row_;  // of steps that mostly read prompts
+  Prices plain_, drafted_;  // keys: number of sequences; greatest number of rows of the price
+  RunningMean prompt_row_;  // seconds of a row in steps that mostly read prompts
   std::int64_t num_steps_ = 0;
 };
 

@@ -37,7 +37,7 @@ struct Header {
   Digest space;
   Digest digest;
   Checksum content;
-  Checksum header;  // of all before it
+  Checksum header;  // checksum of all before it
 };
 static_assert(sizeof(Header) == 112, "the header has no padding");
 

@@ -97,7 +97,7 @@ void score_words(const Vec::R (&words)[kSideVectors][Vec::kWidth], const float* 
       sums[g][v] = is_first ? Vec::zero() : Vec::load(scores + g * kKeys + v * Vec::kWidth);
     }
   }
-  constexpr int kElements = sizeof(T) == sizeof(Bf16) && !kDots<T> ? 2 : 1;  // of a word, for q
+  constexpr int kElements = sizeof(T) == sizeof(Bf16) && !kDots<T> ? 2 : 1;  // of q in a word
 #pragma GCC unroll 2
   for (int element = 0; element < kElements; ++element) {
 #pragma GCC unroll 16

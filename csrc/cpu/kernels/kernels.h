@@ -211,8 +211,8 @@ enum class Epilogue : std::int32_t {
   kStore,    // written as rows of float32
   kNarrow,   // written as rows of bfloat16
   kAdd,      // added to rows of float32
-  kGate,     // of a gated MLP, written as packed rows
-  kGateRows  // of a gated MLP, written as rows of float32
+  kGate,     // a gated MLP, written as packed rows
+  kGateRows  // a gated MLP, written as rows of float32
 };
 
 // y = x W^T for some outputs of a linear layer, all rows.
@@ -224,9 +224,9 @@ enum class Epilogue : std::int32_t {
 // elements of a chunk, rows of the block, elements of a chunk].
 struct LinearArgs {
   const char* weights;
-  const float* scales;       // of each output, or null
-  const float* bias;         // of each output, or null
-  ScaleFormat scale_format;  // of grouped weights
+  const float* scales;       // one for each output, or null
+  const float* bias;         // one for each output, or null
+  ScaleFormat scale_format;  // only for grouped weights
   std::int64_t depth;
   const void* rows;
   const RowGroup* row_groups;  // [num_rows, num_groups(depth, type)]; none for rows of floats
@@ -250,13 +250,13 @@ struct PackArgs {
   GroupedTensor grouped[3];  // instead of `tensors`; `weights` is zero before
   ScaleFormat scale_format;
   std::int64_t row_strides[3];  // elements; the depth is contiguous
-  std::int32_t outputs[3];      // of each tensor
+  std::int32_t outputs[3];      // outputs of each tensor
   std::int32_t num_tensors;
   bool from_bf16, gated;
-  std::int64_t depth;  // of the tensors
+  std::int64_t depth;  // depth of the tensors, not padded
   std::int32_t first_panel, num_panels;
   char* weights;
-  float* scales;  // of each output; written if the form has output_scales
+  float* scales;  // one for each output; written if the form has output_scales
 };
 
 // Packs rows of float32 or bfloat16 into one block. If `norm` is not null, normalises them first:
@@ -265,8 +265,8 @@ struct PackRowsArgs {
   const void* rows;
   bool from_bf16;
   std::int64_t row_stride;  // elements
-  std::int32_t num_rows;    // of the block
-  std::int64_t depth;       // of the rows; the block pads it to a multiple of kDepthUnit
+  std::int32_t num_rows;    // rows of the block
+  std::int64_t depth;       // the block pads it to a multiple of kDepthUnit
   const float* norm;
   float eps;
   void* block;

@@ -38,10 +38,10 @@ template <class R, int kBits, int kGroup, int kZeroBits = kBits>
 struct Grouped {
   using Row = R;
   static constexpr int kNumBits = kBits;
-  static constexpr int kCodeBits = kBits == 8 ? 8 : kZeroBits;  // of codes when they are packed
+  static constexpr int kCodeBits = kBits == 8 ? 8 : kZeroBits;  // bits of codes for packing
   static constexpr std::int64_t kDepth = kGroup;
-  static constexpr int kZero = 1 << (kZeroBits - 1);   // of codes without minima
-  static constexpr bool kAlwaysZero = kZeroBits == 8;  // with minima too
+  static constexpr int kZero = 1 << (kZeroBits - 1);   // the zero of codes without minima
+  static constexpr bool kAlwaysZero = kZeroBits == 8;  // codes with minima have this zero too
   static constexpr bool kByTable = kBits == 4 && kZeroBits == 5;
   using Widened = Grouped<R, 8, kGroup, kZeroBits>;
   static constexpr bool kOfBytes = sizeof(R) == 1;
@@ -129,7 +129,7 @@ template <class G, int kRows, int kPanels, int kWord>
 VMSERVE_WITH_SUMS void add_word(const char* codes, std::int64_t panel_stride,
                                 const typename G::Row* x, std::int64_t chunk_stride,
                                 GroupSums<G, kRows, kPanels>& sums) {
-  constexpr int kWords = G::kOfBytes ? 1 : 2;  // of a row, for four codes
+  constexpr int kWords = G::kOfBytes ? 1 : 2;  // words of a row for four codes
   constexpr int kWordDepth = 4 / kWords;
   Vec::S bytes[kPanels][2];
 #pragma GCC unroll 8
@@ -245,7 +245,7 @@ void grouped_panels(const LinearArgs& a, const char* weights, std::int64_t panel
   const ScaleFormat format = a.scale_format;
   const std::int64_t group_bytes = scale_bytes(format);
   const int vectors = format.minima ? 4 : 2;
-  Vec::R steps[kPanels][4] = {};  // of scales, then of minima
+  Vec::R steps[kPanels][4] = {};  // steps of scales, then of minima
   std::int64_t until_steps = 0;
   Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
   for (std::int64_t g = 0; g < groups; ++g, ++row_groups) {

@@ -82,7 +82,7 @@ struct Panel {
   std::int64_t first_position, last_position;     // of its first and last row
   float* q;                                       // [padded, vectors * kWidth]
   float *sums, *maxima, *totals;                  // of the current part: [padded, vectors * kWidth]
-  float *folded, *folded_maxima, *folded_totals;  // of the parts before it
+  float *folded, *folded_maxima, *folded_totals;  // sums of the parts before it
   float* factors;                                 // [kPanelLanes], as all that follow
   float *newest, *oldest;                         // range attended to, minus `base`
   float *q_scales, *weight_scales;                // of integers (tile_int8.h)
@@ -90,7 +90,7 @@ struct Panel {
 
 struct TileScratch {
   float *keys, *values, *scores, *panels;
-  int stride, v_stride;  // of a row of keys and of values
+  int stride, v_stride;  // lengths of a row of keys and of values
 
   TileScratch(float* base, int head_dim, int value_dim)
       : stride(padded(head_dim)), v_stride(padded(value_dim)) {

@@ -77,7 +77,7 @@ class FaultInjectingDriver final : public PageDriver {
   Mark num_reached_ = 0;
   std::deque<CopyRun> late_;
   Mark num_copied_ = 0;  // late runs of copy_out() that are done; a mark counts those before it
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // guards what follows
   std::int64_t num_calls_ = 0;
   std::map<std::string, std::int64_t> num_refused_;
   std::int64_t fail_at_ = 0;

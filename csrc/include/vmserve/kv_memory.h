@@ -216,7 +216,7 @@ class KVMemory {
   std::int64_t num_within_reach(const Sequence& seq, std::int64_t most, std::int64_t window) const;
   void hold_found(const std::vector<Op>& attaches, std::vector<PageId>& held);
   bool is_holding_pages() const;                    // work in the background may give back pages
-  void stage(Change& change, const Assessed& now);  // in the ledger, and what must go before
+  void stage(Change& change, const Assessed& now);  // makes room and changes the ledger
   void execute(Change& change);                     // finds pages and makes the driver calls
   void undo(Change& change, const Error* error);
   void commit(Change& change);

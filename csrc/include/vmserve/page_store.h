@@ -19,7 +19,7 @@ struct StoreStats {
   std::int64_t read_blocks = 0;
   std::int64_t read_bytes = 0;
   std::int64_t broken_blocks = 0;   // found to differ from what was put, and removed
-  std::int64_t refused_writes = 0;  // by the system, or because it had refused shortly before
+  std::int64_t refused_writes = 0;  // refused by the system, or not tried shortly after a refusal
   // Totals of all stores with the same limit.
   std::int64_t evicted_blocks = 0;
   std::int64_t bytes = 0;

@@ -109,7 +109,7 @@ class RankLoop {
   std::shared_ptr<PageDriver> driver_;
   std::atomic<bool> running_{true};
   std::atomic<bool> stopping_{false};
-  mutable std::mutex mutex_;  // of driver_, its calls, and reason_
+  mutable std::mutex mutex_;  // guards driver_, its calls, and reason_
   std::string reason_;
   std::thread thread_;
 };

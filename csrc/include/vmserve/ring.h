@@ -44,7 +44,7 @@ enum class RingCall : std::uint32_t {
 
 struct RingRequest {
   RingCall call;
-  std::uint32_t option;  // of kReserve: the backing
+  std::uint32_t option;  // kReserve: the backing
   std::uint64_t value;   // an address, a mark, or a number of bytes
   std::uint64_t num_runs;
 };

@@ -78,7 +78,7 @@ class Background : LedgerClient {
   std::deque<InFlightCopies> copies_in_flight_;
   std::vector<PageId> reclaimed_;  // unmapped by the mapper since the last step began
   double last_step_at_ = 0;
-  double step_seconds_ = 0;  // from step to step, a mean of recent ones
+  double step_seconds_ = 0;  // mean of recent times from step to step
   bool is_growing_ = false;  // a kGrow command is in flight
   std::unique_ptr<Persistence> persistence_;
 };
