@@ -80,7 +80,7 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids,
   for (const Part& part : parts) {
     rows += part.batch->num_tokens();
     const CpuKvView& view = part.batch->view();
-    require(view.takes(kv_dtype_) && view.kv_heads() == shape_.kv_heads &&
+    require(view.takes(row_dtype_) && view.kv_heads() == shape_.kv_heads &&
                 view.values_in_keys() == (shape_.latent.rank > 0) &&
                 view.head_dim() == shape_.head_dim &&
                 view.num_layers() + num_deltas_ == static_cast<std::int64_t>(layers_.size()) &&
@@ -156,7 +156,7 @@ void CpuDecoder::normalise_heads(const Layer& layer, std::int64_t num_rows) {
 
 void CpuDecoder::gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows) {
   // A table's rows take at most whole heads, whatever the rotary dimensions are.
-  const std::int64_t item = kv_dtype_ == DType::kBFloat16 ? 2 : 4;
+  const std::int64_t item = row_dtype_ == DType::kBFloat16 ? 2 : 4;
   const std::int64_t table_bytes = rotation_bytes(num_rows);
   grow(rotations_, static_cast<std::int64_t>(tables_.size()) * table_bytes);
   for (std::size_t index = 0; index < tables_.size(); ++index) {
@@ -176,7 +176,7 @@ void CpuDecoder::gather_rotations(const std::vector<Part>& parts, std::int64_t n
 
 // Room for the rows of one table.
 std::int64_t CpuDecoder::rotation_bytes(std::int64_t num_rows) const {
-  return 2 * num_rows * shape_.head_dim * (kv_dtype_ == DType::kBFloat16 ? 2 : 4);
+  return 2 * num_rows * shape_.head_dim * (row_dtype_ == DType::kBFloat16 ? 2 : 4);
 }
 
 // Writes the rows of all of layer.qkv to qkv_.
@@ -302,7 +302,7 @@ void CpuDecoder::attend(const Layer& layer, char* qkv, std::vector<Part>& parts)
     const auto heads_at = [&](std::int64_t head, std::int64_t heads) {
       TensorRef tensor;
       tensor.data = qkv + (first * row_size + gates + head * dim) * item;
-      tensor.dtype = kv_dtype_;
+      tensor.dtype = row_dtype_;
       tensor.shape = {rows, heads, dim};
       tensor.strides = {row_size, dim, 1};
       return tensor;
@@ -310,7 +310,7 @@ void CpuDecoder::attend(const Layer& layer, char* qkv, std::vector<Part>& parts)
     const auto rotation_at = [&](std::int64_t row) {
       TensorRef tensor;
       tensor.data = rotations + row * rotary_dim * item;
-      tensor.dtype = kv_dtype_;
+      tensor.dtype = row_dtype_;
       tensor.shape = {rows, 1, rotary_dim};
       tensor.strides = {rotary_dim, rotary_dim, 1};
       return tensor;
@@ -325,7 +325,7 @@ void CpuDecoder::attend(const Layer& layer, char* qkv, std::vector<Part>& parts)
     const std::int64_t out_size = all_heads() * out_dim;
     const std::int64_t own = group_ ? group_->rank() * q_heads * out_dim : 0;
     call.out.data = reinterpret_cast<char*>(attended_.data()) + (first * out_size + own) * item;
-    call.out.dtype = kv_dtype_;
+    call.out.dtype = row_dtype_;
     call.out.shape = {rows, q_heads, out_dim};
     call.out.strides = {out_size, out_dim, 1};
     call.scale = layer.scale;

@@ -151,10 +151,10 @@ class CpuDecoder {
   // one rank. Matrices are divided by outputs only, so each output is the same sum, and logits have
   // the same bits. `shape` has the heads of this rank, and so have q, k, v, their biases and sinks;
   // all ranks have equally many query heads. A rank has RankGroup::slice of `output`, `down`,
-  // `gate` and `up`, of their biases, and of the head. Norms and routers are whole. `kv_dtype`:
+  // `gate` and `up`, of their biases, and of the head. Norms and routers are whole. `row_dtype`:
   // type of the rows of q, k and v, and of the KV cache if it has not 8 bits. A group refuses gated
   // attention, latents and delta layers.
-  CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization quantization, int num_threads,
+  CpuDecoder(const DecoderShape& shape, DType row_dtype, Quantization quantization, int num_threads,
              const std::string& isa, std::shared_ptr<RankGroup> group = nullptr);
   ~CpuDecoder();
 
@@ -237,7 +237,7 @@ class CpuDecoder {
   void embed(const std::vector<std::int64_t>& token_ids, const float* embedded);
   void gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows);
   std::int64_t rotation_bytes(std::int64_t num_rows) const;
-  bool is_narrow() const { return kv_dtype_ == DType::kBFloat16; }
+  bool is_narrow() const { return row_dtype_ == DType::kBFloat16; }
   void multiply_projections(const Layer& layer, std::int64_t num_rows, bool narrow);
   char* project(const Layer& layer, std::int64_t num_rows);
   char* project_latent(const Layer& layer, std::int64_t num_rows);
@@ -267,7 +267,7 @@ class CpuDecoder {
                      cpu::Epilogue epilogue, float* out);
 
   DecoderShape shape_;
-  DType kv_dtype_;
+  DType row_dtype_;
   std::shared_ptr<RankGroup> group_;  // null: one rank
   Slice own_hidden_;
   std::shared_ptr<ThreadPool> pool_;

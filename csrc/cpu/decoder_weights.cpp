@@ -17,14 +17,14 @@ std::vector<float> copy_vector(const TensorRef& tensor, const char* name, std::i
 
 }  // namespace
 
-CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization quantization,
+CpuDecoder::CpuDecoder(const DecoderShape& shape, DType row_dtype, Quantization quantization,
                        int num_threads, const std::string& isa, std::shared_ptr<RankGroup> group)
     : shape_(shape),
-      kv_dtype_(kv_dtype),
+      row_dtype_(row_dtype),
       group_(std::move(group)),
       own_hidden_(slice(shape.hidden_size)),
       pool_(std::make_shared<ThreadPool>(num_threads)),
-      products_(cpu::choose_table(isa).linear, pool_, quantization, kv_dtype == DType::kBFloat16),
+      products_(cpu::choose_table(isa).linear, pool_, quantization, row_dtype == DType::kBFloat16),
       attention_(std::make_unique<CpuAttention>(pool_, isa)),
       mixing_(cpu::choose_delta_kernels(attention_->isa())) {
   require(shape.vocab_size > 0 && shape.hidden_size > 0 && shape.kv_heads > 0 &&
@@ -299,7 +299,7 @@ void CpuDecoder::set_ends(const std::optional<FileRows>& embedding, const Tensor
 void CpuDecoder::set_rotations(const std::vector<Rotations>& rotations) {
   for (const Rotations& table : rotations) {
     for (const TensorRef* tensor : {&table.cos, &table.sin}) {
-      require(tensor->dtype == kv_dtype_ && tensor->shape.size() == 3 &&
+      require(tensor->dtype == row_dtype_ && tensor->shape.size() == 3 &&
                   tensor->shape == table.cos.shape && tensor->shape[1] == 1 &&
                   tensor->shape[0] == rotations[0].cos.shape[0] &&
                   tensor->shape[2] <= shape_.head_dim && tensor->strides[0] == tensor->shape[2] &&

@@ -19,10 +19,11 @@ void KindsMemory::complete(Epoch epoch) {
 // whether there were any. Dropping at the end of each step helps to find prefixes of sequences of
 // blocks, but not of slots. Slots drop pages when these are needed (docs/log/2026-11-24.md).
 bool KindsMemory::give_up_past(bool from_slots) {
-  bool gave = false;
+  bool gave_any = false;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
     Ledger& ledger = kinds_[k]->ledger_;
     if (windows_[k] == 0) continue;
+    bool gave = false;
     const std::vector<bool> running = ledger.running_seqs();
     for (SeqId id = 0; id < ledger.config.max_seqs; ++id) {
       const Sequence& seq = ledger.seqs[id];
@@ -33,8 +34,9 @@ bool KindsMemory::give_up_past(bool from_slots) {
       gave = true;
     }
     if (gave) kinds_[k]->background_.restore_write_access();
+    gave_any = gave_any || gave;
   }
-  return gave;
+  return gave_any;
 }
 
 // Whether sequences of running epochs will drop blocks when these end.
