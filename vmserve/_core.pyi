@@ -732,7 +732,7 @@ class CpuDecoder:
         delta: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
         delta_tiled: bool = False,
         latent: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
-        kv_dtype: str,
+        row_dtype: str,
         quantization: str,
         num_threads: int,
         isa: str = "",

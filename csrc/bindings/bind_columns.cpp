@@ -77,9 +77,9 @@ enum Row : py::ssize_t { kMemoryId, kComputed, kPrompt, kKnown, kLast, kNew, kNu
 
 // Collects what a step needs to know about its sequences, in one pass. `num_new`: tokens of each
 // sequence, or None for one token each. `window`: the most positions any layer attends to, 0 for
-// all. Returns the table int64 [rows, sequences]; growths int64 [sequences, 3]; whether every
-// sequence computes all its known tokens; whether every sequence computes one token after its
-// prompt; and whether a sequence starts in this step.
+// all. Returns the table int64 [rows, sequences], growths int64 [sequences, 3] and three flags. The
+// flags: every sequence computes all its known tokens; every sequence computes one token after its
+// prompt; a sequence starts in this step.
 py::tuple step_columns(const py::list& sequences, const std::optional<py::list>& num_new,
                        std::int64_t window) {
   const auto num = static_cast<py::ssize_t>(sequences.size());
@@ -144,8 +144,8 @@ py::tuple take_unpublished(const py::list& sequences, const IntArray& memory_ids
   return py::make_tuple(as_array(owners), as_array(tokens));
 }
 
-// Numbers are part of no cycle: the garbage collector need not visit them, one by one, each time.
-// It must not be given lists that get other objects.
+// The garbage collector need not visit numbers one by one: they are part of no cycle. Pre: the list
+// never gets other objects.
 void untrack(const py::list& tokens) {
   PyObject_GC_UnTrack(tokens.ptr());
 }

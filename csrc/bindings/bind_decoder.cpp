@@ -50,8 +50,8 @@ std::vector<float> copy_of(const Floats& array) {
   return {array.data(), array.data() + array.size()};
 }
 
-// Returns (logits [rows, vocab], seconds of attention in each batch, hidden states). Ranks but the
-// first return no rows.
+// Returns (logits [rows, vocab], seconds of attention in each batch, hidden states). Only the first
+// rank returns rows.
 py::tuple forward(CpuDecoder& decoder, const IntArray& token_ids,
                   const std::vector<CpuBatch*>& batches, const std::optional<IntArray>& wanted,
                   std::int64_t num_hidden, const std::optional<Floats>& embedded) {
@@ -124,7 +124,7 @@ void bind_decoder(py::module_& m) {
       .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t q_heads,
                        std::int64_t kv_heads, std::int64_t head_dim, float norm_eps,
                        float embedding_scale, float logits_softcap, const FiveSizes& delta,
-                       bool delta_tiled, const FiveSizes& latent, const std::string& kv_dtype,
+                       bool delta_tiled, const FiveSizes& latent, const std::string& row_dtype,
                        const std::string& quantization, int num_threads, const std::string& isa,
                        std::shared_ptr<RankGroup> group) {
              const auto [key_heads, value_heads, key_dim, value_dim, taps] = delta;
@@ -140,7 +140,7 @@ void bind_decoder(py::module_& m) {
                  logits_softcap,
                  {key_heads, value_heads, key_dim, value_dim, taps, delta_tiled},
                  {q_rank, rank, plain, rotated, value}};
-             return std::make_unique<CpuDecoder>(shape, as_dtype(kv_dtype),
+             return std::make_unique<CpuDecoder>(shape, as_dtype(row_dtype),
                                                  as_quantization(quantization), num_threads, isa,
                                                  std::move(group));
            }),
@@ -148,7 +148,7 @@ void bind_decoder(py::module_& m) {
            py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
            py::arg("embedding_scale") = 1.0F, py::arg("logits_softcap") = 0.0F,
            py::arg("delta") = FiveSizes{}, py::arg("delta_tiled") = false,
-           py::arg("latent") = FiveSizes{}, py::arg("kv_dtype"), py::arg("quantization"),
+           py::arg("latent") = FiveSizes{}, py::arg("row_dtype"), py::arg("quantization"),
            py::arg("num_threads"), py::arg("isa") = "", py::arg("group") = nullptr)
       .def(
           "add_layer",

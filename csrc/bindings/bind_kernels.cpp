@@ -143,7 +143,7 @@ void bind_kernels(py::module_& m) {
       .def(py::init([](const std::shared_ptr<CpuKvView>& view, const IntArray& places,
                        const IntArray& num_past, const IntArray& num_new,
                        const py::object& state_places) {
-             // Every step passes them: they are converted only where there are states.
+             // Every step passes state_places. They are converted only if there are states.
              Ints states;
              if (!state_places.is_none() && view->state_floats() > 0) {
                states = as_ints(py::cast<IntArray>(state_places));

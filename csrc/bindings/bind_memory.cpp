@@ -223,7 +223,7 @@ MemoryConfig as_config(const py::dict& kwargs) {
   return config;
 }
 
-// What KVMemory and KindsMemory have in common.
+// Methods that KVMemory and KindsMemory have in common.
 template <typename Memory>
 void bind_sequences(py::class_<Memory>& memory) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
@@ -418,7 +418,7 @@ void bind_memory(py::module_& m) {
                 return std::make_unique<KindsMemory>(configs, limit_pages);
               }),
           py::arg("kinds"), py::arg("limit_pages"))
-      // The kinds' own memories, for reading alone.
+      // The kinds' own memories, only for reading.
       .def_property_readonly("kinds", [](const py::object& self) {
         py::list kinds_of;
         for (const auto& kind : py::cast<const KindsMemory&>(self).kinds()) {

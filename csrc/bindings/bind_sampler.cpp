@@ -76,8 +76,7 @@ Tokens as_tokens(const py::object& items) {
   return tokens;
 }
 
-// Lists that a request gives once for all its rows, which share them: a client chooses how long
-// they are.
+// Lists that all rows of a request share, because a client chooses their length.
 struct RequestLists {
   std::shared_ptr<const FixedChanges> changes;
   std::shared_ptr<const Tokens> listed;
@@ -85,13 +84,13 @@ struct RequestLists {
   Tokens stop_ids;
 };
 
-// What a row says once for all its steps; the row keeps it.
+// A row's values for all its steps; the row keeps them.
 struct RowTerms {
   py::object tokens;  // the list that grows
   std::int64_t num_prompt = 0, min_tokens = 0;
   double temperature = 0.0;
   RowRequest request;  // without temperature, position and changes
-  py::object owner;    // of the lists
+  py::object owner;    // keeps `lists` alive
   const RequestLists* lists = nullptr;
 };
 
@@ -120,7 +119,7 @@ struct Known {
 };
 
 // Reads vmserve.sampling.tokens.SamplingRow attribute by attribute, at a tenth of the cost of
-// packing rows in Python; the sampler runs every step. What no step changes is read once.
+// packing rows in Python; the sampler runs every step. Values that no step changes are read once.
 class RowReader {
  public:
   RowReader(double greedy_below, std::int64_t vocab) : greedy_below_(greedy_below), vocab_(vocab) {}
@@ -141,9 +140,9 @@ class RowReader {
  private:
   static constexpr const char* kTerms = "vmserve.RowTerms";
   static constexpr const char* kLists = "vmserve.RequestLists";
-  static constexpr std::int64_t kAll = -2;  // of num_likeliest: the vocabulary
+  static constexpr std::int64_t kAll = -2;  // num_likeliest: the whole vocabulary
 
-  // What `kept.core` holds, a T that `make` makes if there is none yet.
+  // Returns the T in `kept.core`; makes it with `make` if there is none yet.
   template <typename T, typename Make>
   const T& kept_in(const py::object& kept, const char* name, const Make& make) const {
     py::object known = core_.of(kept);
@@ -317,7 +316,7 @@ py::tuple as_tuple(const std::vector<RowResult>& results) {
   return py::make_tuple(tokens, logprobs, tops, num_repaired);
 }
 
-// On the host, or where torch has them.
+// Arrays on the host, or tensors of torch.
 using Logits = std::variant<Floats, TensorTuple>;
 
 TensorRef tensor_of(const Logits& logits) {

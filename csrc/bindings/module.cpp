@@ -12,7 +12,7 @@ py::object error_class(const char* name) {
   return py::module_::import("vmserve.errors").attr(name);
 }
 
-// `completed`: number of runs of a batched driver call that were done.
+// `completed`: number of executed runs of a batched driver call.
 void raise(const py::object& type, const py::object& raised, const Error& error) {
   raised.attr("completed") = error.completed;
   PyErr_SetObject(type.ptr(), raised.ptr());

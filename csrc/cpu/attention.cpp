@@ -151,7 +151,7 @@ struct AttendRun {
   cpu::Plan& plan;
   TensorRef q;  // rotated
   float* partials;
-  float* scratch;  // of worker 0
+  float* scratch;  // scratch of worker 0
   std::size_t scratch_floats;
 };
 

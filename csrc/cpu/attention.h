@@ -26,7 +26,7 @@ struct KernelTable;
 struct Sequence;
 }  // namespace cpu
 
-// kInt8: of a KV cache alone, whose rows have a scale behind them (cpu::Code).
+// kInt8 is for KV caches only; a scale follows each row (cpu::Code).
 enum class DType { kFloat32, kBFloat16, kInt8 };
 
 constexpr std::int64_t item_bytes(DType dtype) {
@@ -40,8 +40,8 @@ struct TensorRef {
   std::vector<std::int64_t> shape, strides;
 };
 
-// Instruction sets that this processor can execute, best first. "generic" and "generic16" (the
-// shape of the AVX-512 kernels in plain C++, for tests) are always among them.
+// Instruction sets that this processor can execute, best first. "generic" and "generic16" are
+// always among them. "generic16" is plain C++ in the shape of the AVX-512 kernels, for tests.
 std::vector<std::string> cpu_isas();
 
 // K and V of every layer that attends, and states of the others. The caller owns the memory and
@@ -58,14 +58,14 @@ class CpuKvView {
             std::vector<const std::int32_t*> tables, std::vector<std::size_t> layer_tables,
             std::int64_t table_rows, std::int64_t table_width, std::int64_t block_tokens);
 
-  // States of constant size, in either view: pages float32 [pages, floats], each with a sequence's
-  // states of all layers without K and V, and a block table int32 [table_rows, table_width]. A
+  // States of constant size, in either view: pages float32 [pages, floats] and a block table int32
+  // [table_rows, table_width]. A page has a sequence's states of all layers without K and V. A
   // block is a page; a sequence's first block has its states.
   void set_states(const TensorRef& pages, const std::int32_t* table, std::int64_t table_rows,
                   std::int64_t table_width);
 
   bool paged() const { return !tables_.empty(); }
-  // 0: it has none.
+  // 0 if there are no states.
   std::int64_t state_floats() const { return states_.shape.empty() ? 0 : states_.shape[1]; }
   std::int64_t num_layers() const { return static_cast<std::int64_t>(keys_.size()); }
   DType dtype() const { return keys_[0].dtype; }
@@ -92,7 +92,7 @@ class CpuKvView {
   std::int64_t state_table_rows_ = 0, state_table_width_ = 0;
   std::vector<const std::int32_t*> tables_;
   std::vector<std::size_t> layer_tables_;
-  std::vector<std::int64_t> num_blocks_;  // of the arena behind each table
+  std::vector<std::int64_t> num_blocks_;  // in the arena of each table
   std::int64_t table_rows_ = 0, table_width_ = 0;
   std::int64_t block_tokens_ = 0, blocks_per_page_ = 0;
 };
@@ -139,7 +139,7 @@ class CpuBatch {
   std::int64_t num_tokens_ = 0;
   std::vector<std::int32_t> blocks_;  // rows of the tables
   std::vector<std::int64_t> state_pages_;
-  // Of each table's sequences, table after table:
+  // For each table, one number per sequence:
   std::vector<std::int64_t> block_starts_;  // where their blocks begin in blocks_
   std::vector<std::int64_t> usable_from_;   // position after the last block outside the arena
   std::vector<std::pair<std::size_t, std::unique_ptr<cpu::Plan>>> plans_;  // by table

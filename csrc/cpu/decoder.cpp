@@ -80,7 +80,7 @@ void CpuDecoder::check_call(const std::vector<std::int64_t>& token_ids,
   for (const Part& part : parts) {
     rows += part.batch->num_tokens();
     const CpuKvView& view = part.batch->view();
-    require(view.takes(kv_dtype_) && view.kv_heads() == shape_.kv_heads &&
+    require(view.takes(row_dtype_) && view.kv_heads() == shape_.kv_heads &&
                 view.values_in_keys() == (shape_.latent.rank > 0) &&
                 view.head_dim() == shape_.head_dim &&
                 view.num_layers() + num_deltas_ == static_cast<std::int64_t>(layers_.size()) &&
@@ -155,8 +155,8 @@ void CpuDecoder::normalise_heads(const Layer& layer, std::int64_t num_rows) {
 }
 
 void CpuDecoder::gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows) {
-  // Whatever the rotary dimensions are, a table's rows take no more than whole heads.
-  const std::int64_t item = kv_dtype_ == DType::kBFloat16 ? 2 : 4;
+  // A table's rows take at most whole heads, whatever the rotary dimensions are.
+  const std::int64_t item = row_dtype_ == DType::kBFloat16 ? 2 : 4;
   const std::int64_t table_bytes = rotation_bytes(num_rows);
   grow(rotations_, static_cast<std::int64_t>(tables_.size()) * table_bytes);
   for (std::size_t index = 0; index < tables_.size(); ++index) {
@@ -176,7 +176,7 @@ void CpuDecoder::gather_rotations(const std::vector<Part>& parts, std::int64_t n
 
 // Room for the rows of one table.
 std::int64_t CpuDecoder::rotation_bytes(std::int64_t num_rows) const {
-  return 2 * num_rows * shape_.head_dim * (kv_dtype_ == DType::kBFloat16 ? 2 : 4);
+  return 2 * num_rows * shape_.head_dim * (row_dtype_ == DType::kBFloat16 ? 2 : 4);
 }
 
 // Writes the rows of all of layer.qkv to qkv_.
@@ -202,8 +202,8 @@ void CpuDecoder::multiply_projections(const Layer& layer, std::int64_t num_rows,
   }
 }
 
-// Returns the address of q, k and v of the rows, in the KV cache's type, behind gates if the layer
-// is gated.
+// Returns the address of q, k and v of the rows, in the KV cache's type. If the layer is gated,
+// gates precede them.
 char* CpuDecoder::project(const Layer& layer, std::int64_t num_rows) {
   const bool normalises = !layer.q_norm.empty();
   multiply_projections(layer, num_rows, is_narrow() && !normalises);
@@ -302,7 +302,7 @@ void CpuDecoder::attend(const Layer& layer, char* qkv, std::vector<Part>& parts)
     const auto heads_at = [&](std::int64_t head, std::int64_t heads) {
       TensorRef tensor;
       tensor.data = qkv + (first * row_size + gates + head * dim) * item;
-      tensor.dtype = kv_dtype_;
+      tensor.dtype = row_dtype_;
       tensor.shape = {rows, heads, dim};
       tensor.strides = {row_size, dim, 1};
       return tensor;
@@ -310,7 +310,7 @@ void CpuDecoder::attend(const Layer& layer, char* qkv, std::vector<Part>& parts)
     const auto rotation_at = [&](std::int64_t row) {
       TensorRef tensor;
       tensor.data = rotations + row * rotary_dim * item;
-      tensor.dtype = kv_dtype_;
+      tensor.dtype = row_dtype_;
       tensor.shape = {rows, 1, rotary_dim};
       tensor.strides = {rotary_dim, rotary_dim, 1};
       return tensor;
@@ -325,7 +325,7 @@ void CpuDecoder::attend(const Layer& layer, char* qkv, std::vector<Part>& parts)
     const std::int64_t out_size = all_heads() * out_dim;
     const std::int64_t own = group_ ? group_->rank() * q_heads * out_dim : 0;
     call.out.data = reinterpret_cast<char*>(attended_.data()) + (first * out_size + own) * item;
-    call.out.dtype = kv_dtype_;
+    call.out.dtype = row_dtype_;
     call.out.shape = {rows, q_heads, out_dim};
     call.out.strides = {out_size, out_dim, 1};
     call.scale = layer.scale;
@@ -384,8 +384,8 @@ void CpuDecoder::mix_delta(const Layer& layer, const std::vector<Part>& parts,
   delta_seconds_ += watch.seconds();
 }
 
-// Brings the wanted rows to the front, in columns of `bytes` from byte `first` of a row on: only
-// they are read later.
+// Moves the wanted rows to the front, because only they are read later. Copies `bytes` of each row,
+// from byte `first` on.
 void CpuDecoder::keep(StepRows& rows, std::int64_t row_bytes, std::int64_t first,
                       std::int64_t bytes, const std::vector<std::int64_t>& wanted) {
   const auto num_wanted = static_cast<std::int64_t>(wanted.size());
@@ -494,7 +494,7 @@ void CpuDecoder::compute(const std::vector<std::int64_t>& token_ids, std::vector
     }
     meet();
     if (is_last) {
-      // Not before: other ranks read the rows of x_ until they meet.
+      // Other ranks read the rows of x_ until they meet.
       keep(x_, shape_.hidden_size * 4, own_hidden_.first * 4, own_hidden_.count * 4, wanted);
       num_rows = static_cast<std::int64_t>(wanted.size());
       if (num_rows == 0) return;
@@ -509,7 +509,7 @@ void CpuDecoder::compute(const std::vector<std::int64_t>& token_ids, std::vector
   if (group_ && is_first()) std::copy_n(logits_.data(), num_rows * shape_.vocab_size, logits);
 }
 
-// In a group, rows are written to the memory that all share.
+// In a group, rows are written to the shared memory.
 void CpuDecoder::multiply_head(std::int64_t num_rows, float* logits) {
   products_.pack_rows(*head_, x_.data(), false, num_rows, final_norm_.data(), shape_.norm_eps);
   if (group_) logits = logits_.data() + slice(shape_.vocab_size).first;
@@ -517,7 +517,7 @@ void CpuDecoder::multiply_head(std::int64_t num_rows, float* logits) {
                      logits, shape_.vocab_size);
 }
 
-// All ranks find the same places.
+// All ranks compute the same places.
 void CpuDecoder::place_rows(std::int64_t num_rows, std::int64_t num_wanted) {
   if (!group_) return;
   const std::int64_t most = std::max(num_rows, num_wanted);

@@ -1,11 +1,11 @@
 // A decoder of the Llama family on the CPU: one call computes a step's forward pass.
 //
 // Weights are packed once for the instruction set, in their stored type or in int8. Activations and
-// sums are float32; K and V have the type of the KV cache. The rows that enter a linear layer are
-// rounded to int16 or int8 for int8 weights (a scale for each row and group of elements), and to
-// bfloat16 if weights and KV cache are bfloat16 and the processor multiplies pairs of bfloat16.
-// Norms, rotations, the write of K and V, residuals and the gated MLP are fused into the products
-// around them, so a layer takes few runs of the thread pool.
+// sums are float32; K and V have the type of the KV cache. Rows that enter a linear layer with int8
+// weights are rounded to int16 or int8, with a scale for each row and group of elements. They are
+// rounded to bfloat16 if weights and KV cache are bfloat16 and the processor multiplies pairs of
+// bfloat16. Norms, rotations, the write of K and V, residuals and the gated MLP are fused into the
+// products around them. So a layer takes few runs of the thread pool.
 //
 // A row's result has the same bits in any batch, in any chunk of its prompt and on any number of
 // threads.
@@ -25,10 +25,10 @@
 namespace vmserve {
 
 // Sizes of attention over latents (multi-head latent attention, DeepSeek-V2, 2024). A key has
-// `plain` elements of a product with the latent, and `rotated` ones, which all heads share; so a
-// row of the KV cache is the rotated ones, then the latent of `rank` elements, and has no values.
+// `plain` elements, a product with the latent, and `rotated` elements, which all heads share. So a
+// row of the KV cache has the rotated elements, then the latent of `rank` elements, and no values.
 struct LatentShape {
-  std::int64_t q_rank = 0;  // of queries, which are latent too; 0: they are not
+  std::int64_t q_rank = 0;  // rank of latent queries; 0: queries are not latent
   std::int64_t rank = 0, plain = 0, rotated = 0, value = 0;
 
   std::int64_t query_dim() const { return plain + rotated; }
@@ -41,22 +41,23 @@ struct DecoderShape {
   float norm_eps = 0.0F;
   float embedding_scale = 1.0F;  // factor of the embedding's rows
   float logits_softcap = 0.0F;   // 0: none
-  DeltaShape delta;              // of layers without attention; no value heads: there are none
-  LatentShape latent;            // of all layers; no rank: there are none
+  DeltaShape delta;              // layers without attention; no value heads: none
+  LatentShape latent;            // attention of all layers; no rank: none has latents
 };
 
-// One layer's tensors, as in the checkpoint: weights [outputs, inputs] in float32 or bfloat16,
-// contiguous in their last dimension, or grouped integers; norms and biases in float32, contiguous.
+// One layer's tensors, as in the checkpoint. Weights [outputs, inputs] are float32 or bfloat16,
+// contiguous in their last dimension, or grouped integers. Norms and biases are float32,
+// contiguous.
 struct DecoderLayer {
   TensorRef attention_norm, mlp_norm;
   WeightRef q, k, v, output;
-  // Attention is multiplied by the sigmoid of gates [q_heads * head_dim], whose outputs q has above
-  // the queries' own. Such a layer has norms of q and k.
+  // Attention is multiplied by the sigmoid of gates [q_heads * head_dim]. Their outputs in q
+  // precede those of the queries. A gated layer has norms of q and k.
   bool gated = false;
   const float *q_bias = nullptr, *k_bias = nullptr, *v_bias = nullptr, *output_bias = nullptr;
   const float* sinks = nullptr;                      // [q_heads]: see CpuLayerCall
   const float *q_norm = nullptr, *k_norm = nullptr;  // [head_dim]; both or none
-  // Of what attention and MLP add to the residual, [hidden_size]; null: none.
+  // Norms of the results of attention and MLP, before the residual: [hidden_size] or null.
   const float *attention_out_norm = nullptr, *mlp_out_norm = nullptr;
   std::int64_t rotation = 0;  // index in set_rotations
   float scale = 1.0F;
@@ -64,24 +65,22 @@ struct DecoderLayer {
   float softcap = 0.0F;
 };
 
-// A gated delta layer's tensors, in place of attention's: qkv [channels, hidden] has q, k and v of
-// all heads, z [value_size, hidden] the gates of the norm, gates [2 * value_heads, hidden] b, then
-// a.
+// A gated delta layer's tensors, in place of attention's. qkv [channels, hidden]: q, k and v of all
+// heads. z [value_size, hidden]: the gates of the norm. gates [2 * value_heads, hidden]: b, then a.
 struct DecoderDelta {
   TensorRef attention_norm, mlp_norm;
   WeightRef qkv, z, gates, output;
   DeltaWeights weights;
 };
 
-// A layer with attention over latents. Products with a latent are made with queries and with what
-// is attended to, so none is expanded: of each head, key_up [rank, plain] and value_up [value,
-// rank]. q [q_heads * query_dim, hidden or q_rank] has the rotated elements last, kv_down [rank +
-// rotated, hidden] as well.
+// A layer with attention over latents, which are never expanded. In each head, key_up [rank, plain]
+// multiplies queries, and value_up [value, rank] the result of attention. q [q_heads * query_dim,
+// hidden or q_rank] and kv_down [rank + rotated, hidden] have the rotated elements last.
 struct DecoderLatent {
   TensorRef attention_norm, mlp_norm;
   std::optional<WeightRef> q_down;                    // [q_rank, hidden]; none if q_rank is 0
   const float *q_norm = nullptr, *kv_norm = nullptr;  // [q_rank], null if that is 0; [rank]
-  float norm_eps = 0.0F;                              // of these two
+  float norm_eps = 0.0F;                              // eps of these two norms
   WeightRef q, kv_down, output;
   std::vector<WeightRef> key_up, value_up;
   std::int64_t rotation = 0;
@@ -101,18 +100,18 @@ struct DecoderMlp {
   cpu::Gate activation;
 };
 
-// A router over MLPs (experts), which computes `chosen` of `count` for a row: those of its largest
-// scores, of equal ones the first. A score is the softmax of its products, or their sigmoid, and
-// weighs the expert's result, times `scale`; if `normalised`, those of the chosen add up to 1
-// before.
+// A router over MLPs (experts). It chooses `chosen` of `count` for a row by the largest scores; of
+// equal ones, the first. A score is the softmax or the sigmoid of the router's products. The
+// expert's result is multiplied by the score and by `scale`. If `normalised`, the chosen scores are
+// first divided by their sum.
 struct DecoderRouter {
   WeightRef weights;  // [count, hidden]
   const float* bias = nullptr;
   std::int64_t count = 0, chosen = 0;
   bool normalised = false, sigmoid = false;
-  const float* correction = nullptr;  // [count], or null: added to scores that choose, not weigh
-  // Only experts of the best groups are chosen: those whose `group_best` largest scores have the
-  // largest sum.
+  const float* correction = nullptr;  // [count], or null: added to scores only for the choice
+  // Only experts of the best groups are chosen. The best groups are those with the largest sum of
+  // their `group_best` largest scores.
   std::int64_t groups = 1, chosen_groups = 1, group_best = 1;
   float scale = 1.0F;
   // Whether one more MLP computes every row, with the weight 1, or the sigmoid of the row's product
@@ -148,21 +147,21 @@ class StepRows {
 
 class CpuDecoder {
  public:
-  // `isa`: as for CpuAttention. `group`: of ranks that compute together, each with its slices;
-  // null: this one alone. Matrices are divided by outputs only, so each output is the same sum, and
-  // logits have the same bits. The heads of `shape` are those of this rank, and so are q, k, v,
-  // their biases and sinks; all ranks have equally many query heads. Of `output`, `down` and their
-  // biases, of `gate`, `up` and theirs, and of the head a rank has RankGroup::slice. Norms and
-  // routers are whole. `kv_dtype`: of rows of q, k and v, and of the KV cache if it has not 8 bits.
-  // Gated attention, latents and delta layers are refused.
-  CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization quantization, int num_threads,
+  // `isa`: as for CpuAttention. `group`: ranks that compute together, each with its slices; null:
+  // one rank. Matrices are divided by outputs only, so each output is the same sum, and logits have
+  // the same bits. `shape` has the heads of this rank, and so have q, k, v, their biases and sinks;
+  // all ranks have equally many query heads. A rank has RankGroup::slice of `output`, `down`,
+  // `gate` and `up`, of their biases, and of the head. Norms and routers are whole. `row_dtype`:
+  // type of the rows of q, k and v, and of the KV cache if it has not 8 bits. A group refuses gated
+  // attention, latents and delta layers.
+  CpuDecoder(const DecoderShape& shape, DType row_dtype, Quantization quantization, int num_threads,
              const std::string& isa, std::shared_ptr<RankGroup> group = nullptr);
   ~CpuDecoder();
 
   // Call add_layer, add_latent or add_delta for each layer in order, then set_ends. After it comes
   // add_mlp, or add_router with an add_mlp for each expert and, last, the shared one. The rows of
-  // `embedding` [vocab, hidden] are read when they are needed, everything else is copied. None:
-  // forward is given the rows. `head` [vocab, hidden].
+  // `embedding` [vocab, hidden] are read when they are needed; everything else is copied. Without
+  // an embedding, forward() takes the rows. `head` [vocab, hidden].
   void add_layer(const DecoderLayer& layer);
   void add_latent(const DecoderLatent& layer);
   void add_delta(const DecoderDelta& layer);
@@ -171,28 +170,28 @@ class CpuDecoder {
   void set_ends(const std::optional<FileRows>& embedding, const TensorRef& final_norm,
                 const WeightRef& head);
 
-  // All layers' rotations, for equally many positions. The caller keeps them alive until others are
-  // set.
+  // Sets all layers' rotations, for equally many positions. The caller keeps them alive until the
+  // next call.
   void set_rotations(const std::vector<Rotations>& rotations);
   std::int64_t num_positions() const;
 
   std::int64_t vocab_size() const { return shape_.vocab_size; }
   std::int64_t hidden_size() const { return shape_.hidden_size; }
   const LatentShape& latent() const { return shape_.latent; }
-  // The rank's part of so many outputs: all, if it is alone.
+  // The rank's part of `count` outputs; all if there is no group.
   Slice slice(std::int64_t count) const { return group_ ? group_->slice(count) : Slice{0, count}; }
-  // Whether logits and hidden states are returned here.
+  // Whether this rank returns logits and hidden states.
   bool is_first() const { return !group_ || group_->rank() == 0; }
   // Size of the packed weights.
   std::size_t weight_bytes() const;
-  // Those of the weights that a single row reads: of experts, as many as are chosen.
+  // Size of the weights that a single row reads, with its chosen experts only.
   std::size_t row_weight_bytes() const;
   // Experts whose weights were read, and rows that they computed, in all calls so far.
   std::int64_t expert_reads() const { return expert_reads_; }
   std::int64_t expert_rows() const { return expert_rows_; }
   // Time spent in delta layers between their projections, in all calls so far.
   double delta_seconds() const { return delta_seconds_; }
-  // What rows that enter a layer's products are rounded to: "float32" (not rounded), "bfloat16",
+  // The type that rows of a layer's products are rounded to: "float32" (not rounded), "bfloat16",
   // "int16" or "int8".
   const char* row_type() const;
   int num_threads() const;
@@ -206,9 +205,9 @@ class CpuDecoder {
 
   // token_ids [tokens]; `wanted`: rows whose logits [wanted, vocab] to compute, in any order. The
   // last num_hidden of them return final hidden states instead, [num_hidden, hidden_size] after the
-  // last norm. `embedded` [tokens, hidden_size]: the tokens' rows of an embedding that the decoder
-  // does not have. Throws MisuseError before anything is written if an id, row or position is out
-  // of range. All ranks of a group are called with the same rows; the first one alone reads
+  // last norm. `embedded` [tokens, hidden_size]: the embedding's rows of the tokens, if the decoder
+  // has no embedding. Throws MisuseError before anything is written if an id, row or position is
+  // out of range. All ranks of a group are called with the same rows; only the first reads
   // `embedded` and writes logits and hidden states. Any other error ends the group.
   void forward(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,
                const std::vector<std::int64_t>& wanted, float* logits, std::int64_t num_hidden = 0,
@@ -223,7 +222,7 @@ class CpuDecoder {
   void compute(const std::vector<std::int64_t>& token_ids, std::vector<Part>& parts,
                const std::vector<std::int64_t>& wanted, float* logits, std::int64_t num_hidden,
                float* hidden, const float* embedded);
-  // Waits for the other ranks: all have what each has written.
+  // Waits for the other ranks. Post: every rank's writes are visible to all.
   void meet() {
     if (group_) group_->wait();
   }
@@ -238,7 +237,7 @@ class CpuDecoder {
   void embed(const std::vector<std::int64_t>& token_ids, const float* embedded);
   void gather_rotations(const std::vector<Part>& parts, std::int64_t num_rows);
   std::int64_t rotation_bytes(std::int64_t num_rows) const;
-  bool is_narrow() const { return kv_dtype_ == DType::kBFloat16; }
+  bool is_narrow() const { return row_dtype_ == DType::kBFloat16; }
   void multiply_projections(const Layer& layer, std::int64_t num_rows, bool narrow);
   char* project(const Layer& layer, std::int64_t num_rows);
   char* project_latent(const Layer& layer, std::int64_t num_rows);
@@ -253,7 +252,7 @@ class CpuDecoder {
             const std::vector<std::int64_t>& wanted);
   void norm_rows(const float* rows, std::int64_t num_rows, float* out) const;
   void add_normalised(const std::vector<float>& norm, std::int64_t num_rows);
-  // next: whose product follows.
+  // next: the layer of the next product.
   void finish_layer(const Layer& layer, const LinearLayer& next, std::int64_t num_rows);
   void add_mlp_of(const Layer& layer, const LinearLayer& next, std::int64_t num_rows);
   void multiply_mlp(const Mlp& mlp, const float* norm, const LinearLayer* next,
@@ -268,7 +267,7 @@ class CpuDecoder {
                      cpu::Epilogue epilogue, float* out);
 
   DecoderShape shape_;
-  DType kv_dtype_;
+  DType row_dtype_;
   std::shared_ptr<RankGroup> group_;  // null: one rank
   Slice own_hidden_;
   std::shared_ptr<ThreadPool> pool_;
@@ -277,15 +276,15 @@ class CpuDecoder {
   const cpu::DeltaKernels& mixing_;
   std::unique_ptr<GatedDelta> delta_;  // null: no layer has one
   std::vector<Layer> layers_;
-  std::int64_t num_deltas_ = 0;  // of the layers
+  std::int64_t num_deltas_ = 0;  // delta layers so far
   std::optional<FileRows> embedding_;
   std::vector<Rotations> tables_;
   std::vector<float> final_norm_;
   std::unique_ptr<LinearLayer> head_;
   std::mutex mutex_;  // one call at a time
-  // Buffers of a step; grow as needed.
-  // attended_: in the KV cache's type; in float32 behind gates and delta layers. Of x_, gated_,
-  // attended_ and product_ a rank writes its columns, and reads all after the ranks have met.
+  // Buffers of a step; grow as needed. attended_ has the KV cache's type, or float32 after gates
+  // and delta layers. A rank writes its columns of x_, gated_, attended_ and product_, and reads
+  // all after the ranks have met.
   StepRows x_, gated_, attended_, ungated_, product_, logits_;
   std::vector<float> qkv_, delta_gates_;
   std::vector<char> kept_;
@@ -294,9 +293,9 @@ class CpuDecoder {
   std::vector<float> queries_, latent_rows_;
   StepRows values_;
   std::vector<std::uint16_t> narrow_qkv_;
-  std::vector<char> rotations_;  // of each table: cosines, then sines, of the step's rows
-  // Of the experts that rows chose: [rows, chosen], largest first. A slot is a row of an expert;
-  // slots are in the order of experts, then of rows.
+  std::vector<char> rotations_;  // for each table: cosines, then sines, of the step's rows
+  // The chosen experts of each row: [rows, chosen], largest score first. A slot is a row of an
+  // expert; slots are in the order of experts, then of rows.
   std::vector<float> router_logits_, expert_scores_, expert_weights_, expert_out_;
   std::vector<std::int32_t> expert_ids_;
   std::vector<std::int64_t> slots_, slot_rows_;  // slots_: [rows, chosen]

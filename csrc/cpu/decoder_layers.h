@@ -1,4 +1,4 @@
-// What a decoder's layers consist of. Only decoder*.cpp include this.
+// The parts of a decoder's layers. Only decoder*.cpp include this.
 #pragma once
 
 #include <optional>
@@ -30,7 +30,7 @@ struct CpuDecoder::Mlp {
 };
 
 struct CpuDecoder::Experts {
-  LinearLayer router;  // the last output: of the shared expert's gate
+  LinearLayer router;  // the last output is the shared expert's gate
   std::int64_t count, chosen;
   bool normalised, sigmoid;
   std::vector<float> correction;
@@ -38,7 +38,7 @@ struct CpuDecoder::Experts {
   float scale;
   bool shared, shared_gate;
 
-  // Whether scores that choose are other numbers than the products.
+  // Whether experts are chosen by scores that differ from the products.
   bool scores() const { return sigmoid || !correction.empty() || groups > 1; }
   std::size_t num_mlps() const { return static_cast<std::size_t>(count + (shared ? 1 : 0)); }
 };
@@ -46,8 +46,8 @@ struct CpuDecoder::Experts {
 struct CpuDecoder::Latent {
   std::vector<float> q_norm, kv_norm;
   float norm_eps;
-  std::optional<LinearLayer> q;               // behind q_norm
-  std::vector<LinearLayer> key_up, value_up;  // of each head
+  std::optional<LinearLayer> q;               // applied after q_norm
+  std::vector<LinearLayer> key_up, value_up;  // one for each head
 };
 
 struct CpuDecoder::Layer {
@@ -67,7 +67,7 @@ struct CpuDecoder::Layer {
   std::int64_t window = 0;
   float softcap = 0.0F;
 
-  // Whether what enters the output product is float32, not of the KV cache's type.
+  // Whether the input of the output product is float32 instead of the KV cache's type.
   bool mixes_floats() const { return gated || delta || latent; }
 };
 

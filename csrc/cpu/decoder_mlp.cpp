@@ -27,7 +27,7 @@ void CpuDecoder::add_mlp_of(const Layer& layer, const LinearLayer& next, std::in
   add_normalised(layer.mlp_out_norm, num_rows);
 }
 
-// Of the rows of x_, normalised.
+// Multiplies the rows of x_, normalised.
 void CpuDecoder::multiply_mlp(const Mlp& mlp, const float* norm, const LinearLayer* next,
                               std::int64_t num_rows, cpu::Epilogue epilogue, float* out) {
   products_.pack_rows(mlp.gate_up, x_.data(), false, num_rows, norm, shape_.norm_eps);
@@ -46,8 +46,8 @@ void CpuDecoder::multiply_mlps(const LinearLayer* down, const LinearLayer* next,
   out += own_hidden_.first;
   grow(gated_, num_rows * to.depth);
   if (group_ || to.row_format().group_depth > 0) {
-    // Scales need the maximum of a whole group of the row, and rows of several ranks are made in
-    // pieces: so products are stored first, then packed.
+    // Products are stored first, then packed: scales need the maximum of a whole group, and each
+    // rank makes only a part of a row.
     products_.multiply(first, num_shares, down, nullptr, cpu::Epilogue::kGateRows,
                        gated_.data() + slice(to.inputs).first, to.inputs);
     meet();
@@ -78,7 +78,7 @@ void CpuDecoder::add_experts_of(const Layer& layer, const LinearLayer& next,
                  product_.data());
   }
   sort_by_expert(layer, num_rows);
-  // Rows are rounded once. Those of an expert with several are then brought side by side.
+  // Rows are rounded once. Then the rows of an expert with several are gathered.
   single_rows_.clear();
   for (std::int64_t row = 0; row < num_rows; ++row) single_rows_.push_back({nullptr, row, row, 1});
   const LinearLayer& any = layer.mlps[0].gate_up;
@@ -88,7 +88,7 @@ void CpuDecoder::add_experts_of(const Layer& layer, const LinearLayer& next,
   multiply_mlps(nullptr, &next, num_rows * chosen, cpu::Epilogue::kStore, expert_out_.data());
   const std::int64_t own = own_hidden_.first, end = own + own_hidden_.count;
   products_.parallel(num_rows, num_rows * chosen * hidden, [&](std::int64_t row) {
-    // One order for every batch: that of the router's products.
+    // The order is the same for every batch: by the router's products.
     float* const sum = expert_out_.data() + slots_[row * chosen] * hidden;
     const float* const weights = expert_weights_.data() + row * chosen;
     for (std::int64_t i = own; i < end; ++i) sum[i] *= weights[0];
@@ -108,7 +108,7 @@ void CpuDecoder::add_experts_of(const Layer& layer, const LinearLayer& next,
   meet();
 }
 
-// Writes the scores that choose; -inf for experts of groups that are not chosen.
+// Writes the scores for the choice; -inf for experts of groups that are not chosen.
 void CpuDecoder::score_experts(const Experts& experts, const float* logits, float* scores) const {
   for (std::int64_t id = 0; id < experts.count; ++id) {
     scores[id] = experts.sigmoid ? sigmoid(logits[id]) : logits[id];
@@ -189,7 +189,7 @@ void CpuDecoder::sort_by_expert(const Layer& layer, std::int64_t num_rows) {
     const std::int64_t rows = ends[id + 1];
     ends[id + 1] += ends[id];
     if (rows == 0) continue;
-    // A single row is read where it is packed: see below.
+    // A single row is read where it is packed (below).
     gate_up_shares_.push_back({&layer.mlps[id].gate_up, num_rows + ends[id], ends[id], rows});
     down_shares_.push_back({&layer.mlps[id].down, ends[id], ends[id], rows});
   }

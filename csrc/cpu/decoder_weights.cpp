@@ -17,14 +17,14 @@ std::vector<float> copy_vector(const TensorRef& tensor, const char* name, std::i
 
 }  // namespace
 
-CpuDecoder::CpuDecoder(const DecoderShape& shape, DType kv_dtype, Quantization quantization,
+CpuDecoder::CpuDecoder(const DecoderShape& shape, DType row_dtype, Quantization quantization,
                        int num_threads, const std::string& isa, std::shared_ptr<RankGroup> group)
     : shape_(shape),
-      kv_dtype_(kv_dtype),
+      row_dtype_(row_dtype),
       group_(std::move(group)),
       own_hidden_(slice(shape.hidden_size)),
       pool_(std::make_shared<ThreadPool>(num_threads)),
-      products_(cpu::choose_table(isa).linear, pool_, quantization, kv_dtype == DType::kBFloat16),
+      products_(cpu::choose_table(isa).linear, pool_, quantization, row_dtype == DType::kBFloat16),
       attention_(std::make_unique<CpuAttention>(pool_, isa)),
       mixing_(cpu::choose_delta_kernels(attention_->isa())) {
   require(shape.vocab_size > 0 && shape.hidden_size > 0 && shape.kv_heads > 0 &&
@@ -207,7 +207,7 @@ void CpuDecoder::add_delta(const DecoderDelta& from) {
   layer.attention_norm = copy_vector(from.attention_norm, "attention_norm", hidden);
   layer.mlp_norm = copy_vector(from.mlp_norm, "mlp_norm", hidden);
   layer.qkv = products_.pack_alike({&from.qkv, &from.z});
-  // They say how much a state keeps: rounding would add up over all tokens.
+  // Gates are not rounded: they say how much a state keeps, so errors would add up over all tokens.
   layer.delta_gates = products_.pack({&from.gates}, false, true);
   layer.output = products_.pack({&from.output}, false);
   layer.delta = from.weights;
@@ -261,7 +261,7 @@ void CpuDecoder::add_router(const DecoderRouter& from) {
     check_matrix(*from.shared_gate, "shared_gate", 1, shape_.hidden_size);
     matrices.push_back(&*from.shared_gate);
   }
-  // Its products choose: they are not rounded as others may be.
+  // Rows of the router are never rounded, because its products choose experts.
   Experts experts{products_.pack(matrices, false, true),
                   from.count,
                   from.chosen,
@@ -299,7 +299,7 @@ void CpuDecoder::set_ends(const std::optional<FileRows>& embedding, const Tensor
 void CpuDecoder::set_rotations(const std::vector<Rotations>& rotations) {
   for (const Rotations& table : rotations) {
     for (const TensorRef* tensor : {&table.cos, &table.sin}) {
-      require(tensor->dtype == kv_dtype_ && tensor->shape.size() == 3 &&
+      require(tensor->dtype == row_dtype_ && tensor->shape.size() == 3 &&
                   tensor->shape == table.cos.shape && tensor->shape[1] == 1 &&
                   tensor->shape[0] == rotations[0].cos.shape[0] &&
                   tensor->shape[2] <= shape_.head_dim && tensor->strides[0] == tensor->shape[2] &&

@@ -43,7 +43,7 @@ void GatedDelta::run(const LinearProducts& parallel, const DeltaWeights& weights
   const std::int64_t channels = shape_.channels(), value_size = shape_.value_size();
   const std::int64_t strips = (value_dim + cpu::kDeltaColumns - 1) / cpu::kDeltaColumns;
   const auto num_rows = static_cast<std::int64_t>(sequence_of_.size());
-  const std::int64_t items = heads * strips + 1;  // of a sequence: strips of columns, the window
+  const std::int64_t items = heads * strips + 1;  // per sequence: strips of columns, the window
   parallel.parallel(items * static_cast<std::int64_t>(sequences.size()),
                     3 * num_rows * value_size * key_dim, [&](std::int64_t item) {
                       const DeltaSequence& seq = sequences[static_cast<std::size_t>(item / items)];

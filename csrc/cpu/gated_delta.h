@@ -1,10 +1,10 @@
 // A gated delta layer between its projections (Yang et al. 2024): causal convolution, the delta
 // rule over a state of constant size, gated RMSNorm.
 //
-// A sequence's state in a layer is state_floats() numbers: the last taps - 1 rows that entered the
-// convolution, oldest first (zeros before the first token), then for each value head its matrix
-// [key_dim, value_dim], in strips of kDeltaColumns columns. A row's result and the state after it
-// have the same bits in any batch, in any chunk of its prompt and on any number of threads.
+// A sequence's state in a layer is state_floats() numbers. First the last taps - 1 rows that
+// entered the convolution, oldest first (zeros before the first token). Then for each value head
+// its matrix [key_dim, value_dim], in strips of kDeltaColumns columns. A row's result and the state
+// after it have the same bits in any batch, any chunk of its prompt and any number of threads.
 #pragma once
 
 #include <cstdint>
@@ -40,16 +40,16 @@ struct DeltaWeights {
   std::vector<float> norm;              // [value_dim]
 };
 
-// Rows of one sequence: state is that before the first row, and becomes that after the last.
+// Rows of one sequence, and its state, which the rows update.
 struct DeltaSequence {
   float* state;
   std::int64_t first_row, num_rows;
-  bool is_fresh;  // has no tokens before: whatever the memory holds counts as zeros
+  bool is_fresh;  // no tokens before: the state counts as zeros
 };
 
 class GatedDelta {
  public:
-  // `isa`: of the KernelTable. Throws MisuseError for sizes that the kernels do not take.
+  // `isa`: name of the KernelTable. Throws MisuseError for sizes that the kernels do not take.
   GatedDelta(const DeltaShape& shape, const std::string& isa);
 
   const DeltaShape& shape() const { return shape_; }
@@ -72,7 +72,7 @@ class GatedDelta {
 
   DeltaShape shape_;
   const cpu::DeltaKernels& kernels_;
-  // Of a step's rows: behind the convolution; decays, then betas.
+  // For each row of a step: the convolution's output; decays, then betas.
   std::vector<float> mixed_, decays_;
   std::vector<std::int64_t> sequence_of_;
 };

@@ -16,7 +16,7 @@ void split(const Byte* from, int count, Byte* codes) {
   }
 }
 
-// 32 codes of 4 bits behind `kFirst` bytes of scales.
+// 32 codes of 4 bits after `kFirst` bytes of scales.
 template <int kFirst>
 void unpack_4(const Byte* block, Byte* codes) {
   split(block + kFirst, 16, codes);

@@ -23,7 +23,7 @@ void require(bool condition, const std::string& what) {
   if (!condition) throw MisuseError(what);
 }
 
-// Checked for every sequence of a step: `text` builds the message only if the check fails.
+// `text` builds the message only if the check fails, because every sequence of a step is checked.
 template <typename Text>
 void require_each(bool condition, Text what) {
   if (!condition) throw MisuseError(what());

@@ -17,8 +17,8 @@ namespace {
 
 using cpu::GroupedTensor;
 
-// Weights of a work item: as many panels as stay in a core's own cache while all rows are computed,
-// but few enough that every thread has several items.
+// Weights of a work item: as many panels as stay in a core's own cache while all rows are computed.
+// Fewer if threads would not have several items each.
 constexpr std::int64_t kItemBytes = 192 << 10;
 constexpr std::int64_t kItemsPerThread = 4;
 // With so few rows products wait for memory, and kernels compute up to two panels side by side.
@@ -26,7 +26,7 @@ constexpr std::int64_t kFewRows = 8, kPanelsOfFewRows = 2;
 // Weights of an item that are widened at a time.
 constexpr std::int64_t kWidenedBytes = 192 << 10;
 constexpr std::size_t kBigPage = std::size_t{2} << 20;
-// Blocks of an arena, and what begins within one.
+// Size of an arena's blocks, and alignment within one.
 constexpr std::size_t kArenaBlock = std::size_t{64} << 20, kArenaAlign = 128;
 
 std::int64_t round_up(std::int64_t n, std::int64_t unit) {
@@ -105,14 +105,14 @@ bool keep_minima(std::vector<GroupedTensor>& tensors) {
   return any;
 }
 
-// Bits of the shortest codes that have those of the tensors: 4 only if all have 4, so that the type
-// of the rows depends on no weight.
+// Bits of the shortest codes that hold those of the tensors. 4 only if all tensors have 4, so that
+// the type of the rows depends on no weight.
 int bits_of(const std::vector<GroupedTensor>& tensors, bool minima) {
   const auto is_short = [](const GroupedTensor& tensor) { return tensor.bits == 4; };
   if (std::all_of(tensors.begin(), tensors.end(), is_short)) return 4;
   int least = 0, most = 0;
   for (const GroupedTensor& tensor : tensors) {
-    // As unsigned numbers, which compilers have vector instructions for.
+    // Codes are compared as unsigned numbers, for which there are vector instructions.
     const std::uint8_t sign = tensor.bits == 8 ? 0x80 : 0;
     std::uint8_t low = 0xff, high = 0;
     for (std::int64_t i = 0; i < tensor.outputs * tensor.inputs; ++i) {
@@ -131,7 +131,7 @@ int bits_of(const std::vector<GroupedTensor>& tensors, bool minima) {
   return 8;
 }
 
-// Whether codes are numbers of MXFP4, which the table has: bits are 5.
+// Whether 5-bit codes are all numbers of MXFP4, which the table has.
 bool fits_table(const std::vector<GroupedTensor>& tensors, bool minima) {
   constexpr std::uint32_t kMagnitudes =
       1U << 0 | 1U << 1 | 1U << 2 | 1U << 3 | 1U << 4 | 1U << 6 | 1U << 8 | 1U << 12;
@@ -203,7 +203,7 @@ char* WeightArena::take(std::size_t bytes) {
 }
 
 void WeightArena::add_block(std::size_t least_bytes) {
-  // What is never taken is never touched, and takes no memory.
+  // Bytes that are never taken are never touched, and use no memory.
   const std::size_t bytes =
       (std::max(least_bytes, kArenaBlock) + kBigPage - 1) / kBigPage * kBigPage;
   // Aligned by hand: mmap does not align to huge pages.

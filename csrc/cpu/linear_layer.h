@@ -15,14 +15,14 @@
 
 namespace vmserve {
 
-// Of linear layers in floating point. kInt8: int8 weights with a scale for each output, rows of
-// int16. kInt8Dynamic: rows of int8 too if the processor multiplies those faster, else the same as
-// kInt8. Grouped integers keep their codes and scales; kInt8Dynamic rounds their rows to int8, the
-// others to int16.
+// How weights in floating point are stored. kInt8: int8 weights with a scale for each output, rows
+// of int16. kInt8Dynamic: rows of int8 too if the processor multiplies those faster, else the same
+// as kInt8. Grouped integers keep their codes and scales; kInt8Dynamic rounds their rows to int8,
+// the others to int16.
 enum class Quantization { kNone, kInt8, kInt8Dynamic };
 
 // Memory of packed weights, in huge pages if the system has them, because weights are read from end
-// to end. Layers lie one behind the other: many are smaller than a huge page. All memory is freed
+// to end. Layers follow each other, because many are smaller than a huge page. All memory is freed
 // together.
 class WeightArena {
  public:
@@ -31,7 +31,7 @@ class WeightArena {
   WeightArena(const WeightArena&) = delete;
   WeightArena& operator=(const WeightArena&) = delete;
 
-  // Zeros.
+  // Returns zeroed memory.
   char* take(std::size_t bytes);
 
  private:
@@ -53,12 +53,12 @@ std::int64_t inputs_of(const WeightRef& matrix);
 
 // Packed weights of one or several matrices with the same inputs.
 struct LinearLayer {
-  const char* weights = nullptr;    // of the LinearProducts that packed them
+  const char* weights = nullptr;    // owned by the LinearProducts that packed them
   std::vector<float> scales, bias;  // in the order of the lanes, for all panels
   cpu::ScaleFormat scale_format{};
   const cpu::LinearForm* form = nullptr;
   cpu::Gate gate;
-  float softcap = 0.0F;  // of its outputs; 0: none
+  float softcap = 0.0F;  // softcap of its outputs; 0: none
   std::int64_t inputs = 0, depth = 0, outputs = 0, num_panels = 0, panel_bytes = 0;
 
   std::size_t weight_bytes() const { return static_cast<std::size_t>(num_panels * panel_bytes); }
@@ -74,8 +74,8 @@ struct LinearShare {
   std::int64_t in_column = 0, out_column = 0;
 };
 
-// Items [first, end) of one thread, which takes them from the front, so that it reads weights from
-// end to end; threads that have none left take them from the back.
+// Items [first, end) of one thread, which takes them from the front to read weights from end to
+// end. Threads that have none left take them from the back.
 class alignas(64) ItemRange {
  public:
   void set(std::int64_t first, std::int64_t end) {
@@ -100,14 +100,14 @@ class LinearProducts {
   ThreadPool& pool() const { return *pool_; }
   void set_pool(std::shared_ptr<ThreadPool> pool);
 
-  // Up to three matrices, one after the other; `gated`: two, which a gated MLP multiplies. Layers
-  // that are packed in the order of their products are read as one stream. Grouped
-  // integers that differ in size are stored in the larger one. Throws MisuseError if floats differ
-  // in type or are mixed with integers. `exact`: floats stay floats, and so do their rows.
+  // Packs up to three matrices, one after the other, or the two of a gated MLP (`gated`). Layers
+  // that are packed in the order of their products are read as one stream. Grouped integers that
+  // differ in size are stored in the larger one. Throws MisuseError if floats differ in type or are
+  // mixed with integers. `exact`: floats stay floats, and so do their rows.
   LinearLayer pack(const std::vector<const WeightRef*>& matrices, bool gated, bool exact = false);
-  // One layer for each run of matrices that are stored alike: none is widened for another.
+  // Packs one layer for each run of matrices that are stored alike: none is widened for another.
   std::vector<LinearLayer> pack_alike(const std::vector<const WeightRef*>& matrices);
-  // Of the outputs of each matrix that was packed; null: zeros.
+  // Sets the biases of each packed matrix; null: zeros.
   void set_bias(LinearLayer& layer, const std::vector<const float*>& biases,
                 const std::vector<std::int64_t>& sizes, bool gated) const;
   // Rounds rows [num_rows, next.inputs] and packs them for the product with `next`. `norm`: of an
@@ -128,7 +128,7 @@ class LinearProducts {
   void multiply(const LinearLayer& layer, const LinearLayer* next, const void* rows,
                 std::int64_t num_rows, cpu::Epilogue epilogue, void* out, std::int64_t out_stride,
                 bool pairs_out = false);
-  // Several layers of one shape in one run of the pool: their weights follow each other as one
+  // Multiplies several layers of one shape in one run of the pool. Their weights are read as one
   // stream.
   void multiply(const LinearShare* shares, std::int64_t num_shares, const LinearLayer* next,
                 const void* rows, cpu::Epilogue epilogue, void* out, std::int64_t out_stride,
@@ -156,7 +156,7 @@ class LinearProducts {
   static constexpr std::int64_t kSerialWork = 1 << 15;
 
   struct Split {
-    std::int64_t panels, num_items;  // of an item; of a layer
+    std::int64_t panels, num_items;  // panels of an item; items of a layer
   };
   struct Block {
     std::int64_t from, column, to, num_rows;
@@ -179,14 +179,14 @@ class LinearProducts {
   Quantization quantization_;
   bool bf16_rows_;
   WeightArena arena_;
-  std::unique_ptr<ItemRange[]> ranges_;  // of each thread
+  std::unique_ptr<ItemRange[]> ranges_;  // one for each thread
   // Buffers of a step; grow as needed.
   std::vector<char> packed_;  // rows, packed for the next product
   std::vector<cpu::RowGroup> row_groups_;
   std::vector<float> scratch_;
 };
 
-// The depth of packed weights and rows of so many inputs.
+// The depth of packed weights and rows that have this many inputs.
 std::int64_t padded_depth(std::int64_t inputs);
 
 // Throws MisuseError unless the matrix is [outputs, inputs] and its parts fit one another.

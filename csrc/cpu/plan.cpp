@@ -11,8 +11,8 @@ namespace {
 // split too, into items of at least kMinTileParts parts. Latents have many more products.
 constexpr std::int32_t kTileRows = 96;
 constexpr std::int64_t kEnoughTiles = 8, kMinTileParts = 4, kMinLatentParts = 1;
-// A chunk with so few rows times heads of a group is decoded, as those of short drafts: a tile
-// costs as much as with all lanes.
+// A chunk, such as a short draft, with at most so many rows times heads of a group is decoded. A
+// tile costs as much as with all lanes.
 constexpr std::int64_t kDecodedLanes = 32;
 
 std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
@@ -34,7 +34,7 @@ Plan::Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads,
       kv_heads_(static_cast<std::int32_t>(batch.view().kv_heads())),
       group_(static_cast<std::int32_t>(q_heads / batch.view().kv_heads())),
       head_dim_(static_cast<std::int32_t>(batch.view().head_dim())) {
-  // All query heads share a latent: even a single token's are rows enough for a tile.
+  // All query heads share a latent, so even a single token has rows enough for a tile.
   const bool latent = batch.view().values_in_keys();
   if (!latent) add_decodes(batch, num_threads);
   for (std::int32_t seq = 0; seq < batch.num_sequences(); ++seq) {
@@ -84,7 +84,7 @@ void Plan::add_tiles(const CpuBatch& batch, std::int32_t seq) {
   const std::int64_t tile_rows = std::max(1, kTileRows / group_);
   const std::int64_t num_tiles = divide_up(num_new, tile_rows) * kv_heads_;
   const bool latent = batch.view().values_in_keys();
-  // Each sequence has tiles then, also one that decodes.
+  // With latents, every sequence has tiles, even one that decodes.
   const std::int64_t all_tiles = latent ? num_tiles * batch.num_sequences() : num_tiles;
   const std::int64_t splits = divide_up(kEnoughTiles, all_tiles);
   const std::int64_t min_parts = latent ? kMinLatentParts : kMinTileParts;

@@ -10,8 +10,8 @@
 
 namespace vmserve::cpu {
 
-// A decode item is one query row, or a few, over positions [begin, end) of one part, with all heads
-// or, if there are more threads than parts, some; any other item is `rows` rows of one KV head over
+// A decode item is one or few query rows over positions [begin, end) of one part. It has all heads
+// or, if there are more threads than parts, some. Any other item is `rows` rows of one KV head over
 // positions [begin, end). Latents have no decode items.
 struct WorkItem {
   std::int32_t seq = 0, kv_head = 0, kv_heads = 1, row = 0, rows = 1;
@@ -30,14 +30,14 @@ struct Merge {
 
 class Plan {
  public:
-  // For that many threads, on which the result does not depend.
+  // The result of attention does not depend on num_threads.
   Plan(const CpuBatch& batch, std::int64_t window, std::int64_t q_heads, std::int64_t num_threads);
 
   std::int64_t window, q_heads;
   std::vector<WorkItem> items;  // most work first
   std::vector<Merge> merges;
   std::int64_t partial_floats = 0;
-  std::int32_t max_decode_rows = 1, max_rows_and_heads = 0;  // of decodes, of other items
+  std::int32_t max_decode_rows = 1, max_rows_and_heads = 0;  // maxima of decodes, of other items
   std::int64_t work = 0;                                     // multiplications
 
   void restart();

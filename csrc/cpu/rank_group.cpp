@@ -23,13 +23,14 @@ namespace vmserve {
 namespace {
 
 // Ranks with cores of their own meet within some 100 microseconds of each other, and a sleeper
-// takes as long to wake. Whoever spins lets others run now and then, which may be the rank waited
-// for.
+// takes as long to wake. A spinning rank yields now and then, because the rank that it waits for
+// may need the core.
 constexpr std::chrono::microseconds kSpin{500};
 constexpr int kPauses = 300;
 // How often a rank that sleeps looks whether the others are alive: at first, and in a long sleep.
 constexpr long kLookNanoseconds = 50'000'000, kLongestLook = 400'000'000;
-// A rank that is waited for and uses no processor for so long hangs. A sleeper may wait for a disk.
+// A rank hangs if others wait for it and it uses no processor for so long. A sleeping rank may wait
+// for a disk.
 constexpr std::chrono::milliseconds kStoppedLong{700}, kAsleepLong{10'000};
 // Outputs of the widest panel.
 constexpr std::int64_t kUnit = 32;
@@ -41,7 +42,7 @@ void relax() {
 #endif
 }
 
-// Between processes: not private to one.
+// Not FUTEX_PRIVATE_FLAG: the word is shared between processes.
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
            const timespec* timeout) {
   return syscall(SYS_futex, &word, operation, value, timeout, nullptr, 0);
@@ -49,7 +50,7 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
 
 struct Process {
   char state = 'X';         // as in /proc: 'X' has ended, '?' is not known
-  std::uint64_t ticks = 0;  // of processor time
+  std::uint64_t ticks = 0;  // processor time
 };
 
 Process look_at(pid_t pid) {
@@ -70,23 +71,23 @@ Process look_at(pid_t pid) {
   return found;
 }
 
-// A process that nobody has waited for yet is dead too.
+// A zombie is dead too.
 bool is_dead(pid_t pid) {
   const char state = look_at(pid).state;
   return state == 'X' || state == 'Z';
 }
 
-// Ranks that are lost are counted from 1.
+// A flag in Header::lost: the rank hangs.
 constexpr std::uint32_t kHangs = 1U << 16;
 
 }  // namespace
 
-// Zeros are its first state.
+// Zeros are the initial state.
 struct RankGroup::Header {
   alignas(64) std::atomic<std::uint32_t> arrived;
   alignas(64) std::atomic<std::uint32_t> generation;
   alignas(64) std::atomic<std::uint32_t> sleepers;
-  std::atomic<std::uint32_t> lost;  // a rank, counted from 1, and kHangs
+  std::atomic<std::uint32_t> lost;  // rank + 1, perhaps with kHangs; 0: none
   std::atomic<std::int32_t> size;
   std::atomic<std::int32_t> pids[kMaxRanks];
   std::atomic<std::uint32_t> waits[kMaxRanks];  // how often each rank has come to wait
@@ -146,7 +147,7 @@ std::size_t RankGroup::bytes() const {
   return mapped_ - kHeaderBytes - 2 * board_bytes_;
 }
 
-// Two halves behind the header, and the memory of rows behind these.
+// Two halves follow the header, then the memory of rows.
 char* RankGroup::board(std::uint32_t half) const {
   return reinterpret_cast<char*>(header_) + kHeaderBytes + half * board_bytes_;
 }
@@ -226,7 +227,7 @@ void RankGroup::wait() {
   timespec look{0, kLookNanoseconds};
   Stalls stalls;
   while (!passed() && shared.lost.load() == 0) {
-    // A rank that fails in between is seen when the time is over.
+    // A rank that fails meanwhile is noticed after the timeout.
     if (futex(shared.generation, FUTEX_WAIT, mine, &look) == 0 || errno != ETIMEDOUT) continue;
     find_dead();
     if (rank_ == 0) find_hung(stalls);
@@ -236,8 +237,8 @@ void RankGroup::wait() {
   if (!passed()) report();
 }
 
-// Ranks read one half while the other is written: rank 0 writes to a half again only after all have
-// come to the meeting behind it.
+// Ranks read one half while rank 0 writes the other. Rank 0 writes to a half again only after all
+// ranks have come to the next meeting.
 void RankGroup::publish(std::string_view told) {
   if (told.size() > board_bytes_) {
     throw MisuseError("a step of " + std::to_string(told.size()) +

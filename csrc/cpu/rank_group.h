@@ -9,22 +9,22 @@
 
 namespace vmserve {
 
-// A rank's part of so many outputs.
+// A rank's part of a number of outputs.
 struct Slice {
   std::int64_t first = 0, count = 0;
 };
 
 // One rank of `size`. The memory is a file without a name (memfd), which ranks in other processes
-// inherit; it is zeros before the first of them. Ranks may also be threads of one process.
+// inherit. It is zeroed before the first rank. Ranks may also be threads of one process.
 //
-// A rank that ends, or that calls fail(), ends the group: whoever waits, now or later, is told so.
-// So does one that rank 0 waits for in vain: stopped for 0.7 s, or asleep for 10 s.
+// A rank that ends, or calls fail(), ends the group: every wait(), now or later, throws. So does a
+// rank that keeps rank 0 waiting, if it is stopped for 0.7 s or asleep for 10 s.
 class RankGroup {
  public:
   static constexpr int kMaxRanks = 64;
 
-  // The caller keeps the descriptor. `board_bytes`: room for what publish() tells, the same for all
-  // ranks. Throws MisuseError if the file does not fit, or the rank is taken.
+  // The caller keeps the descriptor. `board_bytes`: room for a message of publish(), the same for
+  // all ranks. Throws MisuseError if the file does not fit, or the rank is taken.
   RankGroup(int descriptor, int rank, int size, std::size_t board_bytes = 0);
   ~RankGroup();
   RankGroup(const RankGroup&) = delete;
@@ -43,10 +43,10 @@ class RankGroup {
   // Ends the group: this rank has ended.
   void lose(int rank);
 
-  // Rank 0 tells all others what they compute next, once each has taken what was told before.
-  // Throws MisuseError for more than the board has room for, else as wait().
+  // Rank 0 sends the others what they compute next, once each has received the message before.
+  // Throws MisuseError if the message does not fit on the board, else as wait().
   void publish(std::string_view told);
-  // What rank 0 tells; readable until the next call of receive().
+  // Waits for rank 0's message, which is valid until the next call.
   std::string_view receive();
 
   // Slices follow each other in the order of ranks and are all `count` outputs. None is empty if
@@ -57,7 +57,7 @@ class RankGroup {
  private:
   struct Header;
 
-  // How long rank 0 has seen each rank that it waits for do nothing.
+  // For how long each rank that rank 0 waits for has done nothing.
   struct Stalls;
 
   [[noreturn]] void report() const;
@@ -67,7 +67,7 @@ class RankGroup {
   char* board(std::uint32_t turn) const;
 
   int rank_, size_;
-  std::size_t board_bytes_;  // of each of the two halves
+  std::size_t board_bytes_;  // bytes of each of the two halves
   std::uint32_t num_told_ = 0;
   std::size_t mapped_ = 0;
   Header* header_ = nullptr;

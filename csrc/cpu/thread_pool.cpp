@@ -20,9 +20,9 @@
 namespace vmserve {
 namespace {
 
-// Looks at the state before a thread sleeps. A short spin avoids a wake-up without delaying other
-// threads' work. While the pool is kept awake, the spin covers the time between two runs, and
-// yields every kSpins in case the core has other work.
+// How often a thread looks at the state before it sleeps. A short spin avoids a wake-up without
+// delaying other threads' work. While the pool is kept awake, the spin covers the time between two
+// runs, and yields every kSpins in case the core has other work.
 constexpr int kSpins = 300, kAwakeSpins = 6000;
 
 constexpr std::uint64_t kJoined = (std::uint64_t{1} << 24) - 1;
@@ -68,8 +68,8 @@ void take_items(const Job& job, std::atomic<std::int64_t>& next, int worker) {
   }
 }
 
-// At least what takes as long to read as memory takes to answer; at most what stays in a core's own
-// cache beside the rows.
+// Bytes to prefetch. At least as many as memory delivers within its latency; at most as many as
+// stay in a core's own cache next to the rows.
 constexpr std::int64_t kLeastAhead = 4 << 10, kMostAhead = 192 << 10;
 constexpr std::int64_t kLine = 64, kLinesAtOnce = 8;
 

@@ -9,9 +9,8 @@
 
 namespace vmserve {
 
-// What the next run of a pool reads, for threads to bring into their cores' caches while they wait
-// for it: worker w has the stretch from item num_items * w / num_threads on. Addresses need not be
-// valid.
+// Memory that a pool's next run reads; waiting threads prefetch it into their cores' caches. Worker
+// w prefetches from item num_items * w / num_threads on. Addresses need not be valid.
 struct ReadAhead {
   const char* data = nullptr;  // null: nothing
   std::int64_t item_bytes = 0, num_items = 0;

@@ -1,9 +1,9 @@
 // Attention of many query rows: chunks of a prompt, and shared prefixes. Bound by arithmetic.
 //
 // An item has up to 128 rows (tokens x group), in blocks of 16. Each of the four warps takes two
-// blocks, or one if there are at most 64 rows, or if heads are so long that two blocks do not fit
-// in registers. The warps share tiles of K and V; the next tile is loaded while they work on one.
-// What a warp loads from a tile serves both of its blocks, because shared memory limits the tensor
+// blocks. It takes one if there are at most 64 rows, or if two blocks of long heads do not fit in
+// registers. The warps share tiles of K and V; the next tile is loaded while they work on one. What
+// a warp loads from a tile serves both of its blocks, because shared memory limits the tensor
 // cores.
 #pragma once
 
@@ -30,8 +30,8 @@ struct AppendMemory {
   VMS_DEVICE Tile tile(int stage) const { return {base + kQueryBytes + stage * Tile::kBytes}; }
 };
 
-// What a thread has of the parts so far, in global memory: registers have no room for it beside
-// what it has of a part. [blocks of rows][head_dim / 8 and one more][2][threads]
+// A thread's sums of the parts so far, in global memory: registers have room for the current part
+// only. [blocks of rows][head_dim / 8 and one more][2][threads]
 template <int kHeadDim>
 VMS_DEVICE Pair* scratch_at(const AttendArgs& args, int b, int n, int half) {
   constexpr int kSlots = kAppendBlocks<kHeadDim> * (kHeadDim / 8 + 1) * 2;
@@ -98,7 +98,7 @@ VMS_DEVICE void append_item(const ItemRows& rows, int work,
   load_queries<T, KV, kHeadDim, 16 * kAppendWarps * kBlocks, 32 * kAppendWarps>(rows,
                                                                                 memory.queries());
   ptx::sync_block();
-  int lowest, highest;  // of all of the warp's rows
+  int lowest, highest;  // positions of all of the warp's rows
   rows.span(first, first + (kBlocks - 1) * kBlockStride + 15, lowest, highest);
   QueryRows<T, kHeadDim, kHeld> queries[kBlocks];
   RowSums<kHeadDim> sums[kBlocks];

@@ -17,7 +17,7 @@ VMS_DEVICE void combine_row(const CombineArgs& args, const int* split, int q_hea
 #pragma unroll
   for (int p = 0; p < kPairs; ++p) sums[p] = Pair{0.0F, 0.0F};
   for (int i = 0; i < count; i += kCombineAhead) {
-    // Loads that wait for nothing but each other; those past the end load the last part again.
+    // Independent loads; those past the end load the last part again.
     Pair of_part[kCombineAhead], values[kCombineAhead][kPairs];
 #pragma unroll
     for (int j = 0; j < kCombineAhead; ++j) {

@@ -1,7 +1,7 @@
 // Attention of few query rows over many keys. Bound by memory bandwidth.
 //
 // The rows of an item (tokens x group, at most 16) are one fragment, and the four warps of a block
-// share a ring of tiles in flight. Each scores eight positions of a tile; all take the scores of
+// share a ring of tiles in flight. Each scores eight positions of a tile. All take the scores of
 // all, do the same softmax, and add a quarter of the columns of the values. So the tiles of a row
 // are added in their order, as the append kernel adds them.
 #pragma once

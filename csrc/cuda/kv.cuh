@@ -1,8 +1,8 @@
 // Addresses of K and V in either view, and what their elements are.
 //
 // K and V have elements of type KV: that of the queries, T, or E4m3. Then a head's row of a token
-// has a scale, and stands for code / 256 * scale. The scales of all heads are behind the codes of
-// the last one. No code is NaN; a row with a number that is not finite has the scale NaN.
+// has a scale, and stands for code / 256 * scale. The scales of all heads follow the codes of the
+// last one. No code is NaN; a row with a number that is not finite has the scale NaN.
 #pragma once
 
 #include "params.h"
@@ -24,7 +24,7 @@ VMS_DEVICE i64 kv_offset(const KvLayer& kv, int row, int position) {
 template <class KV>
 constexpr bool kCoded = sizeof(KV) == 1;
 
-// What a multiprocessor takes of a tile of K and V: the elements, then scales, if there are any.
+// A tile of K and V in shared memory: the elements, then scales, if there are any.
 template <class KV, int kHeadDim, int kTokens>
 struct TileMemory {
   static constexpr int kRowsBytes = kTokens * kHeadDim * static_cast<int>(sizeof(KV));
@@ -48,16 +48,16 @@ VMS_DEVICE int tile_offset(int row, int unit) {
 }
 
 // Turns four codes into elements of type T that are 2^-8 of what the codes are: bytes 0 and 2, and
-// 1 and 3. Moves bits; zeros and subnormals come right of themselves.
+// 1 and 3. Moves bits, which is right for zeros and subnormals, too.
 template <class T>
-VMS_DEVICE u32 widened_pair(u32 codes);  // in the high byte of each half
+VMS_DEVICE u32 widened_pair(u32 codes);  // codes in the high byte of each half
 template <>
 VMS_DEVICE u32 widened_pair<Fp16>(u32 codes) {
   return (codes & 0x80008000U) | (codes >> 1 & 0x3f803f80U);
 }
 template <>
 VMS_DEVICE u32 widened_pair<Bf16>(u32 codes) {
-  // These bits are 2^-120 of it; the factor is 2^112.
+  // These bits are 2^-120 of the code; the factor is 2^112.
   return ptx::product_of_pairs((codes & 0x80008000U) | (codes >> 4 & 0x07f007f0U), 0x77807780U);
 }
 template <class T>

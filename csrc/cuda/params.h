@@ -20,7 +20,7 @@ static_assert(sizeof(KvLayer) == 64, "as in params.py");
 
 // Queries of some tokens with a range of one sequence's keys; the same for each KV head.
 struct alignas(16) WorkItem {
-  int row;    // of the table, or a slot
+  int row;    // row of the table, or slot
   int token;  // first token in the ragged batch, at consecutive positions; or -1 - i: tokens
               // lists[i ..] at any positions >= kv_end
   int num_tokens;
@@ -87,7 +87,7 @@ struct NormArgs {
   char* x;  // [rows, size], 16-byte aligned, like all here; written if there is a residual
   const char* residual;  // the same, or null
   const char* weight;    // [size]
-  char* out;             // as x
+  char* out;             // type and layout of x
   float eps;
   int size, reserved, reserved_too;  // size: a multiple of 8
 };

@@ -1,9 +1,9 @@
 // Everything in the kernels that is not plain C++: PTX instructions and thread synchronisation.
 //
 // Kernels access global memory, fragments in shared memory, other threads and approximate units
-// only through these functions, so that a test can run the same source on a CPU: it defines
-// VMSERVE_EMULATED_PTX as a header with the same functions and the semantics of the PTX ISA.
-// Needs sm_80.
+// only through these functions. So a test can run the same source on a CPU. It defines
+// VMSERVE_EMULATED_PTX as a header with the same functions and the semantics of the PTX ISA. Needs
+// sm_80.
 #pragma once
 
 using u16 = unsigned short;
@@ -17,7 +17,7 @@ struct Bf16 {
 struct Fp16 {
   u16 bits;
 };
-// Of a KV cache alone: a code of 8 bits, which has a scale (kv.cuh).
+// An 8-bit code of a KV cache, which has a scale (kv.cuh).
 struct E4m3 {
   unsigned char bits;
 };
@@ -82,8 +82,8 @@ VMS_PTX void store(T* to, T value) {
   *to = value;
 }
 
-// The same, issued where it is written, not where what it brings is first needed: ahead of a branch
-// that something else is waited for.
+// The same, issued where it is written, not where its result is first needed: before a branch that
+// waits for something else.
 VMS_PTX int load_now(const int* from) {
   int value;
   asm volatile("ld.global.s32 %0, [%1];" : "=r"(value) : "l"(from));
@@ -101,8 +101,8 @@ VMS_PTX u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-// Starts to copy 16 bytes from global to shared memory, or writes zeros and reads nothing if not
-// `valid` (`from` must be a valid address anyway, because of the prefetch hint). The copy belongs
+// Starts to copy 16 bytes from global to shared memory. If not `valid`, writes zeros and reads
+// nothing (`from` must be a valid address anyway, because of the prefetch hint). The copy belongs
 // to the next commit. It is visible to this thread after the wait, to others after a barrier as
 // well.
 VMS_PTX void copy_async(void* to, const void* from, bool valid) {
@@ -136,7 +136,7 @@ VMS_PTX Pair load_copied(const Pair* from) {
 }
 
 // Loads four 8 x 8 matrices of 16-bit elements. Lane 8 i + j passes the address of row j of matrix
-// i, and gets elements 2 (lane % 4) and the next of row lane / 4 of each matrix.
+// i. It gets elements 2 (lane % 4) and the next of row lane / 4 of each matrix.
 VMS_PTX void load_matrices(u32 (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -243,8 +243,8 @@ VMS_PTX float product(float x, float y) {
 VMS_PTX float sum(float x, float y) {
   return __fadd_rn(x, y);
 }
-// As torch's kernels have them, and compiled as they are: what may be contracted is, division is
-// IEEE's, so that results are the same to the bit.
+// Activations with the same bits as torch's kernels: written and compiled alike, with contraction
+// and IEEE division.
 VMS_PTX float silu(float x) {
   return x / (1.0F + expf(-x));
 }

@@ -1,16 +1,16 @@
 // Computes blocks of 16 query rows with a tile of keys and values in shared memory: one warp.
 //
-// Thread t of the warp holds, of every 16 x 8 block of scores or output, columns 2 (t % 4) and the
-// next of rows t / 4 (elements 0 and 1) and t / 4 + 8 (elements 2 and 3). Of codes, what a thread
-// loads of a row is four bytes side by side, which become elements of two blocks: so columns of
-// queries, and those of the output, are permuted within each 16 (store_permuted, for_columns).
+// Thread t of the warp holds two columns, 2 (t % 4) and the next, of every 16 x 8 block of scores
+// or output. It has them in rows t / 4 (elements 0 and 1) and t / 4 + 8 (elements 2 and 3). Of a
+// row of codes, a thread loads four adjacent bytes, which become elements of two blocks. So columns
+// of queries and of the output are permuted within each 16 (store_permuted, for_columns).
 //
-// A row has the same bits whatever it is computed beside. Both kernels compute one expression of
-// it: tiles of kTileTokens positions and parts of kPartTokens, at multiples of them, each part from
-// nothing. A tile in which a row sees no key changes nothing of it: its factor is exactly 1, its
-// weights are 0. The row is the sum of its parts in their order (Parts). No product here may be
-// contracted in one kernel and not in the other: products that are added to something are spelled
-// out in ptx's terms.
+// A row has the same bits next to any other rows. Both kernels compute the same expression: tiles
+// of kTileTokens positions and parts of kPartTokens, at multiples of them, each part from nothing.
+// A tile in which a row sees no key changes nothing: its factor is exactly 1 and its weights are 0.
+// The row is the sum of its parts in their order (Parts). No product may be contracted in one
+// kernel and not in the other, so products that are added to something are written with ptx's
+// functions.
 #pragma once
 
 #include "kv.cuh"
@@ -23,7 +23,7 @@ constexpr int kPartTokens = VMS_PART_TOKENS;  // a multiple of kTileTokens
 template <int kColumns>
 struct RowSums {
   float out[kColumns / 8][4];
-  float maximum[2];  // of the scores times `scale`; -infinity: no key yet
+  float maximum[2];  // maxima of scores times `scale`; -infinity: no key yet
   float total[2];    // over this thread's keys only
 
   VMS_DEVICE void clear() {
@@ -100,7 +100,7 @@ VMS_DEVICE void score(const QueryRows<T, kHeadDim, kHeld> (&queries)[kBlocks],
     }
   }
   const int row = ((lane >> 4) << 3) + (lane & 7), unit = (lane >> 3) & 1;
-  // Codes want a few registers more than there are for all columns at once.
+  // Codes would need a few more registers than there are for all columns at once.
 #pragma unroll(kCoded<KV> && !kHeld ? 4 : kHeadDim / 16)
   for (int k = 0; k < kHeadDim / 16; ++k) {
     u32 q[kBlocks][4];
@@ -242,12 +242,12 @@ VMS_DEVICE float scaled(float weight, float scale) {
   return weight == 0.0F ? 0.0F : ptx::product(weight, scale);
 }
 
-// The same of codes.
+// The same for codes.
 template <class T, int kHeadDim, int kTokens, int kColumns, int kBlocks>
 VMS_DEVICE void weigh(const float (&weights)[kBlocks][kTokens / 8][4],
                       const TileMemory<E4m3, kHeadDim, kTokens>& tile, int lane, int column,
                       RowSums<kColumns> (&sums)[kBlocks]) {
-  constexpr int kUnits = kColumns < 32 ? 1 : 2;  // of 16 columns, in a load of values
+  constexpr int kUnits = kColumns < 32 ? 1 : 2;  // units of 16 columns in a load of values
   const int row = lane & 15, unit = column / 16 + (kUnits > 1 ? lane >> 4 : 0);
 #pragma unroll
   for (int k = 0; k < kTokens / 16; ++k) {
@@ -311,7 +311,7 @@ struct ItemRows {
   }
   VMS_DEVICE int q_head(int row) const { return head * args.group + row % args.group; }
   VMS_DEVICE i64 head_offset() const { return head * args.kv.head_stride; }
-  // From a head's row of a token to its scale, which is behind the codes of all heads.
+  // Distance from a head's row of a token to its scale, which follows the codes of all heads.
   VMS_DEVICE i64 scale_offset() const {
     return args.kv_heads * args.kv.head_stride - head_offset() + head * 4;
   }
@@ -347,8 +347,8 @@ struct ItemRows {
   }
 };
 
-// Stores a unit of a row of queries for keys that are codes: elements 4 t and 4 t + 2 of each 16 go
-// where a fragment's columns 2 t and the next are, 4 t + 1 and 4 t + 3 eight columns behind.
+// Stores a unit of a row of queries for keys that are codes. Elements 4 t and 4 t + 2 of each 16 go
+// to a fragment's columns 2 t and 2 t + 1; elements 4 t + 1 and 4 t + 3 go eight columns further.
 template <class T, int kHeadDim>
 VMS_DEVICE void store_permuted(char* tile, int row, int unit, const Unit& value) {
   const auto low = [](u32 x, u32 y) { return (x & 0xffffU) | y << 16; };
@@ -383,7 +383,7 @@ VMS_DEVICE void load_queries(const ItemRows& rows, char* tile) {
 }
 
 // Caps and masks the scores of a tile for rows from `first` on, and makes them weights. `lowest`
-// and `highest`: of the rows' positions, or beyond. `visible`: as ItemRows has it.
+// and `highest`: bounds of the rows' positions. `visible`: as in ItemRows.
 template <int kColumns, int kCount, class Visible>
 VMS_DEVICE void weights_of(const AttendArgs& args, int kv_end, int first, int lowest, int highest,
                            int begin, float (&scores)[kCount][4], RowSums<kColumns>& sums,
@@ -409,8 +409,8 @@ VMS_DEVICE void weights_of(const AttendArgs& args, int kv_end, int first, int lo
 constexpr float kLn2 = 0.6931471805599453F;
 constexpr float kLog2e = 1.4426950408889634F;
 
-// Maximum and total of the parts of a row so far: a row is the sum of its parts, from the first to
-// the last, whoever adds them. A part without a visible key changes nothing.
+// Maximum and total of the parts of a row so far. A row is the sum of its parts, from the first to
+// the last, in every kernel. A part without a visible key changes nothing.
 struct Parts {
   float maximum, total;
 
@@ -430,8 +430,8 @@ struct Parts {
   VMS_DEVICE static float folded(float old, float of_old, float part, float of_new) {
     return ptx::multiply_add(old, of_old, ptx::product(part, of_new));
   }
-  // What the sums over values are multiplied by. A sink counts in the last total alone, so that it
-  // has one place in the order; one that is beyond floats makes that infinite, and the row 0.
+  // The factor of the sums over values. A sink counts in the last total only, so that it has one
+  // place in the order. If it overflows, the total is infinite and the row 0.
   VMS_DEVICE float inverse(const float* sinks, int q_head) const {
     float all = total;
     if (sinks != nullptr) {
@@ -451,8 +451,8 @@ VMS_DEVICE float finished(float sum, float inverse) {
   return ptx::sum(ptx::product(sum, inverse), 0.0F);
 }
 
-// Adds what a warp's rows have in one part of the keys to the parts before, and begins the next.
-// `fold(n, half, of_old, of_new)` does so with a pair of elements of sums.out.
+// Adds the current part of a warp's rows to the parts before, and begins the next. `fold(n, half,
+// of_old, of_new)` does so for a pair of elements of sums.out.
 template <int kColumns, class FoldPair>
 VMS_DEVICE void end_part(RowSums<kColumns>& sums, Parts (&parts)[2], FoldPair fold) {
 #pragma unroll
@@ -473,7 +473,7 @@ VMS_DEVICE void for_columns(const RowSums<kColumns>& sums, int half, int lane, S
   for (int n = 0; n < kColumns / 8; n += kTogether) {
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      // Of codes, even columns are in one block and odd ones in the next (weigh).
+      // For codes, even columns are in one block and odd ones in the next (weigh).
       const float next = kCoded<KV> ? sums.out[n + 1][2 * half + i] : sums.out[n][2 * half + 1];
       store(8 * n + 2 * kTogether * (lane & 3) + 2 * i, sums.out[n][2 * half + i], next);
     }

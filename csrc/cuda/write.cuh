@@ -56,8 +56,8 @@ VMS_DEVICE Unit rotate_unit(const Words& own, const Words& partner, const Words&
   return to.unit;
 }
 
-// The same one by one, for units of which a part is rotated, or whose partners are in two units:
-// elements from d on of `row`, of which `own` are.
+// The same element by element, for units that are partly rotated, or have partners in two units.
+// `own`: the elements of `row` from d on.
 template <class T>
 VMS_DEVICE Unit rotate_elements(const Words& own, const T* row, const T* cos, const T* sin, int d,
                                 int rotary_dim) {
@@ -98,8 +98,8 @@ VMS_DEVICE u32 code_of(float x) {
   return code | (bits >> 24 & 0x80U);
 }
 
-// The largest magnitude among the kUnits units of a head, which as many lanes side by side have.
-// NaN is larger than infinity, which is larger than numbers: bits tell.
+// The largest magnitude among the kUnits units of a head, one in each of as many adjacent lanes.
+// Compares bits: NaN is larger than infinity, which is larger than numbers.
 template <class T, int kUnits>
 VMS_DEVICE float largest_of_head(const Unit& unit) {
   const u32 words[4] = {unit.x, unit.y, unit.z, unit.w};
@@ -130,9 +130,9 @@ VMS_DEVICE Codes codes_of(const Unit& unit, float inverse) {
   return {codes[0], codes[1]};
 }
 
-// Unit i of what a token has: of all heads of q if there is a rotation, then of k and v. Where it
-// goes is known late (the token's row, then the table), so all that is written is read before, and
-// nothing branches on the row until the end.
+// Writes unit i of a token: of all heads of q if there is a rotation, then of k and v. The target
+// is known late (the token's row, then the table). So all inputs are read before, and nothing
+// branches on the row until the end.
 template <class T, class KV, int kHeadDim, bool kPaged>
 VMS_DEVICE void write_unit(const WriteArgs& args, int token, int i, int q_heads, bool is_none) {
   constexpr int kUnits = kHeadDim / 8;
@@ -168,7 +168,7 @@ VMS_DEVICE void write_unit(const WriteArgs& args, int token, int i, int q_heads,
     own_cos.unit = ptx::load_now(reinterpret_cast<const Unit*>(cos) + unit);
     own_sin.unit = ptx::load_now(reinterpret_cast<const Unit*>(sin) + unit);
   }
-  // What is no token is not written; until then it stands for the first one.
+  // Without a token, nothing is written; until then row and position are 0.
   const bool is_token = row >= 0;
   const i64 offset = kv_offset<kPaged>(args.kv, is_token ? row : 0, is_token ? position : 0);
   if (rotates) {
@@ -187,7 +187,7 @@ VMS_DEVICE void write_unit(const WriteArgs& args, int token, int i, int q_heads,
       const bool is_zero = largest < kLeastRow;
       const Codes codes = codes_of<T>(own.unit, is_zero ? 0.0F : kMostCode / largest);
       ptx::store(reinterpret_cast<Codes*>(to) + unit, codes);
-      // Of what is not finite the scale is NaN: so is infinity times 0.
+      // If a number is not finite, the scale is NaN, because infinity times 0 is NaN.
       const float scale = is_zero ? 0.0F : ptx::product(largest, 256.0F / kMostCode);
       if (unit == 0) {
         char* const scales = to + (args.kv_heads - head) * args.kv.head_stride;
@@ -206,7 +206,7 @@ VMS_DEVICE void write_token(const WriteArgs& args) {
   const int token = ptx::block() / args.pieces, piece = ptx::block() - token * args.pieces;
   const int q_heads = args.rotary_dim > 0 ? args.q_heads : 0;
   const int num_units = (q_heads + 2 * args.kv_heads) * (kHeadDim / 8);
-  // All threads of a warp go on while one does: they look for the largest of a head together.
+  // All threads of a warp go on while one does, because they find the largest of a head together.
   for (int first = piece * kWriteThreads; first < num_units; first += args.pieces * kWriteThreads) {
     const int i = first + ptx::thread();
     const bool is_none = i >= num_units;

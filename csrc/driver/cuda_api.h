@@ -17,7 +17,7 @@ using Context = void*;
 using Stream = void*;  // null: the legacy default stream
 using Event = void*;
 using DevicePointer = std::uint64_t;
-using Handle = std::uint64_t;  // of a physical allocation
+using Handle = std::uint64_t;  // a physical allocation
 
 // CUresult; names as in the API without CUDA_ERROR_.
 enum Result : int {

@@ -28,7 +28,7 @@ const PageDriver& first_of(const GroupDriver::Members& members) {
   return first;
 }
 
-// Adds which member it was to an error of all members but the first, which is what one driver says.
+// Adds the member to its error. An error of the first member reads as that of a single driver.
 [[noreturn]] void rethrow(std::size_t member, const Error& error) {
   if (member == 0) throw;
   const std::string what = "rank " + std::to_string(member) + ": " + error.what();
@@ -38,7 +38,7 @@ const PageDriver& first_of(const GroupDriver::Members& members) {
   if (dynamic_cast<const OutOfMemoryError*>(&error) != nullptr) {
     throw OutOfMemoryError(what, error.completed);
   }
-  // The first member took the same call: they no longer agree.
+  // The first member took the same call, so the members no longer agree.
   throw DriverError("group", EIO, what, error.completed, /*sticky=*/true);
 }
 
@@ -97,7 +97,7 @@ template <typename Run, typename Note, typename Undo>
 void GroupDriver::on_all(const std::vector<Run>& runs,
                          void (PageDriver::*call)(const std::vector<Run>&), Note note, Undo undo) {
   check_usable();
-  std::vector<std::size_t> done;  // of each member that was asked
+  std::vector<std::size_t> done;  // runs done by each member that was asked
   std::exception_ptr refusal;
   std::size_t common = runs.size();
   bool is_lost = false;

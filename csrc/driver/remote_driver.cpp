@@ -170,7 +170,7 @@ void RemoteDriver::fence() {
 }
 
 Mark RemoteDriver::mark() {
-  // What is done when its call returns needs no question to the rank.
+  // Work that is done when its call returns needs no question to the rank.
   if (!ring_->capabilities.asynchronous) return ++last_mark_;
   return call({RingCall::kMark, 0, 0, 0}).value;
 }

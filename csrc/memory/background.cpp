@@ -39,8 +39,8 @@ void Background::complete(Epoch epoch, bool sealed) {
       Sequence& seq = seqs_[written.seq];
       if (!seq.open || seq.generation != written.generation) continue;
       if (!sealed) {
-        // The kernels failed: positions from here on must never be sealed, and nothing computed
-        // from them.
+        // The kernels failed: positions from here on, and all computed from them, must never be
+        // sealed.
         if (written.start < written.length) {
           seq.kv.seal_limit = std::min(seq.kv.seal_limit, written.start);
         }
@@ -57,7 +57,7 @@ void Background::complete(Epoch epoch, bool sealed) {
 }
 
 void Background::keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths) {
-  std::vector<SeqId> ended;  // of these the epochs that wrote them have
+  std::vector<SeqId> ended;  // whose writing epochs have ended
   for (std::size_t i = 0; i < seqs.size(); ++i) {
     seqs_[seqs[i]].kv.length = lengths[i];
     if (keep_in_record(seqs[i], lengths[i])) continue;
@@ -187,8 +187,8 @@ void Background::schedule_work(const std::vector<Op>& grows) {
   map_eager_slots();
 }
 
-// Tokens to map ahead so that the mapper is in time if all growing sequences need a page together:
-// twice as many steps as the mapper needs for one page of each, and at most one page.
+// Tokens to map ahead, so that the mapper is in time if all growing sequences need a page together.
+// Twice as many steps as the mapper needs for one page of each; at most one page.
 std::int64_t Background::lookahead_tokens(std::int64_t num_growing) {
   const double now =
       std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -348,8 +348,8 @@ void Background::update_recent_demand() {
   ledger_.recent.pages_now = ledger_.recent.newcomers_now = 0;
 }
 
-// Free pages to keep: twice the recent demand of a step, because the mapper may still be busy when
-// the next step comes, plus the pages of eager slots.
+// Free pages to keep: twice the recent demand of a step, plus the pages of eager slots. Twice,
+// because the mapper may still be busy when the next step comes.
 std::int64_t Background::target_free_pages() const {
   const bool learns = config_.eager_slots > 0 && config_.eager_pages == 0;
   const double recent =
@@ -361,7 +361,7 @@ void Background::grow_ahead(std::int64_t num_growing) {
   const std::int64_t growable = pool_.limit() - pool_.num_committed();
   std::int64_t wanted =
       std::max({target_free_pages(), config_.ready_pages, (config_.grow_pages + 1) / 2});
-  // Where pages are kept ready at all, all sequences may need one in the same step.
+  // All sequences may need a page in the same step, if any are kept ready at all.
   if (config_.ready_pages > 0) {
     wanted = std::max(wanted, std::min(num_growing, pool_.limit() / kMostAhead));
   }
@@ -371,7 +371,7 @@ void Background::grow_ahead(std::int64_t num_growing) {
   command.kind = Command::Kind::kGrow;
   // Contains one whole extent wherever it begins.
   const std::int64_t extents = pool_.lacks_extent() ? 2 * pool_.extent_pages() : 0;
-  // Maps are queued behind it.
+  // Maps are queued after it.
   const std::int64_t missing = std::min(wanted - pool_.num_free(), kMostGrown);
   const std::int64_t count = std::max({config_.grow_pages, missing, extents});
   command.runs = pool_.lowest_absent(std::min(growable, count));

@@ -210,7 +210,7 @@ std::int64_t DriverWork::mapping_room() const {
   return room == kUnlimitedMappings ? room : room - pending_mappings;
 }
 
-// Mappings freed by unmapping the slot, at least: its runs merge with the gap behind them.
+// Mappings freed by unmapping the slot, at least: its runs merge with the gap after them.
 std::int64_t DriverWork::parked_mappings(const Slot& slot) const {
   std::int64_t runs = 0;
   SlotEntry last{kNoPage, false};
@@ -308,7 +308,7 @@ bool DriverWork::truncate(SlotId slot, std::int64_t index) {
   return count <= 0 || unmap(remove_entries(slot, index, count));
 }
 
-// Leaves a hole even at the end: the sequence may have or get entries behind it.
+// Leaves a hole even at the end: the sequence may have or get entries after it.
 bool DriverWork::punch(SlotId slot, std::int64_t index) {
   const bool done = unmap(remove_entries(slot, index, 1));
   if (slots_[slot].size() == index) slots_[slot].entries.push_back({kNoPage, false});

@@ -15,14 +15,15 @@ void KindsMemory::complete(Epoch epoch) {
   give_up_past(/*from_slots=*/false);
 }
 
-// Drops what no later query sees, which growth would drop too late to use it. Returns whether there
-// was something. At the end of each step prefixes are found more often by sequences of blocks and
-// less often by slots, whose pages are dropped when they are needed (docs/log/2026-11-24.md).
+// Drops positions that no later query sees, because growth would drop them too late. Returns
+// whether there were any. Dropping at the end of each step helps to find prefixes of sequences of
+// blocks, but not of slots. Slots drop pages when these are needed (docs/log/2026-11-24.md).
 bool KindsMemory::give_up_past(bool from_slots) {
-  bool gave = false;
+  bool gave_any = false;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
     Ledger& ledger = kinds_[k]->ledger_;
     if (windows_[k] == 0) continue;
+    bool gave = false;
     const std::vector<bool> running = ledger.running_seqs();
     for (SeqId id = 0; id < ledger.config.max_seqs; ++id) {
       const Sequence& seq = ledger.seqs[id];
@@ -33,8 +34,9 @@ bool KindsMemory::give_up_past(bool from_slots) {
       gave = true;
     }
     if (gave) kinds_[k]->background_.restore_write_access();
+    gave_any = gave_any || gave;
   }
-  return gave;
+  return gave_any;
 }
 
 // Whether sequences of running epochs will drop blocks when these end.
@@ -74,8 +76,8 @@ void KindsMemory::launched(Epoch epoch) {
   marks_.emplace_back(epoch, std::move(marks));
 }
 
-// An epoch ends in all kinds at once: when the device has done what all of their drivers were asked
-// for before it was launched.
+// An epoch ends in all kinds at once: when the device has done all work that their drivers were
+// asked for before its launch.
 void KindsMemory::apply_reached_marks() {
   for (; !marks_.empty(); marks_.pop_front()) {
     for (std::size_t k = 0; k < kinds_.size(); ++k) {

@@ -128,7 +128,7 @@ void KindsMemory::return_free(std::int64_t bytes, const std::vector<std::int64_t
 }
 
 void KindsMemory::gather(const std::vector<std::int64_t>& needed) {
-  // Above a lowered limit, what sequences use may leave nothing to give back: whoever needs no page
+  // Above a lowered limit, sequences may leave nothing to give back. A caller that needs no page
   // goes on all the same.
   bool is_short = false;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
@@ -258,7 +258,7 @@ Plan KindsMemory::sum_up(const std::vector<Plan>& plans) const {
   for (std::size_t k = 0; k < plans.size(); ++k) {
     const KVMemory& kind = *kinds_[k];
     const std::int64_t size = page_bytes(kind);
-    // What a kind's own ops give up is for that kind alone.
+    // Pages that a kind's own ops give up are for that kind only.
     const std::int64_t own = plans[k].available_pages - kind.pool_.num_available();
     needed +=
         std::max<std::int64_t>(0, plans[k].needed_pages - std::max<std::int64_t>(0, own)) * size;
@@ -288,7 +288,7 @@ Plan KindsMemory::sum_up(const std::vector<Plan>& plans) const {
   return sum;
 }
 
-// What each kind can have if the others keep only what sequences use.
+// Lets each kind have all that remains if the others keep only what sequences use.
 void KindsMemory::allow_all() const {
   const std::int64_t available = uncommitted_bytes() + reclaimable_bytes();
   for (const auto& kind : kinds_) {

@@ -38,8 +38,8 @@ void check_sizes(const MemoryConfig& config) {
           });
 }
 
-// Pages per extent if mappings are limited, else 1: an eighth of a slot's share of the pool, which
-// may lie unused behind each slot, and at most 32, beyond which nothing is gained.
+// Pages per extent if mappings are limited, else 1. An eighth of a slot's share of the pool, which
+// may lie unused after each slot; at most 32, because more gains nothing.
 std::int64_t extent_pages(const PageDriver& driver, const MemoryConfig& config) {
   constexpr std::int64_t kMost = 32;
   const std::int64_t share = config.limit_pages / config.num_slots / 8;
@@ -118,7 +118,7 @@ KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& confi
 
 KVMemory::~KVMemory() {
   if (::getpid() == pid_) {
-    // Before anything goes that its threads use.
+    // Stops its threads before anything that they use is destroyed.
     if (background_.persistence() != nullptr) background_.persistence()->stop();
     return;
   }
@@ -480,7 +480,7 @@ void KVMemory::clear_cache() {
   generation_ = persistence == nullptr ? generation_ + 1 : persistence->begin_generation();
   pool_.clear_index();
   for (Sequence& seq : seqs_) {
-    // What was computed before is never published.
+    // Blocks that were computed before are never published.
     seq.digests.clear();
     seq.tokens_unknown = true;
   }

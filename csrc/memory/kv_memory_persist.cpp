@@ -132,7 +132,7 @@ bool KindsMemory::restore(SeqId id, const std::vector<Op>& beside) {
     kind->background_.apply_finished_work();
   }
   const std::int64_t end = num_matched(id, /*stored=*/true);
-  // The first block of a kind that the query behind the prefix sees.
+  // The first block of a kind that the query after the prefix sees.
   const auto first_of = [&](std::size_t k) {
     const std::int64_t width = kinds_[k]->config_.block_tokens;
     const std::int64_t first = windows_[k] == 0 ? 0 : end * width + 1 - windows_[k];

@@ -82,7 +82,7 @@ std::int64_t Ledger::num_matched(const Sequence& seq, std::int64_t most, std::in
     while (matched < most && is_there(seq.digests[matched])) ++matched;
     return matched;
   }
-  std::int64_t run_start = 0;  // of the run of cached blocks that ends here
+  std::int64_t run_start = 0;  // start of the run of cached blocks that ends here
   for (std::int64_t i = 0; i < most; ++i) {
     if (!is_there(seq.digests[i])) run_start = i + 1;
     const std::int64_t first_token = (i + 1) * config.block_tokens + 1 - window;
@@ -157,8 +157,8 @@ std::vector<BlockId> Ledger::matched_blocks(const Sequence& seq, std::int64_t nu
 }
 
 bool Ledger::takes_whole_page(std::int64_t block_index, bool dense) const {
-  // Short sequences share split pages. A longer one takes whole pages from each page start on: its
-  // blocks fill them in order, and a conversion to the virtual view needs no copy.
+  // Short sequences share split pages. A longer one takes whole pages from each page start on. Its
+  // blocks fill them in order, so a conversion to the virtual view needs no copy.
   return !dense && config.blocks_per_page > 1 && block_index >= config.blocks_per_page &&
          block_index % config.blocks_per_page == 0;
 }

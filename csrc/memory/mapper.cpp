@@ -19,10 +19,9 @@ double thread_cpu_seconds() {
 }
 
 constexpr std::uint64_t kAll = std::numeric_limits<std::uint64_t>::max();
-// A piece of a command is as many runs as take about so long: a step that comes in between waits
-// for one piece.
+// A piece of a command takes about so long. A step that comes in between waits for one piece.
 constexpr double kPieceSeconds = 100e-6;
-// The mapper's thread gets its turn at the latest behind so many others.
+// The mapper's thread gets its turn after at most so many others.
 constexpr std::uint64_t kMostOvertaking = 16;
 // Share of the newest command in map_seconds().
 constexpr double kNewest = 0.125;
@@ -74,7 +73,7 @@ void split(std::vector<Run>& runs, std::size_t frame_bytes) {
   runs = std::move(parts);
 }
 
-// Calls `call` with a piece of the runs after another. An error's `completed` counts all runs.
+// Calls `call` with one piece of the runs after another. An error's `completed` counts all runs.
 template <typename Run, typename Call>
 void in_pieces(const std::vector<Run>& runs, PieceSize& size, DriverTurn& turn, Call call) {
   for (std::size_t first = 0; first < runs.size();) {

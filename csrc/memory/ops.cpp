@@ -115,7 +115,7 @@ void Ops::stage_fork(Change& change, const Op& op) {
   if (op.num_tokens > 0) bind(change, op.seq, blocks, op.num_tokens, /*own=*/false);
   child.kv.length = op.num_tokens;
   child.kv.sealed = std::min(parent.kv.sealed, op.num_tokens);
-  // The parent's seal limit may lie behind the fork.
+  // The parent's seal limit may lie beyond the fork.
   if (parent.kv.seal_limit < op.num_tokens) child.kv.seal_limit = parent.kv.seal_limit;
   child.kv.num_published = std::min(parent.kv.num_published, op.num_tokens / config_.block_tokens);
   seal_shared(change, parent, op);
@@ -430,7 +430,7 @@ void Ops::bind_page(Change& change, SeqId id, std::int64_t index, const BoundPag
       pool_.unpublish(block);
       ++ledger_.totals.evicted_blocks;
     }
-    // Zero what another sequence of the tenant left behind the tokens.
+    // Zero what another sequence of the tenant left after the tokens.
     const bool is_left = j >= bound.num_blocks && config_.zero_policy == ZeroPolicy::kAlways;
     if (is_left) change.zero_blocks.push_back(block);
     change.add_ref(block);
@@ -674,7 +674,7 @@ void Ops::undo_trial(Change& change) {
     slot.num_sealed = saved->num_sealed;
     slot.retire = saved->retire;
   }
-  // In reverse: each was the tail of what earlier ones left.
+  // In reverse order: each was the tail that earlier removals had left.
   for (auto removed = change.removed.rbegin(); removed != change.removed.rend(); ++removed) {
     std::vector<SlotEntry>& entries = slots_[removed->slot].entries;
     entries.insert(entries.end(), removed->entries.begin(), removed->entries.end());

@@ -115,7 +115,7 @@ std::uint64_t Persistence::begin_generation() {
   pending_.clear();
   hits_.clear();
   const std::uint64_t generation = store_->begin_generation();
-  // Comes after what the writer has of the generation before.
+  // Runs after the writer's jobs of the generation before.
   writer_.submit([this] { store_->remove_older(); });
   return generation;
 }
@@ -146,7 +146,7 @@ void Persistence::wait_for_copy(const std::optional<Mark>& mark) {
     const auto driving = work_.lock();
     work_.driver->fence();
   } catch (const Error&) {
-    // The next call that the memory makes finds out.
+    // The memory's next driver call reports it.
   }
 }
 
@@ -184,9 +184,8 @@ void Persistence::write_behind() {
     work_.driver->copy_out(copies);
     if (work_.has_copy_stream) mark = work_.driver->copy_mark();
   } catch (const Error& error) {
-    // NOTE: copies that were requested before may still write to the buffers. Later copies come
-    // after them, and what is put into the store then is what arrived last: only the blocks of this
-    // batch are lost.
+    // NOTE: copies that were requested before may still write to the buffers. Later copies run
+    // after them, so the store gets what arrived last: only the blocks of this batch are lost.
     work_.last_error = error.what();
     work_.fail_if_sticky(error);
     for (const Write& write : batch) write_buffers_.give_back(write.buffer);
@@ -372,7 +371,7 @@ void Persistence::publish(Restore& restore) {
   ledger_.totals.persist_hidden_seconds += std::max(0.0, seconds - restore.waited);
 }
 
-// What was not read may show what another tenant left in the page.
+// A block that was not read may show another tenant's data.
 void Persistence::zero_failed(Restore& restore) {
   if (pool_.zero_policy() == ZeroPolicy::kNever) return;
   const auto bytes = static_cast<std::size_t>(config_.block_bytes());

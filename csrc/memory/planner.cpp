@@ -136,7 +136,7 @@ bool Planner::has_attach(const std::vector<Op>& ops) {
 
 namespace {
 
-// Restores the ledger when it goes: the pool and the counters here, the rest by the change.
+// Restores the ledger when it is destroyed: the pool and the counters here, the rest by the change.
 class Trial {
  public:
   Trial(Ledger& ledger, DriverWork& work, Ops& ops, bool dense)

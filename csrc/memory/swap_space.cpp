@@ -36,8 +36,8 @@ std::int64_t SwapSpace::num_backed() const {
   return chunks_.empty() ? 0 : chunks_.back().first + chunks_.back().count;
 }
 
-// One allocation for all groups: it is checked against the system's limits as a whole, and leaves
-// nothing behind if it is refused.
+// One allocation for all groups: the system's limits are checked for all together, and a refusal
+// leaves nothing allocated.
 void SwapSpace::add_chunk(std::int64_t count) {
   chunks_.reserve(chunks_.size() + 1);
   leftovers_.reserve(leftovers_.size() + chunks_.capacity());

@@ -10,7 +10,7 @@
 namespace vmserve::speculation {
 namespace {
 
-// Rows for each sequence up to which a step of the draft model counts as one that draws.
+// The most rows for each sequence in a step of the draft model that counts as drafting.
 constexpr std::int64_t kMostCaughtUp = 2;
 // Steps over which the price of reading a text is spread: as many as most answers have.
 constexpr std::int64_t kHorizon = 64;

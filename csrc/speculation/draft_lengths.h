@@ -1,4 +1,4 @@
-// How long the drafts of a draft model are.
+// Chooses the lengths of a draft model's drafts.
 #pragma once
 
 #include <cstdint>
@@ -9,10 +9,10 @@
 
 namespace vmserve::speculation {
 
-// Keeps the acceptance of each sequence, by a number that the caller gives it. A new one is taken
-// to be as the others were: how well two models agree depends on them more than on a text.
+// Keeps the acceptance of each sequence, by a number that the caller gives it. A new sequence
+// begins with the acceptance of all: how well two models agree depends more on them than on a text.
 //
-// Of a step: choose(); ran() for each step of the draft model; when its tokens are known,
+// In a step: choose(); ran() for each step of the draft model; when its tokens are known,
 // accepted() for each draft that was computed, and learn().
 class DraftLengths {
  public:
@@ -29,13 +29,13 @@ class DraftLengths {
   void open(std::int64_t number);
   void close(std::int64_t number) { entries_.erase(number); }
 
-  // The lengths in their order.
+  // Returns the lengths in the order of `sequences`.
   std::vector<std::int64_t> choose(const std::vector<Decoding>& sequences,
                                    std::int64_t num_prompt_rows);
   // Takes a step of the draft model.
   void ran(std::int64_t num_rows, std::int64_t num_sequences, double seconds);
   void accepted(std::int64_t number, std::int64_t num_drafted, std::int64_t num_accepted);
-  // Takes how long the step took, all of it and its attention.
+  // Takes the seconds of the whole step and of its attention.
   void learn(double seconds, double attention);
 
   bool may_pay(std::int64_t num_decoding) const;

@@ -8,30 +8,31 @@
 namespace vmserve::speculation {
 namespace {
 
-// Steps of more rows are bound by arithmetic; they are not told apart.
+// Steps of more rows are bound by arithmetic and not distinguished.
 constexpr std::int64_t kMostRows = 128;
 // Steps after which a price is measured again.
 constexpr std::int64_t kStaleAfter = 1000;
-// Steps that a running mean is taken of.
+// The most values that a running mean counts.
 constexpr std::int64_t kMostCounted = 16;
-// What a step counts for after another one, in the least squares.
+// Decay of a step's weight with each further step, in the least squares.
 constexpr double kDecay = 0.98;
-// A draft is taken to cost so much more attention than a decode before it was measured.
+// Extra attention of a draft, relative to a decode, until it is measured.
 constexpr double kUsualChunk = 1.0;
 // Keeps the least squares from dividing by nothing.
 constexpr double kRidge = 0.02;
-// What a step without drafts counts for in the rates of a draft model.
+// Weight of a step without drafts in the rates of a draft model.
 constexpr double kRelaxed = 0.01;
-// Rows over which the price of one more is taken.
+// Rows over which the price of one more row is averaged.
 constexpr std::int64_t kRowsOfSlope = 8;
 
-// A row's share of a step of `num_rows`, where more were not measured: little while weights are
-// what takes time, so that it is tried.
+// The assumed cost of one more row, as a share of a step of `num_rows`, if it was not measured.
+// Little while reading weights takes the time, so that drafts are tried.
 double growth(double num_rows) {
   return num_rows <= 8 ? 0.03 : 1 / num_rows;
 }
 
-// The greatest of the numbers of rows that have one price with this one: a quarter apart or less.
+// The greatest number of rows that shares a price with this one: such numbers are at most a quarter
+// apart.
 std::int64_t together(std::int64_t num_rows) {
   std::int64_t most = 4, width = 1;
   if (num_rows <= most) return num_rows;
@@ -155,7 +156,7 @@ double RowPrices::drafts(const StepShape& step) const {
     }
     from = to;
   }
-  // What was not measured is taken to be cheap, so that it is tried.
+  // Drafts that were not measured are assumed to be cheap, so that they are tried.
   const double hoped = from.seconds * (1 + growth(from.rows) * (rows - from.rows));
   const bool is_measured = drafted_.count(together(step.num_rows())) > 0 && known < INFINITY;
   return (is_measured ? known : std::min(known, hoped)) - base;
@@ -177,7 +178,7 @@ void AttentionPrices::learn(const StepShape& step, double seconds) {
   yy_ += y * y;
   xz_ += x * z;
   yz_ += y * z;
-  // Drafts of equal lengths do not tell the two prices apart: then the draft's is the larger one.
+  // Drafts of equal lengths do not separate the two prices; then chunk_ is the larger one.
   token_ = (yz_ * xx_ - xy_ * xz_) / (xx_ * yy_ * (1 + kRidge) - xy_ * xy_);
   token_ = std::min(std::max(0.0, token_), yz_ / yy_);
   chunk_ = (xz_ - token_ * xy_) / xx_;
@@ -245,7 +246,7 @@ std::vector<std::int64_t> DraftPolicy::lengths(const StepShape& step,
     std::size_t offer;
   };
   std::vector<Token> tokens;
-  // Seconds that a token is worth, and what a row costs about.
+  // Seconds that a token is worth, and about what a row costs.
   const auto num_decoding = static_cast<double>(step.num_decoding);
   const double plain = plain_seconds(step), worth = plain / num_decoding;
   StepShape more = step;
@@ -305,7 +306,8 @@ void DraftPolicy::learn(const StepShape& step, double log_tokens, double seconds
     credit_ -= step.drafting_seconds;
     has_begun_ = true;
   } else {
-    // Of a step that was held up, or measured wrongly, no more than half as much again counts.
+    // A step that was held up, or measured wrongly, counts at most 1.5 times its expected seconds,
+    // and at least 1 / 1.5.
     const double expected = seconds_of(step);
     const double took = std::min(std::max(seconds, expected / 1.5), 1.5 * expected);
     credit_ += std::exp(log_tokens / static_cast<double>(step.num_decoding)) * plain - took;

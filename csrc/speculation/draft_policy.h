@@ -1,5 +1,5 @@
-// How many drafted tokens a step computes: as many as pay, by what steps cost and what was
-// accepted.
+// Chooses how many drafted tokens a step computes: as many as pay, from measured steps and accepted
+// tokens.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 namespace vmserve::speculation {
 
-// The numbers of vmserve/speculation/policy.py, where they are explained.
+// The numbers of vmserve/speculation/policy.py, which explains them.
 struct PolicyNumbers {
   std::vector<std::int64_t> match_bounds;
   std::vector<double> usual_rates;  // one more than bounds
@@ -27,13 +27,13 @@ struct PolicyNumbers {
 class Acceptance {
  public:
   explicit Acceptance(const PolicyNumbers& numbers);
-  // With the rates of another one to begin with.
+  // Begins with the rates of another one.
   Acceptance(const PolicyNumbers& numbers, const Acceptance& other);
 
   double rate(std::int64_t match_length) const;
-  // Tokens behind a rejected one say nothing.
+  // Tokens after a rejected one are not counted.
   void learn(std::int64_t match_length, std::int64_t num_drafted, std::int64_t num_accepted);
-  // Comes a little nearer to the usual rates, so that what was bad is tried again some time.
+  // Moves the rates a little towards the usual ones, so that bad matches are tried again some time.
   void relax();
 
  private:
@@ -43,23 +43,23 @@ class Acceptance {
   std::vector<double> tried_, accepted_;
 };
 
-// What a step computes: one token of each decoding sequence, rows of prompts, and drafted tokens.
+// The rows of a step: one token of each decoding sequence, rows of prompts, and drafted tokens.
 struct StepShape {
   std::int64_t num_decoding = 0, num_prompt_rows = 0;
-  double positions = 0;  // of all decoding sequences together
-  // Of the sequences with drafts: their tokens, positions, and products of both.
+  double positions = 0;  // sum over all decoding sequences
+  // Sums over the sequences with drafts: their tokens, positions, and products of both.
   std::int64_t num_drafted = 0;
   double drafted_positions = 0, drafted_products = 0;
-  // Of a draft model: its own steps, the most sequences of one, and the seconds that they took;
-  // seconds of reading texts that are charged to this step.
+  // For a draft model: its own steps, the most sequences of one, and the seconds that they took.
+  // `reading`: seconds of reading texts that are charged to this step.
   std::int64_t num_rounds = 0, num_drafting = 0;
   double drafting_seconds = 0, reading = 0;
 
   std::int64_t num_rows() const { return num_decoding + num_prompt_rows + num_drafted; }
 };
 
-// A mean of measured seconds: of all at first, then of the newest most of all. One that was held up
-// counts for twice the mean at most.
+// A mean of measured seconds: of all at first, later mostly of the newest. A value counts for at
+// most twice the mean, because a step may be held up.
 class RunningMean {
  public:
   void add(double value);
@@ -78,10 +78,10 @@ class RunningMean {
 class RowPrices {
  public:
   void learn(const StepShape& step, double seconds);
-  // Nothing is known of steps without drafts.
+  // Whether no step without drafts was measured.
   bool empty() const { return plain_.empty(); }
   double plain(std::int64_t num_decoding) const;
-  // What the drafts of a step add; infinite where it is not known.
+  // Seconds that the drafts of a step add; infinite if unknown.
   double drafts(const StepShape& step) const;
 
  private:
@@ -93,8 +93,8 @@ class RowPrices {
 
   void forget_stale(Prices& prices) const;
 
-  Prices plain_, drafted_;  // by sequences; by the greatest number of rows of the price
-  RunningMean prompt_row_;  // of steps that mostly read prompts
+  Prices plain_, drafted_;  // keys: number of sequences; greatest number of rows of the price
+  RunningMean prompt_row_;  // seconds of a row in steps that mostly read prompts
   std::int64_t num_steps_ = 0;
 };
 
@@ -103,9 +103,9 @@ class RowPrices {
 class AttentionPrices {
  public:
   void learn(const StepShape& step, double seconds);
-  // Of all sequences as if none had drafts.
+  // Seconds of all sequences as if none had drafts.
   double plain(double positions) const { return plain_.value() * positions; }
-  // What drafts add.
+  // Seconds that drafts add.
   double drafts(double positions, double products) const {
     return chunk_ * positions + token_ * products;
   }
@@ -126,14 +126,14 @@ struct Offer {
   double reading = 0;  // as in StepShape
 };
 
-// Chooses drafts that make a batch faster: by the geometric mean of its sequences' tokens a second,
-// so that many of them have to gain for what all of them wait for. (By the sum, one sequence of
-// eight may slow the others by a tenth; and eight that begin together are done when the last one
-// is.)
+// Chooses drafts that make a batch faster by the geometric mean of its sequences' tokens a second.
+// By this mean, many sequences have to gain from what all of them wait for. (By the sum, one
+// sequence of eight may slow the others by a tenth. And eight that begin together are done when the
+// last one is.)
 //
-// Estimates may be wrong, so drafts are paid from an account: a step with drafts adds the seconds
-// that it won and takes those that it lost, one without earns a small share of its own. With an
-// empty account there are no drafts, so what is lost is bounded by what was earned.
+// Estimates may be wrong, so drafts are paid from an account. A step with drafts adds the seconds
+// that it won and takes those that it lost. A step without drafts earns a small share of its own
+// seconds. With an empty account there are no drafts, so losses are bounded by earnings.
 class DraftPolicy {
  public:
   explicit DraftPolicy(PolicyNumbers numbers) : numbers_(std::move(numbers)) {}
@@ -143,10 +143,10 @@ class DraftPolicy {
   bool may_pay(const StepShape& step) const;
   // The number of tokens of each offer to compute.
   std::vector<std::int64_t> lengths(const StepShape& step, const std::vector<Offer>& offers) const;
-  // Takes how long a step took, all of it and its attention. `log_tokens`: the logarithms of the
-  // numbers of tokens that its sequences got, together.
+  // Takes the seconds of the whole step and of its attention. `log_tokens`: the sum of the
+  // logarithms of the numbers of tokens that its sequences got.
   void learn(const StepShape& step, double log_tokens, double seconds, double attention);
-  // Takes how long a step of a draft model took.
+  // Takes the seconds of a step of a draft model.
   void drew(std::int64_t num_sequences, double seconds);
 
   double seconds_of(const StepShape& step) const;

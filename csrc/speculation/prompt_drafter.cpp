@@ -10,7 +10,7 @@
 namespace vmserve::speculation {
 namespace {
 
-// A match as long as this stands for an answer that began as its prediction does.
+// The match length assumed for an answer that begins like its prediction.
 constexpr std::int64_t kAtTheBeginning = 3;
 
 }  // namespace

@@ -12,11 +12,11 @@ namespace vmserve::speculation {
 
 // Keeps an index and the acceptance of each sequence, by a number that the caller gives it.
 //
-// Of a step: begin(), add() for each decoding sequence, choose(); when its tokens are known,
+// In a step: begin(), add() for each decoding sequence, choose(); when its tokens are known,
 // accepted() for each draft that was computed, and learn().
 class PromptDrafter {
  public:
-  // `most_visited`, `longest`: of PromptLookup.
+  // `most_visited`, `longest`: as in PromptLookup.
   PromptDrafter(PolicyNumbers numbers, std::int64_t most_visited, std::int64_t longest);
   PromptDrafter(const PromptDrafter&) = delete;
   PromptDrafter& operator=(const PromptDrafter&) = delete;
@@ -27,11 +27,10 @@ class PromptDrafter {
             std::int64_t most_tokens);
   void close(std::int64_t number) { entries_.erase(number); }
 
-  // Begins a step of so many decoding sequences with `num_tokens` tokens together. False: none is
+  // Begins a step of `num_decoding` sequences with `num_tokens` tokens together. False if none is
   // worth a search.
   bool begin(std::int64_t num_decoding, std::int64_t num_prompt_rows, std::int64_t num_tokens);
-  // Searches a match for a sequence whose tokens are `size` in number, and `token(i)` those that
-  // are new.
+  // Searches a match for a sequence of `size` tokens; `token(i)` returns the new ones.
   template <class TokenAt>
   void add(std::int64_t number, std::int64_t size, TokenAt token) {
     Entry& entry = entry_of(number);
@@ -40,11 +39,11 @@ class PromptDrafter {
     }
     offer(entry, size);
   }
-  // The drafts of the sequences that were added, in their order; empty: of none.
+  // Returns the drafts of the added sequences, in order; an empty one is no draft.
   std::vector<std::vector<Token>> choose();
 
   void accepted(std::int64_t number, std::int64_t num_drafted, std::int64_t num_accepted);
-  // Takes how long the step took, all of it and its attention.
+  // Takes the seconds of the whole step and of its attention.
   void learn(double seconds, double attention);
 
   bool may_pay(std::int64_t num_decoding) const;
@@ -57,7 +56,7 @@ class PromptDrafter {
     PromptLookup lookup;
     Acceptance acceptance;
     std::int64_t num_before, num_prompt, most_tokens;
-    // Of the last search.
+    // The result of the last search.
     Match match;
   };
 

@@ -1,4 +1,4 @@
-// Finds where the end of a text has stood before, to propose what followed it there.
+// Finds an earlier occurrence of a text's end, to propose what followed it there.
 #pragma once
 
 #include <cstddef>
@@ -31,10 +31,11 @@ class PromptLookup {
   // The longest match of two tokens or more; of equal ones the newest. Length 0: none.
   Match find() const;
 
-  // What followed a match, at most `limit` tokens. Text that repeats itself goes on as it repeats.
+  // Returns the tokens after a match, at most `limit`. Text that repeats itself goes on as it
+  // repeats.
   std::vector<Token> continuation(const Match& match, std::int64_t limit) const;
 
-  // How many tokens that is.
+  // The number of tokens of continuation().
   std::int64_t num_following(const Match& match, std::int64_t limit) const;
 
   Token at(std::int64_t index) const { return tokens_[static_cast<std::size_t>(index)]; }

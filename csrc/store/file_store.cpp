@@ -25,8 +25,8 @@ constexpr char kTemporary[] = ".tmp";
 constexpr char kGeneration[] = ".generation";
 // After a refusal, writes are not tried for so long.
 constexpr std::chrono::seconds kPause{10};
-// An engine looks at the directory, in which others write too, after it has written this part of
-// the limit: with two of them the limit holds, each further one may exceed it by as much.
+// An engine scans the directory, in which others write too, after it has written this part of the
+// limit. With two engines the limit holds; each further one may exceed it by as much.
 constexpr std::int64_t kLooks = 16;
 // A temporary file of this age was left by a process that was killed.
 constexpr std::int64_t kAbandonedSeconds = 300;
@@ -37,7 +37,7 @@ struct Header {
   Digest space;
   Digest digest;
   Checksum content;
-  Checksum header;  // of all before it
+  Checksum header;  // checksum of all before it
 };
 static_assert(sizeof(Header) == 112, "the header has no padding");
 
@@ -86,7 +86,7 @@ std::vector<std::string> names_in(const std::string& path) {
   return names;
 }
 
-// Of anything but a file a name may stand for something that waits: nothing else is opened.
+// Opens without waiting, because a name may stand for something other than a file.
 constexpr int kRead = O_RDONLY | O_NOFOLLOW | O_NONBLOCK;
 
 bool is_file(int fd) {
@@ -229,7 +229,7 @@ class FileStore : public PageStore {
 
   std::uint64_t newest_generation() const;
 
-  // Tells each kind of trouble once.
+  // Reports each kind of trouble once.
   void tell(const std::string& kind, const std::string& message) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (told_.insert(kind).second) messages_.push_back(message);
@@ -265,8 +265,8 @@ class FileStore : public PageStore {
   FileOps& ops_;
   const std::string path_;
   const Digest id_;
-  // Numbers of processes are no names: a process may have several stores of a space, and containers
-  // that share a directory have processes of one number.
+  // A process number is no unique name: a process may have several stores of a space, and
+  // containers that share a directory may have equal numbers.
   const std::string writer_ = random_name();
   std::atomic<std::uint64_t> generation_;
   std::mutex mutex_;
@@ -388,7 +388,7 @@ bool FileStore::put(const Digest& digest, const void* from, std::size_t bytes) n
 
 namespace {
 
-// Of a file that marks a generation; 0 for another file.
+// The number of a file that marks a generation; 0 for another file.
 std::uint64_t generation_of(const std::string& name) {
   if (!ends_with(name, kGeneration)) return 0;
   std::uint64_t number = 0;

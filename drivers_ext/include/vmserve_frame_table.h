@@ -1,7 +1,7 @@
 // Optional, for plugins in C++17: the bookkeeping of a page driver.
 //
 // FrameTable records which frames exist and what is mapped where, and checks every precondition of
-// vmserve_driver.h, so a plugin contains only the calls to its own memory system. guarded() and
+// vmserve_driver.h. So a plugin contains only the calls to its own memory system. guarded() and
 // each_run() catch exceptions and count `completed`.
 #pragma once
 

@@ -258,7 +258,7 @@ std::int32_t free_reservation(Device* device, std::uint64_t address, vmserve_err
                    [&](const Cuda& cuda) { cuda.check(cuda.free(address), "cuMemFree"); });
 }
 
-// Stream 0 is the legacy default stream: it and all blocking streams of the context wait for each
+// Stream 0 is the legacy default stream. It and all blocking streams of the context wait for each
 // other, which is the order that zero and copy require.
 std::int32_t zero(Device* device, std::uint64_t address, std::uint64_t bytes,
                   vmserve_error* error) {

@@ -1,5 +1,5 @@
-// Calls of the driver to the system, as a table, so that a simulated device can replace it: a
-// shared library that exports `vmserve_uvm_device` (option ioctl_library=PATH).
+// Calls of the driver to the system, as a table. A simulated device can replace it: a shared
+// library that exports `vmserve_uvm_device` (option ioctl_library=PATH).
 //
 // Unless documented otherwise, a function returns VMSERVE_OK, or a class of error and fills
 // `error`.

@@ -370,7 +370,7 @@ def logits_of(
         return array_tuple(kept[-1])
 
     core = _core.CpuDecoder(
-        vocab_size=7, **SHAPE, norm_eps=1e-5, kv_dtype=kv_dtype,
+        vocab_size=7, **SHAPE, norm_eps=1e-5, row_dtype=kv_dtype,
         quantization=quantization, num_threads=1, isa=isa,
     )  # fmt: skip
     norm = np.ones(64, np.float32)
@@ -428,7 +428,7 @@ def test_a_layer_is_not_partly_quantized() -> None:
     weights = {name: matrix.weights for name, matrix in matrices.items()}
     norm = array_tuple(np.ones(64, np.float32))
     core = _core.CpuDecoder(
-        vocab_size=7, **SHAPE, norm_eps=1e-5, kv_dtype="float32", quantization="none",
+        vocab_size=7, **SHAPE, norm_eps=1e-5, row_dtype="float32", quantization="none",
         num_threads=1,
     )  # fmt: skip
     core.add_layer(

@@ -2,11 +2,11 @@
 //
 // Takes kKeys positions at a time: scores of all heads, running softmax (Milakov and Gimelshein
 // 2018), weighted sum. The order of all sums is that of tile.h, so a row has the same bits in
-// either. There, rows lie across the lanes and a score is one chain of sums along the head
-// dimension; here, tokens lie across the lanes, so blocks of K are transposed in registers, once
+// either. There, rows lie across the lanes, and a score is one chain of sums along the head
+// dimension. Here, tokens lie across the lanes, so blocks of K are transposed in registers, once
 // for all query heads of a group and all rows. A K or V row is loaded once for all query heads of
 // its group. Both passes read the rows of a block of tokens side by side from the first head to the
-// last: streams that the hardware prefetchers follow, as fast as a plain read (head by head over
+// last. The hardware prefetchers follow these streams, as fast as a plain read (head by head over
 // more tokens is half as fast; docs/log). Both views become addresses of token rows, so the
 // arithmetic and all bits of the result are the same. Weighted sums of bfloat16 pairs:
 // decode_pairs.h.
@@ -39,7 +39,7 @@ void fill(TileRows<T>& rows, const Sequence& seq, std::int64_t first, std::int64
   const int located = static_cast<int>(least<std::int64_t>(kKeys + kAhead, end - first));
   locate(seq, begin, located - rows.begin, rows.k + rows.begin, rows.v + rows.begin);
   // Whole blocks are scored, weighted and prefetched. In place of tokens that are not attended to,
-  // whose weight is 0, they read others, of which a NaN reaches the result anyway.
+  // whose weight is 0, they read attended tokens, whose NaN reaches the result anyway.
   const auto repeat = [&](int from, int to, int index) {
     for (int i = from; i < to; ++i) {
       rows.k[i] = rows.k[index];
@@ -58,7 +58,7 @@ inline void prefetch_pair(const T* at) {
   for (int i = 0; i < kBytes; i += kLine) prefetch_line(reinterpret_cast<const char*>(at) + i);
 }
 
-// Loads the first `left` elements of kWidth rows as words, a float or two bfloat16: lane i of
+// Loads the first `left` elements of kWidth rows as words: a float or two bfloat16. Lane i of
 // vector j gets word j of row i. Prefetches later rows.
 template <class T, bool kWhole>
 void load_words(const T* const* rows, std::int64_t offset, int left, Vec::R (&words)[Vec::kWidth]) {
@@ -97,7 +97,7 @@ void score_words(const Vec::R (&words)[kSideVectors][Vec::kWidth], const float* 
       sums[g][v] = is_first ? Vec::zero() : Vec::load(scores + g * kKeys + v * Vec::kWidth);
     }
   }
-  constexpr int kElements = sizeof(T) == sizeof(Bf16) && !kDots<T> ? 2 : 1;  // of a word, for q
+  constexpr int kElements = sizeof(T) == sizeof(Bf16) && !kDots<T> ? 2 : 1;  // of q in a word
 #pragma GCC unroll 2
   for (int element = 0; element < kElements; ++element) {
 #pragma GCC unroll 16

@@ -2,7 +2,7 @@
 //
 // Keys: four codes of a token are a word, so that a block of them is transposed as floats are.
 // Values: the same elements of two tokens are paired, and multiplied by two weights. Codes are
-// multiplied as they are stored, + 128: sums begin with what that adds.
+// multiplied as they are stored (+ 128), so sums begin with a correction.
 #pragma once
 
 #include "decode.h"

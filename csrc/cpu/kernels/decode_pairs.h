@@ -12,14 +12,14 @@ namespace {
 // Token rows of one head, and later rows to prefetch.
 struct PairRows {
   const Bf16 *const *now, *const *ahead;
-  std::int64_t offset;  // of the head and the element
+  std::int64_t offset;  // offset of the head and the element
 };
 
 // Weights of one query head: two tokens in a word.
 struct PairWeights {
   const float* words;
   int stride;            // from head to head
-  const float* factors;  // of the sums so far; null: 1
+  const float* factors;  // factors of the sums so far; null: 1
 };
 
 // acc[g] += weights[g] . V over token t and the next one.

@@ -1,5 +1,5 @@
-// See delta_kernels.h. Sums have one order whatever the number of tokens in a call, so a state and
-// its outputs have the same bits however a prompt is cut.
+// See delta_kernels.h. Sums have one order for any number of tokens in a call. So a state and its
+// outputs have the same bits for any chunks of a prompt.
 #pragma once
 
 #include "delta_kernels.h"

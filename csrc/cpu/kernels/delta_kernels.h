@@ -10,8 +10,8 @@
 namespace vmserve::cpu {
 
 constexpr std::int64_t kDeltaUnit = 16;
-// Columns of a state that one call of `recur` takes at most. They lie side by side: of rows as long
-// as a head is wide, which are a power of two apart, the first level keeps few.
+// The most columns of a state in one call of `recur`. They are adjacent, because L1 keeps few rows
+// that are a whole head, a power of two, apart.
 constexpr std::int64_t kDeltaColumns = 32;
 constexpr std::int64_t kMaxTaps = 8;
 
@@ -29,7 +29,7 @@ struct ConvolveArgs {
 struct DeltaArgs {
   float* state;  // [key_dim, num_columns]
   std::int64_t key_dim, num_columns;
-  bool is_fresh;  // the state before is 0, whatever the memory holds
+  bool is_fresh;  // the state counts as zeros
   std::int64_t num_tokens;
   const float *q, *k, *v;  // of the first token: [key_dim], [key_dim], [num_columns]
   std::int64_t row_stride;

@@ -1,4 +1,4 @@
-// What decode_int8.h and tile_int8.h share: keys and values of 8 bits (Code in kernels.h).
+// Keys and values of 8 bits (Code in kernels.h), for decode_int8.h and tile_int8.h.
 //
 // The other factor of each product has 14 bits: a query row, or the softmax's weights of a tile
 // times the scales of its values. Sums of integers are exact, so only the order of the tiles and of
@@ -13,7 +13,8 @@ namespace {
 // The largest integer of a query or a weight: sums of kMaxHeadDim products fit in int32.
 constexpr float kMostWhole = 16383.0F;
 static_assert(16384LL * 128 * kMaxHeadDim < 1LL << 31);
-// A row, or a tile's weights, below it is zero: its reciprocal would not be finite.
+// A row, or a tile's weights, with a smaller maximum counts as zero: the reciprocal would not be
+// finite.
 constexpr float kLeastLargest = 7.888609052210118e-31F;  // 2^-100
 
 // Bytes of a vector, and of its words of four codes.
@@ -49,7 +50,7 @@ struct Steps {
   float inverse;
 };
 
-// Of a row as widen_row writes it, for integers up to `most`.
+// Steps of a row that widen_row has written, for integers up to `most`.
 inline Steps steps_of(const float* row, int count, float most) {
   Vec::R largest = Vec::zero(), rest = Vec::zero();  // x - x is 0 or NaN
   for (int i = 0; i < count; i += Vec::kWidth) {
@@ -106,7 +107,7 @@ inline Vec::R whole_weight(Vec::R weight, Vec::R inverse) {
   return Vec::round(Vec::mul(finite, inverse));
 }
 
-// Of weights up to `largest` each: what whole_weight takes, and the scale of the integers.
+// For weights up to `largest`: the factor that whole_weight takes, and the scale of the integers.
 inline Vec::R inverse_of(Vec::R largest) {
   return Vec::where_less(largest, Vec::set(kLeastLargest), Vec::zero(),
                          Vec::div(Vec::set(kMostWhole), largest));

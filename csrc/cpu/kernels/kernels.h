@@ -47,13 +47,13 @@ struct Sequence {
   std::int32_t blocks_per_page;
 };
 
-// Positions of a part, at multiples of it. The attention of a row is the sum of its parts from the
-// first to the last, each computed from nothing: so its bits depend on neither the rows nor the
-// positions of the work item that computes it.
+// Positions of a part; parts begin at multiples of it. The attention of a row is the sum of its
+// parts in order, each computed from nothing. So its bits do not depend on the rows and positions
+// of a work item.
 constexpr std::int64_t kPartTokens = 256;
 
-// The result of a work item: either finished rows or, if `partial` is not null, its parts of them,
-// which `combine` adds up with the other parts.
+// The result of a work item: finished rows or, if `partial` is not null, parts, which `combine`
+// adds up.
 struct Output {
   void* rows;          // row r, head g of `heads`: rows + r * row_stride + g * head_dim
   float* lse;          // null, or natural log-sum-exp: lse + r * lse_stride + g
@@ -64,9 +64,9 @@ struct Output {
   std::int64_t lse_stride;
 };
 
-// `rows` consecutive query rows, one or few, over positions [begin, end) of one part, all heads at
-// once, so that a token's memory is read as one stream. Row r has position first_position + r and
-// attends to (that - window, that].
+// One or few consecutive query rows over positions [begin, end) of one part. All heads are computed
+// together, so that a token's memory is read as one stream. Row r has position first_position + r
+// and attends to (that - window, that].
 struct DecodeArgs {
   Sequence seq;
   const void* q;  // [rows, q_heads, head_dim]
@@ -148,8 +148,8 @@ enum WeightForm : std::int32_t {
   kWeightsBFloat16Pairs,  // the same weights, rows of bfloat16
   kWeightsInt8,           // a scale for each output; rows of int16
   kWeightsInt8Bytes,      // the same weights, rows of int8
-  // Integers as in a quantized checkpoint, with a scale, and perhaps a minimum, for each output and
-  // group of 32 or 16 elements (linear_grouped.h); rows of int16, or of int8 (...Bytes).
+  // Integers as in a quantized checkpoint (linear_grouped.h). Each output and group of 32 or 16
+  // elements has a scale, and perhaps a minimum. Rows of int16, or of int8 (...Bytes).
   kWeightsGrouped4,
   kWeightsGrouped4Bytes,
   kWeightsGroupedTable,  // codes that are numbers of MXFP4, in 4 bits
@@ -190,15 +190,15 @@ struct GroupedTensor {
   const std::uint8_t* codes;  // [outputs, inputs]
   const float* scales;        // [outputs, groups]
   const float* minima;        // likewise; null: -8 * scale with 4 bits, 0 with 8
-  // [outputs, steps], or null: numbers of half precision that the scales of groups / steps
-  // successive groups are whole multiples of. Packed weights are smaller with them.
+  // [outputs, steps] in half precision, or null. The scales of groups / steps successive groups are
+  // whole multiples of a step. Packed weights are smaller with steps.
   const float *scale_steps, *minimum_steps;
   std::int64_t outputs, inputs, groups, steps;
 };
 
-// Of a gated MLP. kSilu: silu(gate) * up. kGelu: gelu(gate) * up, by a tanh (Hendrycks and Gimpel
-// 2016). kClamped: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit`, and up
-// between -limit and limit.
+// Activations of a gated MLP. kSilu: silu(gate) * up. kGelu: gelu(gate) * up, by a tanh (Hendrycks
+// and Gimpel 2016). kClamped: (up + 1) * gate * sigmoid(alpha * gate), with gate at most `limit`,
+// and up between -limit and limit.
 enum class Activation : std::int32_t { kSilu, kGelu, kClamped };
 
 struct Gate {
@@ -206,13 +206,13 @@ struct Gate {
   float alpha = 0.0F, limit = 0.0F;
 };
 
-// What happens to the sums of a product; see LinearArgs.
+// The use of a product's sums; see LinearArgs.
 enum class Epilogue : std::int32_t {
   kStore,    // written as rows of float32
   kNarrow,   // written as rows of bfloat16
   kAdd,      // added to rows of float32
-  kGate,     // of a gated MLP, written as packed rows
-  kGateRows  // of a gated MLP, written as rows of float32
+  kGate,     // a gated MLP, written as packed rows
+  kGateRows  // a gated MLP, written as rows of float32
 };
 
 // y = x W^T for some outputs of a linear layer, all rows.
@@ -224,9 +224,9 @@ enum class Epilogue : std::int32_t {
 // elements of a chunk, rows of the block, elements of a chunk].
 struct LinearArgs {
   const char* weights;
-  const float* scales;       // of each output, or null
-  const float* bias;         // of each output, or null
-  ScaleFormat scale_format;  // of grouped weights
+  const float* scales;       // one for each output, or null
+  const float* bias;         // one for each output, or null
+  ScaleFormat scale_format;  // only for grouped weights
   std::int64_t depth;
   const void* rows;
   const RowGroup* row_groups;  // [num_rows, num_groups(depth, type)]; none for rows of floats
@@ -243,20 +243,20 @@ struct LinearArgs {
   std::int64_t scratch_floats;
 };
 
-// Packs weights [outputs, depth] into panels: up to three tensors one after the other or, if gated,
-// the two that a gated MLP multiplies, alternating vector by vector.
+// Packs weights [outputs, depth] into panels: up to three tensors one after the other. If gated,
+// the two tensors of a gated MLP alternate vector by vector.
 struct PackArgs {
   const void* tensors[3];
   GroupedTensor grouped[3];  // instead of `tensors`; `weights` is zero before
   ScaleFormat scale_format;
   std::int64_t row_strides[3];  // elements; the depth is contiguous
-  std::int32_t outputs[3];      // of each tensor
+  std::int32_t outputs[3];      // outputs of each tensor
   std::int32_t num_tensors;
   bool from_bf16, gated;
-  std::int64_t depth;  // of the tensors
+  std::int64_t depth;  // depth of the tensors, not padded
   std::int32_t first_panel, num_panels;
   char* weights;
-  float* scales;  // of each output; written if the form has output_scales
+  float* scales;  // one for each output; written if the form has output_scales
 };
 
 // Packs rows of float32 or bfloat16 into one block. If `norm` is not null, normalises them first:
@@ -265,8 +265,8 @@ struct PackRowsArgs {
   const void* rows;
   bool from_bf16;
   std::int64_t row_stride;  // elements
-  std::int32_t num_rows;    // of the block
-  std::int64_t depth;       // of the rows; the block pads it to a multiple of kDepthUnit
+  std::int32_t num_rows;    // rows of the block
+  std::int64_t depth;       // the block pads it to a multiple of kDepthUnit
   const float* norm;
   float eps;
   void* block;
@@ -354,8 +354,8 @@ const KernelTable& avx512_vnni_kernels();
 const KernelTable& avx512_bf16_kernels();
 #endif
 
-// Floats of one row and head of a part: sums of the head dimension, padded as the kernels pad it,
-// the maximum and the sum of weights.
+// Floats of one row and head of a part: sums (head_dim, padded by the kernels), the maximum and the
+// sum of weights.
 constexpr std::int64_t partial_floats(std::int32_t head_dim) {
   return (head_dim + 31) / 32 * 32 + 2;
 }

@@ -25,9 +25,9 @@
 namespace vmserve::cpu {
 namespace {
 
-// With few rows, two panels at a time: independent sums hide latency. Each of the two reads its
-// half of a stretch of panels from end to end, so that what is prefetched behind a panel is the
-// next. Wide vectors of one row need no more sums, and one stream has fewer ends.
+// With few rows, two panels at a time: independent sums hide latency. Each reads its half of a
+// stretch of panels in order, so prefetching past a panel reaches the next one. One row of wide
+// vectors needs no more sums, and one stream has fewer ends.
 constexpr int panels_together(int rows) {
   if (Vec::kLinearRows < 6) return 1;  // plain C++ keeps no sums in registers
   if (rows == 1 && Vec::kWidth >= 16) return 1;
@@ -112,7 +112,7 @@ constexpr int tiles_together(int rows) {
   return 2 * rows <= kTileRows ? panels_together(rows) : 1;
 }
 
-// `apart`: 0, or where the second panel is.
+// `apart`: panels from the first to the second; 0: no second.
 template <class G, int kRows>
 void grouped_tile(const LinearArgs& a, const char* weights, std::int64_t panel_bytes, RowTile tile,
                   std::int32_t rows, std::int32_t panel, std::int32_t apart) {
@@ -152,7 +152,7 @@ void grouped_rows(const LinearArgs& a, const char* weights, std::int32_t first_p
   }
 }
 
-// Wide vectors unpack codes beside their products.
+// Wide vectors unpack codes while they compute products.
 template <class G>
 constexpr bool kWidensCodes =
     (G::kNumBits == 5 || G::kNumBits == 6 || G::kByTable) && Vec::kWidth < 16;

@@ -4,13 +4,13 @@
 // has; only rows are rounded.
 //
 // A sum over a group is scale * row scale * (sum of code * element) + minimum * (sum of the row).
-// The sum of the products is exact, in int32, and so is what the codes' zero adds to it: codes are
-// unsigned, and without minima the middle one (8 of 4 bits) stands for zero. So weights have the
-// same bits of a sum however many bits their codes are stored in.
+// The sum of the products is exact, in int32, and so is what the codes' zero adds to it. Codes are
+// unsigned; without minima the middle one (8 of 4 bits) stands for zero. So a sum has the same bits
+// for every size of the stored codes.
 //
 // A panel is one stream. For each group of the depth it has: steps, at the first of groups_per_step
 // groups; scales of the panel's outputs; minima; codes. See ScaleFormat. A code word is four
-// elements of the depth in the order 0, 2, 1, 3 (linear_int8.h), a byte for each; a lane stores
+// elements of the depth in the order 0, 2, 1, 3 (linear_int8.h), a byte for each. A lane stores
 // those of a group in words of 4 bytes:
 //
 //   4 bits  lower halves of the bytes are one code word, upper halves the next; of codes by a table
@@ -18,8 +18,8 @@
 //   5 bits  likewise, and one word more: bit i of its bytes is the fifth of code word i
 //   6 bits  one code word each, three times; the fourth is in their upper two bits, lowest first
 //
-// Where VPDPBUSD is missing, the products of 4 bits and int8 are added in int16: a lane half takes
-// two products of 15 * 127 from each of eight words, which is below 2^15.
+// Without VPDPBUSD, the products of 4 bits and int8 are added in int16. A lane half takes two
+// products of 15 * 127 from each of eight words, which is below 2^15.
 #pragma once
 
 #include "half.h"
@@ -32,16 +32,16 @@ namespace {
 constexpr std::uint8_t kTableCodes[16] = {16, 17, 18, 19, 20, 22, 24, 28,
                                           16, 15, 14, 13, 12, 10, 8,  4};
 
-// kZeroBits: of the codes, if that is not what they are stored in: they have been widened, or 4
-// bits are a place in the table.
+// kZeroBits: bits of the codes, if they are stored in others: widened, or as 4-bit places in the
+// table.
 template <class R, int kBits, int kGroup, int kZeroBits = kBits>
 struct Grouped {
   using Row = R;
   static constexpr int kNumBits = kBits;
-  static constexpr int kCodeBits = kBits == 8 ? 8 : kZeroBits;  // of codes when they are packed
+  static constexpr int kCodeBits = kBits == 8 ? 8 : kZeroBits;  // bits of codes for packing
   static constexpr std::int64_t kDepth = kGroup;
-  static constexpr int kZero = 1 << (kZeroBits - 1);   // of codes without minima
-  static constexpr bool kAlwaysZero = kZeroBits == 8;  // with minima too
+  static constexpr int kZero = 1 << (kZeroBits - 1);   // the zero of codes without minima
+  static constexpr bool kAlwaysZero = kZeroBits == 8;  // codes with minima have this zero too
   static constexpr bool kByTable = kBits == 4 && kZeroBits == 5;
   using Widened = Grouped<R, 8, kGroup, kZeroBits>;
   static constexpr bool kOfBytes = sizeof(R) == 1;
@@ -94,8 +94,8 @@ struct GroupSums {
   typename SumType<G::kShortSums>::T at[kPanels][2][kRows];
 };
 
-// Functions that take or make sums are inlined, or sums would go through memory. Those of plain C++
-// do so anyway, and inlining eight words of it takes the compiler minutes.
+// Functions that take or make sums are inlined, or sums would go through memory. In plain C++ they
+// do so anyway, and inlining eight words takes the compiler minutes.
 #ifdef VMSERVE_GENERIC_WIDTH
 #define VMSERVE_WITH_SUMS [[gnu::noinline]] inline
 #else
@@ -129,7 +129,7 @@ template <class G, int kRows, int kPanels, int kWord>
 VMSERVE_WITH_SUMS void add_word(const char* codes, std::int64_t panel_stride,
                                 const typename G::Row* x, std::int64_t chunk_stride,
                                 GroupSums<G, kRows, kPanels>& sums) {
-  constexpr int kWords = G::kOfBytes ? 1 : 2;  // of a row, for four codes
+  constexpr int kWords = G::kOfBytes ? 1 : 2;  // words of a row for four codes
   constexpr int kWordDepth = 4 / kWords;
   Vec::S bytes[kPanels][2];
 #pragma GCC unroll 8
@@ -190,7 +190,7 @@ VMSERVE_WITH_SUMS void add_group(const char* codes, std::int64_t panel_stride,
   }
 }
 
-// Sums that have the zero of the codes subtracted, where they are not short.
+// Begins the sums of a group. Sums that are not short begin with the codes' zero subtracted.
 template <class G, int kRows, int kPanels>
 VMSERVE_WITH_SUMS void begin_group(const RowGroup* groups, std::int64_t group_stride, bool has_zero,
                                    Vec::I (&offsets)[kRows], GroupSums<G, kRows, kPanels>& sums) {
@@ -245,7 +245,7 @@ void grouped_panels(const LinearArgs& a, const char* weights, std::int64_t panel
   const ScaleFormat format = a.scale_format;
   const std::int64_t group_bytes = scale_bytes(format);
   const int vectors = format.minima ? 4 : 2;
-  Vec::R steps[kPanels][4] = {};  // of scales, then of minima
+  Vec::R steps[kPanels][4] = {};  // steps of scales, then of minima
   std::int64_t until_steps = 0;
   Sums<kRows, kPanels> sums = no_sums<kRows, kPanels>();
   for (std::int64_t g = 0; g < groups; ++g, ++row_groups) {
@@ -332,8 +332,8 @@ struct GroupedLane {
     if (tensor->minima != nullptr) return tensor->minima[group_of(k)];
     return tensor->bits == 4 ? -8.0F * scale(k) : 0.0F;
   }
-  // What is stored of four codes from k on, the first in the lowest byte; 0 behind the depth. The
-  // zero is in the middle of so many bits, but for short codes with minima.
+  // The stored form of four codes from k on, the first in the lowest byte; 0 after the depth. The
+  // zero is in the middle of `bits`, except for short codes with minima.
   std::uint32_t codes(std::int64_t k, int bits, bool minima) const {
     constexpr std::uint32_t kBytes = 0x01010101U;
     const std::uint8_t* const from = tensor->codes + output * tensor->inputs + k;
@@ -382,7 +382,7 @@ inline std::uint32_t table_places(std::uint32_t codes) {
   for (int i = 0; i < 32; i += 8) {
     std::uint32_t place = 0;
     while (place < 16 && kTableCodes[place] != (codes >> i & 0xff)) ++place;
-    places |= place % 16 << i;  // 0 behind the depth
+    places |= place % 16 << i;  // 0 after the depth
   }
   return places;
 }

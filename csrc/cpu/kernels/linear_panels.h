@@ -1,7 +1,7 @@
-// What all linear layers share: the layouts of weights and rows, and what is done with the sums.
+// The layouts of weights and rows, and the epilogues, of all linear layers.
 //
 // Outputs lie across the lanes, two vectors to a panel; elements of x are broadcast. A panel is
-// read once for each block of up to kLinearRows rows, as one stream, and widened in registers: few
+// read once for each block of up to kLinearRows rows, as one stream, and widened in registers. Few
 // rows are bound by memory bandwidth, many by arithmetic. Within a panel, `kStep` successive
 // elements of a lane's weights are adjacent, so that widening takes shifts and masks but no
 // shuffles.

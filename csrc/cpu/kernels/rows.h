@@ -1,5 +1,5 @@
 // Operations on one row of logits; see RowKernels. Results do not depend on the width of a
-// register: sums always have sixteen lanes, and a product is fused with a sum only by `fused`.
+// register: sums always have sixteen lanes, and only `fused` fuses a product with a sum.
 #pragma once
 
 #include <float.h>

@@ -4,9 +4,9 @@
 // across the lanes, kPanelVectors vectors to a panel. So K and V are broadcast unchanged, products
 // need no horizontal sums, and the softmax runs down the columns. S = K . Q^T and O = V^T . P are
 // the same register-blocked product of kRows rows. If pairs of bfloat16 are multiplied (kDots), the
-// depth of both products is pairs: two elements of the head dimension, or two tokens, whose weights
-// are rounded to bfloat16. Tiles of positions begin at multiples of kKeys and parts at multiples of
-// kPartTokens, so a row's result does not depend on the other rows.
+// depth of both products is pairs: two elements of the head dimension, or two tokens. Weights of
+// tokens are then rounded to bfloat16. Tiles of positions begin at multiples of kKeys and parts at
+// multiples of kPartTokens, so a row's result does not depend on the other rows.
 #pragma once
 
 #include "kernel_common.h"
@@ -82,7 +82,7 @@ struct Panel {
   std::int64_t first_position, last_position;     // of its first and last row
   float* q;                                       // [padded, vectors * kWidth]
   float *sums, *maxima, *totals;                  // of the current part: [padded, vectors * kWidth]
-  float *folded, *folded_maxima, *folded_totals;  // of the parts before it
+  float *folded, *folded_maxima, *folded_totals;  // sums of the parts before it
   float* factors;                                 // [kPanelLanes], as all that follow
   float *newest, *oldest;                         // range attended to, minus `base`
   float *q_scales, *weight_scales;                // of integers (tile_int8.h)
@@ -90,7 +90,7 @@ struct Panel {
 
 struct TileScratch {
   float *keys, *values, *scores, *panels;
-  int stride, v_stride;  // of a row of keys and of values
+  int stride, v_stride;  // lengths of a row of keys and of values
 
   TileScratch(float* base, int head_dim, int value_dim)
       : stride(padded(head_dim)), v_stride(padded(value_dim)) {
@@ -163,7 +163,7 @@ const T* query_row(const TileArgs& a, int index, int lane) {
          row % a.group * a.q_head_stride;
 }
 
-// Everything of a panel but q, which is zero.
+// Initialises a panel; q becomes zero.
 inline void start_lanes(const TileArgs& a, const Panel& p, const TileScratch& s, int index,
                         std::int64_t base) {
   const int width = p.vectors * Vec::kWidth;
@@ -181,9 +181,9 @@ inline void start_lanes(const TileArgs& a, const Panel& p, const TileScratch& s,
 }
 
 // Tokens of a tile with values that are not finite. A row that does not attend to such a token
-// gives it the weight 0, but 0 times NaN is NaN, which would reach earlier rows, whose blocks other
-// requests may share. So the product takes zeros instead, and the values are added afterwards to
-// the rows that attend to them.
+// gives it the weight 0, but 0 times NaN is NaN. That NaN would reach earlier rows, whose blocks
+// other requests may share. So the product takes zeros instead, and the values are added afterwards
+// to the rows that attend to them.
 struct Broken {
   int count = 0;
   int tokens[kKeys];

@@ -1,6 +1,6 @@
 // Attention of many query rows over keys and values of 8 bits: tile.h with products of integers
-// (int8.h). Both products take pairs of int16, two elements of the head dimension or two tokens,
-// each in the place of a float: codes are widened once for all rows of a tile.
+// (int8.h). Both products take pairs of int16 in place of floats: two elements of the head
+// dimension, or two tokens. Codes are widened once for all rows of a tile.
 #pragma once
 
 #include "int8.h"

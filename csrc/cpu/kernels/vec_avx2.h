@@ -26,7 +26,7 @@
 //               no_short_sums: zeros. widen_sums: a lane's sum as int32, and an offset
 //   store_integers  stores whole numbers as int16, or as int8 in the order of the products: the
 //               second and third of each four exchanged
-//   masked      those bits of each byte; merged: these of b beside all of a
+//   masked      those bits of each byte; merged: all of a, and those bits of b
 //   shifted     words of 16 bits, to the left
 //   looked_up   a byte of the table for each byte of `places`, which are below 16
 //   bits_of     the bits of each lane

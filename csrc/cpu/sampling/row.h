@@ -93,7 +93,7 @@ struct Workspace {
   ChangesRoom changes;
 };
 
-// One row at work.
+// Samples one row.
 class Row {
  public:
   Row(const cpu::RowKernels& kernels, std::int64_t vocab, Workspace& work)
@@ -248,7 +248,7 @@ class Row {
   }
 
   // Collects all tokens that top-p can keep, and some more, with their weights. Tokens with less
-  // than (1 - top_p) / vocab of the weight have less than 1 - top_p together, so all kept tokens
+  // than (1 - top_p) / vocab of the weight have less than 1 - top_p together. So all kept tokens
   // are above that (the factor covers rounding). They are usually far above: a higher floor is
   // enough if the tokens over it have all the weight that top-p keeps.
   std::int64_t find_nucleus(const Logits& logits, const RowRequest& request, float highest,
@@ -336,7 +336,7 @@ class Row {
     }
   }
 
-  // Counts the larger values of each token if they are few; else finds for each value of the row
+  // Counts the larger values of each token if they are few. Else finds, for each value of the row,
   // the first of the sorted listed ones that it comes before.
   void rank_listed(const TokenIds& listed, RowResult& result) {
     constexpr std::size_t kFew = 32;

@@ -1,6 +1,6 @@
 // Samples tokens from rows of logits on the host, with log-probabilities and ranks.
 //
-// A row's result depends only on its logits and its request: it has the same bits in any batch, on
+// A row's result depends only on its logits and its request. It has the same bits in any batch, on
 // any number of threads and with every instruction set. Log-probabilities are those of the logits
 // as given: (x - maximum) - log(sum of exp(x - maximum)). Logits that are not finite are repaired
 // first: NaN becomes -inf, +inf the largest finite number; if all are -inf, all become 0.
@@ -28,7 +28,7 @@ struct Workspace;
 
 using TokenIds = std::vector<std::int32_t>;
 
-// The part of a row's changes that a request says once for all its rows and steps.
+// Changes that are the same for all rows and steps of a request.
 struct FixedChanges {
   std::vector<std::pair<std::int32_t, float>> bias;  // distinct ids
   TokenIds allowed;                                  // distinct; empty: all
@@ -48,7 +48,7 @@ struct LogitChanges {
 };
 
 struct RowRequest {
-  // Of num_likeliest: no likeliest tokens, and no rank of the chosen one.
+  // For num_likeliest: no likeliest tokens, and no rank of the chosen one.
   static constexpr std::int64_t kNone = -1;
 
   std::uint64_t seed = 0, index = 0, position = 0;

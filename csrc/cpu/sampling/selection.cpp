@@ -1,5 +1,5 @@
-// Radix selection over the bits of floats, highest bits first: sums the mass of each bin, then
-// looks at the next bits of the values in the bin with the limit. Linear for all inputs.
+// Radix selection over the bits of floats, highest bits first. Sums the mass of each bin, then
+// continues with the next bits of the values in the limit's bin. Linear for all inputs.
 #include "selection.h"
 
 #include <algorithm>

@@ -130,8 +130,9 @@ class BlockPool {
   // Completes epochs up to `epoch`: pages that waited for them become idle or free.
   void complete(Epoch epoch) noexcept;
 
-  // From now on pages of which somebody took a published block are evicted after the others, until
-  // they are more than an eighth of the committed pages: then the oldest is as the others.
+  // From now on, pages of which another sequence took a published block are evicted after the
+  // others. If they are more than an eighth of the committed pages, the oldest of them becomes like
+  // the others.
   void keep_found() { keeps_found_ = true; }
   bool is_kept(PageId page) const { return pages_[page].kept; }
 

@@ -3,7 +3,7 @@
 //
 // A frame is one physical allocation (cuMemCreate). Adjacent maps share one cuMemSetAccess, and one
 // cuMemUnmap unmaps a run of whole mappings. zero and copy go to the compute stream, copy_out and
-// copy_in to a stream of the driver's own; events order the two streams where necessary.
+// copy_in to a stream of the driver's own. Events order the two streams.
 //
 // CUDA has no backing for unmapped addresses, so Backing::kZeros is refused. Whether a mapping can
 // be read-only is tried once; if not, kRead maps writable and capabilities().read_only is false.
@@ -53,8 +53,8 @@ class CudaDriver final : public PageDriver {
  public:
   // Throws DriverError if there is no library, device or virtual memory management.
   explicit CudaDriver(CudaOptions options);
-  // Waits for the device, then releases everything. If waiting fails, what may be in use stays
-  // mapped until the process ends.
+  // Waits for the device, then releases everything. If waiting fails, memory that may be in use
+  // stays mapped until the process ends.
   ~CudaDriver() override;
   CudaDriver(const CudaDriver&) = delete;
   CudaDriver& operator=(const CudaDriver&) = delete;

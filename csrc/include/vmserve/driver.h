@@ -152,7 +152,7 @@ class PageDriver {
   // copy_out and copy_in may run in parallel to kernels. Both are executed in the order of calls.
   // copy_out: from device to host memory, after all work requested before. Later work, kernels
   // included, does not wait for it: until a copy_mark() after it is reached, nothing may write its
-  // sources, and only copy_out and copy_in may use its targets.
+  // sources. Only copy_out and copy_in may use its targets until then.
   // Pre: as for copy().
   virtual void copy_out(const std::vector<CopyRun>& runs) { copy(runs); }
   // From host to device memory, after all zero() and copy() calls before; it need not wait for

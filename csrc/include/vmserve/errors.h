@@ -1,5 +1,5 @@
-// Three kinds of failure of the memory core, which callers handle differently: misuse is a bug of
-// the caller, a driver error is a refusal of the system, out of memory is ordinary and recoverable.
+// Three kinds of failure of the memory core, which callers handle differently. Misuse is a bug of
+// the caller, a driver error a refusal of the system. Out of memory is ordinary and recoverable.
 #pragma once
 
 #include <cstddef>
@@ -8,8 +8,8 @@
 
 namespace vmserve {
 
-// Base class. `completed` has a meaning if a batched driver call threw: so many of its runs are
-// done; the others, the failing one included, had no effect.
+// Base class. If a batched driver call threw, `completed` of its runs are done. The others, the
+// failing one included, had no effect.
 class Error : public std::runtime_error {
  public:
   explicit Error(const std::string& what, std::size_t completed = 0)

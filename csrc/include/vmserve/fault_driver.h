@@ -1,7 +1,7 @@
 // A driver for tests that refuses chosen calls. Each run of a batch counts as a call, so a batch
 // can fail halfway. Other calls go to the wrapped driver.
 //
-// With `late_copies` it has a copy stream (see Capabilities) that is idle by itself: runs of
+// With `late_copies` it has a copy stream (see Capabilities) that is idle by itself. Runs of
 // copy_out() are copied by run_copies(), or before an operation that waits for them. With
 // `late_marks` marks are reached by reach_marks() or fence() alone, as those of a busy device.
 #pragma once
@@ -77,7 +77,7 @@ class FaultInjectingDriver final : public PageDriver {
   Mark num_reached_ = 0;
   std::deque<CopyRun> late_;
   Mark num_copied_ = 0;  // late runs of copy_out() that are done; a mark counts those before it
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // guards what follows
   std::int64_t num_calls_ = 0;
   std::map<std::string, std::int64_t> num_refused_;
   std::int64_t fail_at_ = 0;

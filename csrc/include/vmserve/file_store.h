@@ -1,15 +1,15 @@
 // A PageStore in a directory: one file per block, named by its digest.
 //
 //   DIR/                        one limit of bytes for all below it
-//     SPACE/                    blocks that are equal whoever computed them; see space()
+//     SPACE/                    blocks that are equal in all processes; see space()
 //       DIGEST.kv               a header and the block's bytes
 //       .RANDOM-COUNT.tmp       being written
 //       NUMBER.generation       empty; the highest number counts
 //
 // The directory is the index: a lookup is a system call, and what another process wrote is found at
-// once. A file appears complete, by a rename. Nothing is forced to the disk: what the system loses
-// when the machine stops is found by the checksums of header and content, and is a miss.
-// The files that were used least recently go first, by their times of change; a hit is a use.
+// once. A file appears complete, by a rename. Nothing is forced to the disk. If the machine stops,
+// the checksums of header and content find what was lost, which is a miss. The files that were used
+// least recently go first, by their times of change; a hit is a use.
 #pragma once
 
 #include <sys/types.h>
@@ -28,7 +28,7 @@
 
 namespace vmserve {
 
-// The system calls that change or read files; as their namesakes, with -1 and errno for a refusal.
+// The system calls that change or read files. They return -1 and set errno for a refusal.
 class FileOps {
  public:
   virtual ~FileOps() = default;
@@ -40,13 +40,13 @@ class FileOps {
   virtual int unlink(const std::string& path);
 };
 
-// For tests: a process that is killed, and a system that refuses.
+// Simulates a process that is killed and a system that refuses, for tests.
 class FaultFileOps : public FileOps {
  public:
-  // Of all bytes written and all other changes, the first `count` happen; later calls that change
+  // Only the first `count` changes happen; each written byte is one. Later calls that change
   // something do nothing and fail.
   void kill_after(std::int64_t count) { left_ = count; }
-  // Writes, and opening files for them, fail with this error number; 0: no more.
+  // Writes, and opening files for them, fail with this error number; 0: they succeed again.
   void refuse_writes(int error) { write_error_ = error; }
   void refuse_reads(int error) { read_error_ = error; }
   std::int64_t num_changes() const { return num_changes_; }
@@ -66,14 +66,15 @@ class FaultFileOps : public FileOps {
   std::atomic<int> write_error_{0}, read_error_{0};
 };
 
-// What is in a directory, and its limit. Thread-safe; other processes may use the same directory.
+// The files of a directory, and their limit. Thread-safe; other processes may use the same
+// directory.
 class StoreDirectory : public std::enable_shared_from_this<StoreDirectory> {
  public:
   // Pre: the directory exists. `limit_bytes`: of the files of all spaces, headers included.
   StoreDirectory(std::string path, std::int64_t limit_bytes, std::shared_ptr<FileOps> ops);
 
   // The blocks of one space, in the subdirectory `name`, which exists. `id` is in every file: the
-  // digest of all that decides about the bytes of a block beside its tokens.
+  // digest of all that decides the bytes of a block in addition to its tokens.
   std::shared_ptr<PageStore> space(const std::string& name, const Digest& id);
 
   std::int64_t bytes() const { return bytes_; }
@@ -97,13 +98,13 @@ class StoreDirectory : public std::enable_shared_from_this<StoreDirectory> {
   const std::shared_ptr<FileOps> ops_;
   std::mutex mutex_;
   std::atomic<std::int64_t> bytes_{0};
-  std::int64_t added_ = 0;  // since the last scan: others add files, too
+  std::int64_t added_ = 0;  // since the last scan: other processes add files, too
   std::atomic<std::int64_t> evicted_{0};
 };
 
 enum class FileState { kWhole, kMissing, kBroken };
 
-// Whether the file is as it was written; `why` if it is not. Of a space's id only the form is
+// Whether the file is as it was written; `why` if it is not. Only the form of a space's id is
 // checked.
 FileState verify_file(const std::string& path, std::string& why);
 

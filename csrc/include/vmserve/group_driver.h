@@ -60,7 +60,8 @@ class GroupDriver final : public PageDriver {
   void free_host(Address addr) override;
   // Throws InvariantError if the members differ.
   Mapping query(Address addr) const override;
-  // Of one member; where they can differ, of the one that holds the most or may hold the least.
+  // Statistics of one member; where members can differ, of the one that holds the most or may hold
+  // the least.
   DriverStats stats() const override;
   std::int64_t mapping_room() const override;
 
@@ -71,7 +72,7 @@ class GroupDriver final : public PageDriver {
     std::vector<Address> bases;
     std::size_t num_given;  // members that gave it back; those that refused are asked again
   };
-  // The members' marks behind each mark of the group that is not reached yet.
+  // The members' marks for each mark of the group that is not reached yet.
   struct Marks {
     std::deque<std::vector<Mark>> waiting;
     Mark num_reached = 0;

@@ -17,8 +17,8 @@
 //     have the same numbers, and end in all kinds at once
 //   * a kind has the blocks of a sequence that the next token sees through its window
 //
-// A page that is idle in one kind becomes another's when that one is short: it is evicted, its
-// memory returned, and the other kind commits as many bytes. Nothing is copied. The page that was
+// If a kind is short of pages, it takes an idle one of another kind. That page is evicted, its
+// memory returned, and the first kind commits as many bytes. Nothing is copied. The page that was
 // used least recently goes first, whatever its kind.
 #pragma once
 
@@ -140,7 +140,7 @@ class KindsMemory {
   std::vector<Op> last_ops_;  // of the last plan
   bool is_planned_ = false;
   SlotChoices slots_;  // that they take
-  // Of launched epochs, a mark of each kind's driver.
+  // For each launched epoch, a mark of each kind's driver.
   std::deque<std::pair<Epoch, std::vector<Mark>>> marks_;
 };
 

@@ -123,20 +123,20 @@ class KVMemory {
   void release(SeqId seq);
 
   // Makes published blocks outlive the process. Pre: prefix_caching; called at most once, before
-  // the first sequence is opened. At most every `touch_seconds` the store is told which blocks were
-  // hit in the cache.
+  // the first sequence is opened. At most every `touch_seconds` the store is notified of the blocks
+  // that were hit in the cache.
   void persist_to(std::shared_ptr<PageStore> store, double touch_seconds = kTouchSeconds);
   // Begins to read what the store has of an empty sequence's prefix and the cache has not, as far
   // as there are pages. True while that is under way; match() finds it when it is false. Evicts
-  // nothing that the attaches `beside` it need, which the next plan will have.
+  // nothing that the attaches in `beside` need, which the next plan will contain.
   bool restore(SeqId seq, const std::vector<Op>& beside);
   // Waits for everything that is being read, and helps.
   void finish_restores();
-  // Nothing runs: from now until the next sequence is opened, blocks are written without a call.
+  // Notes that no step runs: until the next sequence is opened, blocks are written without a call.
   void write_when_idle();
   // Waits until all published blocks are written, for `seconds` at most. False if some are not.
   bool flush(double seconds);
-  // Why something was not kept or found, told once; empty if there is nothing new.
+  // Why something was not kept or found, returned once; empty if there is nothing new.
   std::string persist_message();
   // Executes up to `max_jobs` reads and writes on this thread, for tests; returns their number.
   std::int64_t run_store(std::int64_t max_jobs);
@@ -216,7 +216,7 @@ class KVMemory {
   std::int64_t num_within_reach(const Sequence& seq, std::int64_t most, std::int64_t window) const;
   void hold_found(const std::vector<Op>& attaches, std::vector<PageId>& held);
   bool is_holding_pages() const;                    // work in the background may give back pages
-  void stage(Change& change, const Assessed& now);  // in the ledger, and what must go before
+  void stage(Change& change, const Assessed& now);  // makes room and changes the ledger
   void execute(Change& change);                     // finds pages and makes the driver calls
   void undo(Change& change, const Error* error);
   void commit(Change& change);

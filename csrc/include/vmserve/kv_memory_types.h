@@ -22,8 +22,8 @@ struct MemoryConfig {
   // > 0: layers keep a state of this many bytes (in one group) instead of K and V of each token. A
   // sequence has one block, a page, whatever its length; each step overwrites it.
   std::int64_t state_bytes = 0;
-  // Positions at which the prefix cache gets the state of a sequence: the multiples of this, and
-  // the end of the last whole block before the last token known at open().
+  // The prefix cache gets the state of a sequence at multiples of this, and at the end of the last
+  // whole block before the last token known at open().
   std::int64_t checkpoint_tokens = 0;
   std::int32_t max_seqs = 0;  // maximum of open sequences
   std::int32_t num_slots = 0;
@@ -100,10 +100,10 @@ struct Op {
   }
 };
 
-// What ops need and what is available. They fit if needed_pages <= available_pages, needed_mappings
-// <= available_mappings, no slots or swap blocks are missing, and no prefix is lost:
-// `lost_prefixes` are attaches that ask for more than is cached, and with any of them nothing else
-// is counted.
+// The needs of ops, and what is available. They fit if needed_pages <= available_pages,
+// needed_mappings <= available_mappings, no slots or swap blocks are missing, and no prefix is
+// lost. `lost_prefixes` are attaches that ask for more than is cached; with any of them nothing
+// else is counted.
 //
 // Mappings are limited by the system (vm.max_map_count). needed_mappings is an upper bound for
 // slots: it assumes that fresh pages are not adjacent. available_mappings includes those that

@@ -4,8 +4,8 @@
 // of a command and gets its result from take_outcomes(). wait() executes the queue on the caller's
 // thread, so that a command is never slower than a direct call.
 //
-// A step must not stand behind the mapper: who waits for the driver gets it before the mapper's
-// thread does, and that thread gives the driver free after every piece of a command.
+// A step must not wait long for the mapper. Other threads that wait for the driver get it before
+// the mapper's thread, which releases it after every piece of a command.
 #pragma once
 
 #include <condition_variable>
@@ -53,20 +53,21 @@ struct Outcome {
   Command command;
   bool done = false;
   bool sticky = false;
-  bool waited = false;  // executed by a caller of wait() who needed it
+  bool waited = false;  // executed by a caller of wait() which needed it
   std::string error;
   // Undo steps that failed; of an unmap, the runs still to unmap.
   Unfinished unfinished;
   std::int64_t num_calls = 0;
 };
 
-// The right to call the driver. The mapper's thread takes it behind others, but not for ever.
+// The right to call the driver. The mapper's thread takes it after others, but does not wait for
+// ever.
 class DriverTurn {
  public:
   void lock();
   void unlock();
   void lock_behind();
-  // Lets those who wait go first. Pre: the caller has the turn. Post: it has it again.
+  // Lets waiting threads go first. Pre: the caller has the turn. Post: it has it again.
   void give_way();
 
  private:
@@ -75,10 +76,10 @@ class DriverTurn {
   int num_waiting_ = 0;          // in lock()
   std::uint64_t num_turns_ = 0;  // taken by lock()
   bool is_taken_ = false;
-  bool is_overdue_ = false;  // it is the turn of who waits in lock_behind()
+  bool is_overdue_ = false;  // the thread in lock_behind() is next
 };
 
-// How many runs of a kind of driver call fit in one piece, from the time that they took.
+// The number of runs of a kind of driver call in one piece, from the time that earlier runs took.
 class PieceSize {
  public:
   std::size_t runs() const { return runs_; }
@@ -121,7 +122,7 @@ class Mapper {
   std::shared_ptr<PageDriver> driver_;
   MapperMode mode_;
   DriverTurn turn_;
-  // Only of the mapper's thread.
+  // Used only by the mapper's thread.
   PieceSize create_size_, map_size_, unmap_size_, access_size_;
   std::mutex queue_mutex_;  // never held while a driver call runs
   std::condition_variable wake_;

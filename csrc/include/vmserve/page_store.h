@@ -1,8 +1,8 @@
-// Where blocks of KV memory outlive the process: a map from the digest of a prefix to the bytes of
-// its last block. A store never gives bytes that were not put under the digest.
+// A store in which blocks of KV memory outlive the process: a map from the digest of a prefix to
+// the bytes of its last block. A store never gives bytes that were not put under the digest.
 //
-// Digests have a generation in their root, so that a cache that was cleared finds nothing that was
-// put before, in this process or a later one. The store knows which generation is the newest.
+// Digests have a generation in their root. So a cache that was cleared finds nothing that was put
+// before, in this process or a later one. The store knows which generation is the newest.
 #pragma once
 
 #include <cstddef>
@@ -19,8 +19,8 @@ struct StoreStats {
   std::int64_t read_blocks = 0;
   std::int64_t read_bytes = 0;
   std::int64_t broken_blocks = 0;   // found to differ from what was put, and removed
-  std::int64_t refused_writes = 0;  // by the system, or because it had refused shortly before
-  // Of all stores with the same limit.
+  std::int64_t refused_writes = 0;  // refused by the system, or not tried shortly after a refusal
+  // Totals of all stores with the same limit.
   std::int64_t evicted_blocks = 0;
   std::int64_t bytes = 0;
 };
@@ -37,17 +37,18 @@ class PageStore {
   virtual bool put(const Digest& digest, const void* from, std::size_t bytes) noexcept = 0;
   // Asks the system to have the block ready for get().
   virtual void prefetch(const Digest&) noexcept {}
-  // Tells that the block was hit without being read.
+  // Notes that the block was hit without being read.
   virtual void touch(const Digest&) noexcept {}
-  // Of the digests that are asked for; that of the directory when the store was opened.
+  // The generation of the digests in use; at first the newest one when the store was opened.
   virtual std::uint64_t generation() const noexcept = 0;
-  // Begins another one, for later processes too; returns it. Where another process has begun one
-  // since, it is that one: engines of one server clear their caches together, and go on to share.
+  // Begins another one, for later processes too; returns it. If another process has begun one
+  // since, takes that: engines of one server clear their caches together, and go on sharing.
   virtual std::uint64_t begin_generation() noexcept = 0;
-  // Removes what was last used before the generation.
+  // Removes blocks that were last used before the generation began.
   virtual void remove_older() noexcept = 0;
   virtual StoreStats stats() const = 0;
-  // A new reason why something was not kept or found; empty if there is none. Each is told once.
+  // A new reason why something was not kept or found; empty if there is none. Each is returned
+  // once.
   virtual std::string take_message() = 0;
 };
 

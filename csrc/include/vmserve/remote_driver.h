@@ -22,7 +22,7 @@ class RemoteDriver final : public PageDriver {
  public:
   struct Patience {
     std::chrono::milliseconds attach{60'000};
-    // A rank that lives but does not answer for so long is taken for dead.
+    // A rank that lives but does not answer for so long counts as dead.
     std::chrono::milliseconds answer{120'000};
   };
 
@@ -33,7 +33,7 @@ class RemoteDriver final : public PageDriver {
   RemoteDriver(const RemoteDriver&) = delete;
   RemoteDriver& operator=(const RemoteDriver&) = delete;
 
-  // Why the rank answers no more; empty while it does. Then every call throws this as a sticky
+  // Why the rank no longer answers; empty while it does. Later calls throw it as a sticky
   // DriverError.
   const std::string& failure() const { return failure_; }
 
@@ -94,8 +94,8 @@ class RankLoop {
   std::string reason() const;
   // Ends the loop and gives the driver up. Rank 0's next call fails.
   void close();
-  // The driver, for who uses memory in one of its reservations and so shares ownership.
-  // Throws MisuseError if the range is not in one, or the loop has ended.
+  // The driver, for a user of memory in one of its reservations, which so shares ownership. Throws
+  // MisuseError if the range is not in one, or the loop has ended.
   std::shared_ptr<PageDriver> owner_of(Address addr, std::size_t bytes) const;
 
  private:
@@ -109,7 +109,7 @@ class RankLoop {
   std::shared_ptr<PageDriver> driver_;
   std::atomic<bool> running_{true};
   std::atomic<bool> stopping_{false};
-  mutable std::mutex mutex_;  // of driver_, its calls, and reason_
+  mutable std::mutex mutex_;  // guards driver_, its calls, and reason_
   std::string reason_;
   std::thread thread_;
 };

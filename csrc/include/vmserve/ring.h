@@ -1,4 +1,4 @@
-// What rank 0 and one rank share: a memory file with one request and its answer at a time.
+// A memory file that rank 0 and one rank share, with one request and its answer at a time.
 //
 // The file is inherited or passed by descriptor; it has no name. Rank 0 makes it for frames of one
 // size and number, and the rank's loop attaches. Waiting spins briefly and then sleeps (futex); a
@@ -44,7 +44,7 @@ enum class RingCall : std::uint32_t {
 
 struct RingRequest {
   RingCall call;
-  std::uint32_t option;  // of kReserve: the backing
+  std::uint32_t option;  // kReserve: the backing
   std::uint64_t value;   // an address, a mark, or a number of bytes
   std::uint64_t num_runs;
 };
@@ -83,8 +83,8 @@ struct RingState {
   pid_t owner_pid;
   pid_t rank_pid;
   std::atomic<RingPhase> phase;
-  char ending[256];  // why it is kEnded, where there is more to say
-  // Of the rank's driver, from kServing on.
+  char ending[256];  // why it is kEnded; may be empty
+  // Properties of the rank's driver, from kServing on.
   std::uint64_t granularity;
   Capabilities capabilities;
   std::atomic<std::int64_t> mapping_room;
@@ -96,14 +96,14 @@ struct RingState {
   alignas(64) std::byte runs[kRunBytes];
 };
 
-// A process that may end, by its descriptor where the system has such.
+// A process that may end, by its descriptor if the system has one.
 class Peer {
  public:
   Peer() = default;
   explicit Peer(pid_t pid);
 
   pid_t pid() const { return pid_; }
-  // True also of no process (pid 0), and of this one.
+  // Also true for no process (pid 0) and for this one.
   bool is_alive() const;
 
  private:
@@ -116,7 +116,7 @@ class Ring {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // A new file, for a rank's driver of such frames; closed on exec.
+  // Makes a file for a rank's driver with these frames; closed on exec.
   static FileDescriptor make(std::size_t frame_bytes, std::int64_t num_frames);
 
   // Throws MisuseError if the file is no ring of this build. Does not keep the descriptor.
@@ -127,12 +127,12 @@ class Ring {
 
   RingState* operator->() const { return state_; }
 
-  // Counts the signal up and wakes who waits for it.
+  // Counts the signal up and wakes the side that waits for it.
   static void raise(RingSignal& signal);
-  // Wakes who waits for the signal, to look whether to give up.
+  // Wakes the side that waits for the signal, to ask `gives_up`.
   static void wake(RingSignal& signal);
-  // Waits until the signal is past `turn`, or `gives_up` says so, which is asked whenever the sleep
-  // ends: after a wake, and every kLook. Returns whether it is.
+  // Waits until the signal is past `turn`; returns whether it is. Gives up if `gives_up` is true,
+  // which is asked after each sleep: after a wake, and every kLook.
   static bool wait(RingSignal& signal, std::uint32_t turn, const std::function<bool()>& gives_up);
   static constexpr std::chrono::milliseconds kLook{50};
 

@@ -1,8 +1,8 @@
 // A ring whose two sides are on different hosts: each has a ring of its own, and calls and answers
 // go between them as bytes.
 //
-// Rank 0's RemoteDriver has the one ring, a RelayedRing takes its calls; on the rank's host a
-// RelayEnd has them executed by the RankLoop of the other ring. Both hosts have the same build.
+// On rank 0's host, a RelayedRing takes the calls of the RemoteDriver. On the rank's host, a
+// RelayEnd passes them to the RankLoop of the other ring. Both hosts have the same build.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace vmserve {
 
-// On rank 0's host, in place of a rank's loop. take() and answer() are one thread's.
+// On rank 0's host, in place of a rank's loop. One thread calls take() and answer().
 class RelayedRing {
  public:
   explicit RelayedRing(int ring_fd);
@@ -40,7 +40,7 @@ class RelayedRing {
   std::atomic<bool> ended_{false};
 };
 
-// On the rank's host, beside a RankLoop over the same ring.
+// On the rank's host, next to a RankLoop over the same ring.
 class RelayEnd {
  public:
   explicit RelayEnd(int ring_fd) : ring_(ring_fd) {}
@@ -48,7 +48,7 @@ class RelayEnd {
   RelayEnd(const RelayEnd&) = delete;
   RelayEnd& operator=(const RelayEnd&) = delete;
 
-  // What the loop's driver is. Throws MisuseError if the ring has no loop.
+  // Describes the loop's driver. Throws MisuseError if the ring has no loop.
   std::string terms() const;
   // The loop's answer. Throws MisuseError if it is no call, or the loop has ended.
   std::string execute(const std::string& call);

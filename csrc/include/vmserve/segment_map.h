@@ -1,8 +1,8 @@
 // A model of one reservation as the kernel sees it: maximal runs of equal mappings.
 //
 // The kernel merges adjacent mappings of adjacent file offsets with equal protection, and splits
-// them if a part changes. This model does the same, so the number of mappings is exact
-// (vm.max_map_count is a hard limit) and every precondition of the driver can be checked.
+// them if a part changes. This model does the same. So the number of mappings is exact
+// (vm.max_map_count is a hard limit), and every precondition of the driver can be checked.
 #pragma once
 
 #include <cstddef>

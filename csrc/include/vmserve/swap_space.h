@@ -31,8 +31,8 @@ class SwapSpace {
   std::int64_t num_used() const { return used_.size(); }
   std::int64_t num_free() const { return capacity_ - num_used(); }
 
-  // Allocates memory behind every used block. Throws OutOfMemoryError without effect; a later call
-  // may succeed.
+  // Allocates memory for every used block. Throws OutOfMemoryError without effect; a later call may
+  // succeed.
   void back();
   // Pre: num_free() > 0. The block has no memory until back() is called.
   SwapId take() noexcept;

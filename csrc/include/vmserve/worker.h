@@ -27,8 +27,8 @@ class Worker {
 
   // Jobs must not throw. Returns a number for wait().
   std::uint64_t submit(std::function<void()> job);
-  // Post: the job is executed, and all before it. Executes on this thread what has not begun, so
-  // that a caller with work to do does not wait for a thread without time.
+  // Post: the job is executed, and all before it. Executes on this thread jobs that have not begun,
+  // so that the caller does not wait for a thread that gets no processor time.
   void wait(std::uint64_t id);
   // Executes up to `max_jobs` on this thread; returns their number.
   std::int64_t run(std::int64_t max_jobs);

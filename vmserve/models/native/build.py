@@ -77,7 +77,7 @@ def load_native(
         delta=_delta_sizes(config.delta),
         delta_tiled=config.delta is not None and config.delta.tiled,
         latent=_latent_sizes(config.latent),
-        kv_dtype=dtype,
+        row_dtype=dtype,
         quantization=quantization,
         num_threads=num_threads(),
         isa=os.environ.get(ISA_VARIABLE, ""),

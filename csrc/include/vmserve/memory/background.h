@@ -43,7 +43,7 @@ class Background : LedgerClient {
   // Null if there is no store.
   Persistence* persistence() const { return persistence_.get(); }
   void end_persistence() { persistence_.reset(); }
-  // In a fork of the process, whose threads are not here: nothing must join them.
+  // For a fork of the process, which has no threads to join.
   void abandon_persistence() { static_cast<void>(persistence_.release()); }
 
  private:
@@ -52,7 +52,7 @@ class Background : LedgerClient {
   void end_oldest_copies();
   std::int64_t lookahead_tokens(std::int64_t num_growing);
   void map_lookahead(SeqId id, std::int64_t target, std::int64_t least);
-  // Maps `count` free pages behind the slot's entries.
+  // Maps `count` free pages after the slot's entries.
   void submit_map(SlotId slot, std::int64_t count, Tenant tenant);
   void apply_map(const Outcome& outcome);
   void apply_unmap(Outcome& outcome);
@@ -78,7 +78,7 @@ class Background : LedgerClient {
   std::deque<InFlightCopies> copies_in_flight_;
   std::vector<PageId> reclaimed_;  // unmapped by the mapper since the last step began
   double last_step_at_ = 0;
-  double step_seconds_ = 0;  // from step to step, a mean of recent ones
+  double step_seconds_ = 0;  // mean of recent times from step to step
   bool is_growing_ = false;  // a kGrow command is in flight
   std::unique_ptr<Persistence> persistence_;
 };

@@ -22,7 +22,7 @@ struct Fresh {
 
 struct BlockCopy {
   SeqId seq;
-  std::int64_t index;  // of the block
+  std::int64_t index;  // index of the block
   BlockId source;
   std::int64_t num_tokens;
 };

@@ -95,7 +95,7 @@ inline std::int64_t round_up_div(std::int64_t a, std::int64_t b) {
   return (a + b - 1) / b;
 }
 
-// A state is what the position before left: a window of that position and the query's own.
+// A state is like a window of two positions: the one before and the query's own.
 constexpr std::int64_t kWindowOfState = 2;
 
 class Ledger {
@@ -108,10 +108,10 @@ class Ledger {
   std::int64_t blocks_for(std::int64_t num_tokens) const;
   std::int64_t num_pages(const Sequence& seq) const;
   std::int64_t num_matched(const Sequence& seq) const;  // blocks
-  // The largest n <= `most` of which all blocks are cached that a query right behind them sees
+  // The largest n <= `most` for which all blocks are cached that a query right after n blocks sees
   // through the window.
   std::int64_t num_matched(const Sequence& seq, std::int64_t most, std::int64_t window) const;
-  // The same with blocks that `is_there` says are as good as cached. `window` 0: all blocks.
+  // The same, where `is_there` says which blocks count as cached. `window` 0: all blocks.
   std::int64_t num_matched(const Sequence& seq, std::int64_t most, std::int64_t window,
                            const std::function<bool(const Digest&)>& is_there) const;
   // Leading blocks of a sequence that another may have computed: one token is left to compute.
@@ -137,9 +137,9 @@ class Ledger {
   // Drops pages (virtual) or blocks (paged) that lie wholly before the token. Returns whether there
   // were any.
   bool trim_front(SeqId id, std::int64_t first_token);
-  // Trims each sequence in running epochs to what the oldest of these reads, and those that are
-  // only in `ended` ones to what the last of these read. What an epoch writes is sealed before it
-  // is dropped, and so can be published. Returns whether anything was dropped.
+  // Trims each sequence in running epochs to what the oldest of these reads. Trims sequences that
+  // are only in `ended` epochs to what the last of these read. Positions are sealed before they are
+  // dropped, and so can be published. Returns whether anything was dropped.
   bool drop_unseen(const std::vector<WrittenRange>& ended = {});
   std::vector<bool> running_seqs() const;  // those that a running epoch computes
   bool can_unmap(const Slot& slot) const;

@@ -1,5 +1,5 @@
-// What each op changes in the ledger, with a journal to undo it. Only assign_fresh(), which finds
-// pages, and rollback() call the driver.
+// Makes the changes of each op to the ledger, with a journal to undo them. Only assign_fresh(),
+// which finds pages, and rollback() call the driver.
 #pragma once
 
 #include <cstdint>

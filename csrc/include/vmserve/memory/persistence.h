@@ -1,19 +1,19 @@
-// Blocks that outlive the process: published blocks are written to a store behind the steps, and
+// Makes blocks outlive the process. Published blocks are written to a store while steps run, and
 // read back into free pages when a new sequence's prefix is there.
 //
-// A block that was read back is published like one that a step has computed, in a page that is
-// idle: attaching it is an ordinary hit, and whatever goes wrong before that is an ordinary miss.
-// Content passes through host memory in both directions, where its checksum is made and compared,
-// so nothing else than whole blocks ever reaches a page.
+// A block that was read back is published, in an idle page, like one that a step has computed.
+// Attaching it is an ordinary hit, and any failure before that an ordinary miss. Content passes
+// through host memory in both directions, where its checksum is made and compared, so only whole
+// blocks ever reach a page.
 //
 //   write   write_behind() copies blocks to buffers in host memory, between steps, and the writer
 //           thread puts these into the store while nothing else wants its processor. A block that
 //           is evicted before that is not kept
 //   read    begin_restore() takes free pages, which are held while the reader thread fills them;
-//           apply_finished() publishes what arrived. Whoever cannot go on without it helps:
-//           finish_restores()
-//   use     what is hit in the cache is used in the store, too: now and then the writer says so,
-//           or the store would drop what is asked for most
+//           apply_finished() publishes what arrived. A caller that cannot go on without it
+//           helps: finish_restores()
+//   use     a hit in the cache is a use in the store, too. The writer notifies the store now and
+//           then, or it would drop the blocks that are used most
 #pragma once
 
 #include <atomic>
@@ -34,7 +34,7 @@
 
 namespace vmserve {
 
-// The store is told of hits in the cache at most so often.
+// The store is notified of hits in the cache at most so often.
 constexpr double kTouchSeconds = 60;
 
 // Blocks of a prefix that are not in the cache.
@@ -52,9 +52,9 @@ class Persistence : LedgerClient {
 
   // Takes no lock. Called by the writer thread, without locks, when it has written a batch.
   void call_when_written(std::function<void()> call) { when_written_ = std::move(call); }
-  // Copies pending blocks to free buffers and lets the writer write them, and tell of hits.
+  // Copies pending blocks to free buffers. The writer writes them, and notifies the store of hits.
   void write_behind();
-  // Lets the writer tell of hits, however short ago it did.
+  // Lets the writer notify the store of hits now.
   void tell_hits();
   // Writes that are pending or under way.
   bool has_writes();
@@ -63,12 +63,12 @@ class Persistence : LedgerClient {
 
   // The block is cached, stored, or on its way.
   bool is_within_reach(const Digest& digest) const;
-  // Of the sequence's blocks first .. end - 1, which are within reach. Those in the cache are hits.
+  // Looks up the sequence's blocks first .. end - 1, which are within reach. Cached ones are hits.
   MissingBlocks look_up(const Sequence& seq, std::int64_t first, std::int64_t end);
   // Pages that begin_restore() takes.
   std::int64_t pages_for(const std::vector<std::int64_t>& indices) const;
   // Holds idle pages with the sequence's blocks first .. end - 1, so that finding memory does not
-  // evict them, and adds them to `held`; the caller releases those.
+  // evict them. Adds them to `held`; the caller releases them.
   void hold_cached(const Sequence& seq, std::int64_t first, std::int64_t end,
                    std::vector<PageId>& held);
   // Begins to read blocks of the sequence's prefix. Pre: pages_for(indices) pages are free.
@@ -80,7 +80,7 @@ class Persistence : LedgerClient {
 
   // Forgets what was computed and stored; returns the generation of digests from now on.
   std::uint64_t begin_generation();
-  // Without the memory's lock. Stops the threads; what is not written by now is lost.
+  // Without the memory's lock. Stops the threads; blocks that are not written by now are lost.
   void stop();
   // Without the memory's lock, if mapper commands are executed by hand: executes jobs.
   std::int64_t run(std::int64_t max_jobs) { return reader_.run(max_jobs) + writer_.run(max_jobs); }
@@ -113,7 +113,7 @@ class Persistence : LedgerClient {
   class Buffers {
    public:
     Buffers(std::size_t bytes, std::int64_t most) : bytes_(bytes), most_(most) {}
-    // 0 if all are taken, unless `waits`. Allocates from the driver, with its lock.
+    // Returns 0 if all are taken, or waits if `waits`. Allocates from the driver, with its lock.
     Address take(DriverWork& work, bool waits);
     void give_back(Address buffer);
     void free(PageDriver& driver);
