@@ -30,10 +30,10 @@ has the same texts.
 
 ## Engine
 
-`vmserve serve`, `batch`, `generate`, `chat`, `bench ab`, `bench profile` and `bench startup` take
-these options. `LLM` and `AsyncLLM` take them as keywords: `--max-num-seqs 8` is
-`LLM(max_num_seqs=8)`. A size is a number of bytes, or a number with a unit: `512MiB`, `4GiB`. The
-options are declared in `vmserve/config.py`.
+`vmserve serve`, `engine`, `batch`, `generate`, `chat`, `bench ab`, `bench profile` and
+`bench startup` take these options. `LLM` and `AsyncLLM` take them as keywords: `--max-num-seqs 8`
+is `LLM(max_num_seqs=8)`. A size is a number of bytes, or a number with a unit: `512MiB`, `4GiB`.
+The options are declared in `vmserve/config.py`.
 """
 _SERVER = """
 ## Server

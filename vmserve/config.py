@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from vmserve.errors import ConfigurationError
 from vmserve.memory.limits import available_memory
-from vmserve.models.footprint import activation_bytes, state_copy_bytes, weight_bytes
-from vmserve.numbers.dtypes import DType, vector_bytes
+from vmserve.models.footprint import (
+    activation_bytes,
+    kv_token_bytes,
+    state_copy_bytes,
+    weight_bytes,
+)
+from vmserve.numbers.dtypes import DType
 from vmserve.numbers.sizes import format_size, parse_size
 from vmserve.options import Bounds, Option, check_options, rules
 from vmserve.sampling.tokens import sampling_bytes
@@ -629,11 +634,10 @@ def _swap_bytes(config: EngineConfig, model: ModelConfig) -> int:
     """
     size = parse_size(config.swap_space, "swap_space")
     if config.kv_cache_dtype == "auto":
-        block = config.block_size * model.kv_elements * asked_itemsize(config, model)
+        token = model.kv_elements * asked_itemsize(config, model)
     else:
-        shape = (model.kv_heads, model.head_dim)
-        vectors = config.block_size * (model.kv_elements // (shape[0] * shape[1]))
-        block = vectors * vector_bytes(*shape, DType(config.kv_cache_dtype))
+        token = kv_token_bytes(model, DType(config.kv_cache_dtype))
+    block = config.block_size * token
     if 0 < size < block:
         raise ConfigurationError(
             f"swap_space: {format_size(size)} holds no KV block of {format_size(block)}; a number "

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.routing import Route
 
 from vmserve.errors import EngineDeadError
 from vmserve.server.app import create_app
@@ -54,6 +55,7 @@ class Running:
         try:
             app = create_app(self.engine, self.config)
             self.app_context: ServerContext = app.state.context
+            self.paths = {route.path for route in app.routes if isinstance(route, Route)}
             await serve(app, self._listener, self.stop_event, self._ready.set)
         except EngineDeadError as error:
             self.death = error

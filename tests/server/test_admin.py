@@ -12,7 +12,7 @@ from tests.server.conftest import Running, error_of
 from vmserve.client.process_llm import ProcessLLM
 from vmserve.errors import ConfigurationError
 from vmserve.server.config import ServerConfig
-from vmserve.server.routes.admin import ADMIN_PATHS
+from vmserve.server.routes.admin import ADMIN_PATHS, ENGINE_PATHS, MODEL_PATHS
 from vmserve.testing import ScriptedEngine
 
 Start = Callable[..., Running]
@@ -40,6 +40,14 @@ def test_they_need_the_admin_key_which_opens_nothing_else(
     reply = server.post(MEMORY, {"kv_cache_memory": "4GiB"}, headers=ADMIN)
     assert reply.json() == {"kv_cache_memory": 4096}
     assert (engine.num_resets, engine.kv_cache_memory) == (2, "4GiB")
+
+
+def test_every_route_that_comes_with_the_admin_key_needs_it(start: Start) -> None:
+    added = start(admin_api_key="admin").paths - start().paths
+    assert {path for path in added if not path.startswith(ENGINE_PATHS)} == (
+        ADMIN_PATHS | MODEL_PATHS
+    )
+    assert len([path for path in added if path.startswith(ENGINE_PATHS)]) == 3
 
 
 def test_without_an_admin_key_there_are_none(start: Start) -> None:

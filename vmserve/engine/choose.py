@@ -15,7 +15,7 @@ from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig, asked_item
 from vmserve.memory.base import Regime
 from vmserve.models import asked_dtype, choose_native, resolve_model
 from vmserve.models.config import ModelConfig
-from vmserve.models.footprint import weight_bytes
+from vmserve.models.footprint import kv_token_bytes, weight_bytes
 from vmserve.models.loader import stored_bytes
 from vmserve.models.native import native_asked, refusal
 from vmserve.numbers.dtypes import DType
@@ -217,8 +217,8 @@ def _choose_draft(
             model.num_weights,
             target.model.num_weights,
         )
-    own = model.kv_elements * dtype.itemsize
-    share = own / (own + target.model.kv_elements * target.dtype.itemsize)
+    own = kv_token_bytes(model, _kv_dtype(config, dtype))
+    share = own / (own + kv_token_bytes(target.model, target.kv_dtype))
     limit = resolved.kv_limit_bytes
     max_model_len = min(resolved.max_model_len, model.max_position_embeddings)
     is_priced = config.speculative == "auto"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vmserve.numbers.dtypes import DType, vector_bytes
+
 if TYPE_CHECKING:
     from vmserve.models.config import ModelConfig
 
-__all__ = ["activation_bytes", "state_copy_bytes", "weight_bytes"]
+__all__ = ["activation_bytes", "kv_token_bytes", "state_copy_bytes", "weight_bytes"]
 
 #: Copies of the logits: as they come, in float32, and the sampler's work on them.
 _LOGIT_COPIES = 4
@@ -28,6 +30,14 @@ def weight_bytes(
     if quantization != "none":
         return int(_BYTES_OF_INT8 * model.num_weights)
     return itemsize * model.num_weights if stored_bytes is None else stored_bytes
+
+
+def kv_token_bytes(model: ModelConfig, dtype: DType) -> int:
+    """Bytes of a token's keys and values in all layers; ``dtype``: of the KV cache."""
+    if not dtype.has_scales:
+        return model.kv_elements * dtype.itemsize
+    shape = (model.kv_heads, model.head_dim)
+    return model.kv_elements // (shape[0] * shape[1]) * vector_bytes(*shape, dtype)
 
 
 def activation_bytes(model: ModelConfig, num_tokens: int, num_rows: int) -> int:

@@ -3,7 +3,9 @@
 A :class:`Rule` refuses two *facts* together: values of options, and what is known of the model, the
 device and the process. :func:`check` is asked wherever more is known than before (options as they
 are read, the model, the device, ...). It passes over rules of which a fact is not known yet, so
-that it can be asked early and again. docs/features.md has the table; ``scripts/options`` prints it.
+that it can be asked early and again. To find where a rule refuses, search for its later fact. Rules
+of options alone refuse in ``EngineConfig``. docs/features.md has the table, which
+``scripts/options`` prints.
 
 What one option says alone (its range, a size, a file) is checked where it is declared.
 """
