@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -30,18 +29,17 @@ def ensure_checkpoint(cache_dir: Path, name: str, seed: int) -> Path:
     if final.is_dir():
         return final
     cache_dir.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=cache_dir, prefix="partial-"))
-    try:
-        config = config_of(name)
+    config = config_of(name)
+    # Renamed last, so that an interrupted run leaves nothing that looks complete.
+    with tempfile.TemporaryDirectory(dir=cache_dir, prefix="partial-") as scratch:
+        partial = Path(scratch, "model")
+        partial.mkdir()
         save_file(random_weights(config, seed), partial / "model.safetensors", {"format": "pt"})
         write_json(partial / "config.json", config)
         ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         write_json(partial / "generation_config.json", ids)
         write_tokenizer(partial, config["vocab_size"])
-        # Renamed last, so that an interrupted run leaves nothing that looks complete.
-        partial.replace(final)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        partial.rename(final)
     return final
 
 

@@ -6,6 +6,7 @@ here, the processor's instructions stay the same.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -81,14 +82,11 @@ def ensure(engine: str, cache_dir: Path, say: Say, isa: str = "") -> Environment
 
 def is_installed_here(name: str) -> bool:
     """Whether this interpreter has what ``requirements/<name>.txt`` pins, version by version."""
-    for line in (REQUIREMENTS / f"{name}.txt").read_text(encoding="utf-8").splitlines():
-        package, _, version = line.partition("==")
-        try:
-            if metadata.version(package).partition("+")[0] != version:
-                return False
-        except metadata.PackageNotFoundError:
-            return False
-    return True
+    lines = (REQUIREMENTS / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return all(metadata.version(each).split("+")[0] == pins[each] for each in pins)
+    return False
 
 
 def ensure_server(
@@ -137,9 +135,8 @@ def build_llama_cpp(target: str, cache_dir: Path, python: Path, say: Say, isa: s
     say(f"building {target} of llama.cpp in {build} (once, some minutes)")
     directory.mkdir(parents=True, exist_ok=True)
     log = cache_dir / "logs" / "llama-cpp-build.log"
-    for tool in ("cmake", "g++"):
-        if shutil.which(tool) is None:
-            raise NotInstalledError(f"building llama.cpp needs {tool}, which is not here")
+    if missing := [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]:
+        raise NotInstalledError(f"building llama.cpp needs {' and '.join(missing)}")
     package = f"llama_cpp_python-{requirement.partition('==')[2]}"
     source = directory / package / "vendor" / "llama.cpp"
     if not source.is_dir():

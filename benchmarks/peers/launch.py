@@ -50,18 +50,17 @@ def variables(
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
+            "LD_PRELOAD": preloaded(environment.python.parent.parent / "lib"),
         }
-        if libraries := preloaded(environment.python.parent.parent / "lib"):
-            found["LD_PRELOAD"] = ":".join(libraries)
     return found
 
 
-def preloaded(directory: Path) -> list[str]:
+def preloaded(directory: Path) -> str:
     """What vLLM's guide has users load: an allocator that the system may have, and the OpenMP that
     its package brings into ``directory``, but does not load."""
-    allocator = find_library("tcmalloc_minimal")
     openmp = directory / "libiomp5.so"
-    return [*([allocator] if allocator else []), *([str(openmp)] if openmp.exists() else [])]
+    found = [find_library("tcmalloc_minimal"), str(openmp) if openmp.exists() else None]
+    return ":".join(filter(None, found))
 
 
 def run_engine(

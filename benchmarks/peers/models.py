@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from environments import NotInstalledError, Say, ensure, ensure_packages, run
+from environments import Say, ensure, ensure_packages, run
 from subjects import Subject
 
 Json = dict[str, Any]
@@ -19,7 +19,9 @@ Json = dict[str, Any]
 HERE = Path(__file__).resolve().parent
 BOS_ID, EOS_ID, PAD_ID = 1, 2, 0
 SPECIAL_IDS = (PAD_ID, BOS_ID, EOS_ID)
-#: Random Llamas: hidden size, layers, heads, KV heads, MLP size, vocabulary, context.
+#: Random Llamas, by name.
+SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "intermediate_size", "vocab_size", "max_position_embeddings")  # fmt: skip
 SHAPES = {
     "smoke": (64, 2, 4, 2, 128, 512, 2048),
     "8m": (288, 6, 6, 6, 768, 4096, 4096),
@@ -49,7 +51,7 @@ class Model:
 
 def config_of(name: str) -> Json:
     """The ``config.json`` of a random Llama, with untied embeddings."""
-    hidden, layers, heads, kv_heads, mlp, vocabulary, context = SHAPES[name]
+    hidden, _, heads, *_ = SHAPES[name]
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -59,25 +61,18 @@ def config_of(name: str) -> Json:
         "pad_token_id": PAD_ID,
         "head_dim": hidden // heads,
         "hidden_act": "silu",
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "max_position_embeddings": context,
         "mlp_bias": False,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
-        "vocab_size": vocabulary,
+        **dict(zip(SHAPE, SHAPES[name], strict=True)),
     }
 
 
 def directory_name(name: str, seed: int) -> str:
-    hidden, layers, heads, kv_heads, mlp, vocabulary, context = SHAPES[name]
-    shape = f"llama-h{hidden}-l{layers}-q{heads}-kv{kv_heads}-m{mlp}-v{vocabulary}"
-    return f"{shape}{'' if context == 2048 else f'-c{context}'}-seed{seed}"
+    shape = "llama-h{}-l{}-q{}-kv{}-m{}-v{}-c{}".format(*SHAPES[name])
+    return f"{shape.removesuffix('-c2048')}-seed{seed}"
 
 
 def ensure_model(name: str, seed: int, cache_dir: Path) -> Model:
@@ -97,8 +92,9 @@ def ensure_model_of(file: Path, cache_dir: Path, say: Say) -> Model:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     directory = cache_dir / "models" / f"{file.stem}-{digest[:12]}"
     directory.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(HERE / "from_gguf.py"), str(file), "{}"]
-    converted(command, directory, cache_dir, say)
+    converted(
+        [sys.executable, str(HERE / "from_gguf.py"), str(file), "{}"], directory, cache_dir, say
+    )
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     weights = (directory / WEIGHTS_FILE).read_text(encoding="utf-8")
     return Model(file.stem, config, directory, file, weights)
@@ -109,11 +105,10 @@ def ensure_files(model: Model, subject: Subject, cache_dir: Path, say: Say) -> d
     if subject.reads_gguf:
         return {"gguf": str(ensure_gguf(model, subject.weights, cache_dir, say))}
     if subject.engine == "openvino":
-        export = str(ensure_packages("openvino-export", cache_dir, say))
-        script = str(HERE / "to_openvino.py")
-        command = [export, script, str(model.directory), "{}", subject.weights]
-        target = sibling(model, f"openvino-{subject.weights}")
-        return {"openvino": str(converted(command, target, cache_dir, say))}
+        export, script = ensure_packages("openvino-export", cache_dir, say), HERE / "to_openvino.py"
+        command = [str(export), str(script), str(model.directory), "{}", subject.weights]
+        target = f"{model.directory}-openvino-{subject.weights}"
+        return {"openvino": str(converted(command, Path(target), cache_dir, say))}
     return {}
 
 
@@ -140,12 +135,8 @@ def ensure_gguf(model: Model, weights: str, cache_dir: Path, say: Say) -> Path:
             model.file or ensure_gguf(model, "bf16", cache_dir, say),
         )
     command = [str(environment.python), str(HERE / script), str(source), "{}", weights]
-    target = sibling(model, f"{weights}.gguf")
+    target = Path(f"{model.directory}-{weights}.gguf")
     return converted(command, target, cache_dir, say, environment.variables)
-
-
-def sibling(model: Model, suffix: str) -> Path:
-    return model.directory.with_name(f"{model.directory.name}-{suffix}")
 
 
 def converted(
@@ -159,25 +150,13 @@ def converted(
     if target.exists():
         return target
     say(f"converting to {target.name}")
-    partial = target.with_name(f"partial-{target.name}")
-    remove(partial)
-    try:
+    # Renamed last, so that an interrupted conversion leaves nothing that looks complete.
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix="partial-") as scratch:
+        partial = Path(scratch, target.name)
         command = [str(partial) if part == "{}" else part for part in command]
         run(command, cache_dir / "logs" / "convert.log", added)
-        if not partial.exists():
-            raise NotInstalledError(f"the conversion to {target.name} wrote nothing")
-        # Renamed last, so that an interrupted conversion leaves nothing that looks complete.
-        partial.replace(target)
-    finally:
-        remove(partial)
+        partial.rename(target)
     return target
-
-
-def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def size_of(path: Path) -> int:

@@ -25,37 +25,50 @@ def check_tokens(job: Job) -> Job:
     rounding may decide either way; what follows a first difference is not comparable.
     """
     model = load(job["model"], "float32", job["num_threads"])
-    reports: dict[str, list[Job]] = {name: [] for name in job["candidates"]}
-    for index, request in enumerate(job["requests"]):
-        ids = torch.tensor([request["prompt_token_ids"]])
-        with torch.inference_mode():
-            output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=request["num_output_tokens"],
-                min_new_tokens=request["num_output_tokens"],
-                pad_token_id=job["pad_id"],
-                output_logits=True,
-                return_dict_in_generate=True,
-            )
-        expected = output.sequences[0, ids.shape[1] :].tolist()
-        for name, tokens in job["candidates"].items():
-            reports[name].append(first_divergence(expected, tokens[index], output.logits))
-    return reports
+    found: Job = {}
+    for check in job["checks"]:
+        answers = [generate(model, request, job["pad_id"]) for request in check["requests"]]
+        for name, tokens in check["candidates"].items():
+            different = []
+            for (expected, logits), each in zip(answers, tokens, strict=True):
+                different += first_divergence(expected, each, logits)
+            found[name] = {
+                "num_requests": len(tokens),
+                "num_identical": len(tokens) - len(different),
+                "max_margin": max((each["margin"] for each in different), default=None),
+                "divergences": different,
+            }
+    return found
 
 
-def first_divergence(expected: list[int], tokens: list[int], logits: Any) -> Job:
-    """First difference of ``tokens`` from ``expected``, with its margin; None if equal.
+def generate(model: Any, request: Job, pad_id: int) -> tuple[list[int], Any]:
+    """Greedy tokens of one request, and the logits that each was chosen from."""
+    ids = torch.tensor([request["prompt_token_ids"]])
+    with torch.inference_mode():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=request["num_output_tokens"],
+            min_new_tokens=request["num_output_tokens"],
+            pad_token_id=pad_id,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return output.sequences[0, ids.shape[1] :].tolist(), output.logits
+
+
+def first_divergence(expected: list[int], tokens: list[int], logits: Any) -> list[Job]:
+    """First difference of ``tokens`` from ``expected``, if there is one.
 
     ``logits[position][0]`` holds the reference's logits at that position.
     """
-    found: Job = {"num_tokens": len(expected), "position": None, "margin": None}
     for position, (wanted, got) in enumerate(zip(expected, tokens, strict=True)):
         if wanted != got:
             row = logits[position][0]
-            return found | {"position": position, "margin": float(row[wanted]) - float(row[got])}
-    return found
+            margin = float(row[wanted]) - float(row[got])
+            return [{"num_tokens": len(expected), "position": position, "margin": margin}]
+    return []
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import models
 import numpy as np
@@ -65,11 +64,11 @@ def parse_arguments() -> argparse.Namespace:
     add("--threads", type=int, default=2, help="of every engine; default 2")
     add("--max-num-seqs", type=int, default=64, help="sequences at once")
     add("--rate", type=float, help="of served, requests/s; default: by the model")
-    add("--requests", type=int, help="of offline; default: by the model")
+    add("--requests", type=int, dest="num_requests", help="of offline; default: by the model")
     add("--mean-in", type=float, help="mean input tokens of offline")
     add("--mean-out", type=float, help="mean output tokens of offline")
-    add("--sigma", type=float, default=0.8, help="log-normal spread of offline's")
-    add("--served-requests", type=int, help="default: by the model")
+    add("--sigma", type=float, help="log-normal spread of offline's; default 0.8")
+    add("--served-requests", type=int, dest="num_served", help="default: by the model")
     add("--check-requests", type=int, default=8, help="of a workload, at most; default 8")
     add("--seed", type=int, default=0, help="of weights, lengths and prompts")
     add("--time-limit", type=float, default=1800, help="seconds per process")
@@ -95,21 +94,15 @@ def say(text: str) -> None:
 
 def requests_of(options: argparse.Namespace, model: Model, repeat: int) -> Asked:
     sizes = traffic.SMOKE if options.smoke else traffic.FULL.get(model.name, traffic.MIDDLE)
-    sizes = replace(
-        sizes,
-        num_requests=options.requests or sizes.num_requests,
-        mean_in=options.mean_in or sizes.mean_in,
-        mean_out=options.mean_out or sizes.mean_out,
-        sigma=options.sigma,
-        num_served=options.served_requests or sizes.num_served,
-    )
-    rate = options.rate or traffic.default_rate(model.name)
+    names = ("num_requests", "mean_in", "mean_out", "sigma", "num_served")
+    given = {name: getattr(options, name) for name in names}
+    sizes = replace(sizes, **{name: value for name, value in given.items() if value is not None})
+    rate = options.rate or (0.1 if model.name == "1b" else 2.0)
     words = model.config["vocab_size"]
     return traffic.make_workloads(options.workloads, sizes, words, options.seed, rate, repeat)
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
+class Unit(NamedTuple):
     """What runs in a process: an engine, or its server, with a model.
 
     ``reference``: the checkpoint whose tokens it should have.
@@ -118,49 +111,41 @@ class Unit:
     model: Model
     subject: Subject
     environment: Environment
-    is_server: bool
     files: Mapping[str, str]
     reference: Path
-
-    @property
-    def name(self) -> str:
-        return f"{self.subject.name}{', server' if self.is_server else ''}"
+    is_server: bool
 
 
 def prepare(options: argparse.Namespace, those: Sequence[Model], absent: list[Json]) -> list[Unit]:
     """Install and convert what is needed; who cannot take part is added to ``absent``."""
     cache, workloads = options.cache_dir, options.workloads
-
-    def attempt(name: str, make: Callable[[], Any]) -> Any:
-        try:
-            return make()
-        except NotInstalledError as error:
-            say(f"{name} is not here: {error}")
-            absent.append({"name": name, "reason": report.one_line(str(error))})
-            return None
-
-    def convert(subject: Subject, model: Model) -> tuple[dict[str, str], Path]:
-        files = models.ensure_files(model, subject, cache, say)
-        if not options.check_requests:
-            return files, model.directory
-        return files, models.ensure_reference(model, subject, files, cache, say)
-
-    environments: dict[tuple[str, str], list[Any]] = {}
-    for engine, isa in dict.fromkeys((each.engine, each.isa) for each in options.subjects):
-        name, server = f"{engine} {isa}".rstrip(), None
-        found = attempt(name, partial(ensure, engine, cache, say, isa))
-        if found and engine in SERVERS and "served" in workloads:
-            make = partial(ensure_server, engine, found, cache, say, isa)
-            server = attempt(f"{name}, server", make)
-        environments[engine, isa] = [found, server]
+    environments: dict[tuple[str, str], Environment | None] = {}
     units = []
     for model, subject in itertools.product(those, options.subjects):
-        found, server = environments[subject.engine, subject.isa]
-        made = found and attempt(f"{subject.name}, {model.name}", partial(convert, subject, model))
-        if made and (subject.is_played or set(workloads) != {"served"}):
-            units.append(Unit(model, subject, found, False, *made))
-        if made and server:
-            units.append(Unit(model, subject, server, True, *made))
+        key = engine, isa = subject.engine, subject.isa
+        try:
+            if key not in environments:
+                environments[key] = None
+                found = ensure(engine, cache, say, isa)
+                if "served" in workloads:
+                    found = ensure_server(engine, found, cache, say, isa)
+                environments[key] = found
+            environment = environments[key]
+            if environment is None:
+                continue
+            files = models.ensure_files(model, subject, cache, say)
+            reference = model.directory
+            if options.check_requests:
+                reference = models.ensure_reference(model, subject, files, cache, say)
+        except NotInstalledError as error:
+            name = f"{subject.name}, {model.name}" if environments[key] else " ".join(key).strip()
+            say(f"{name} is not here: {error}")
+            absent.append({"name": name, "reason": report.one_line(str(error))})
+            continue
+        if subject.is_played or set(workloads) != {"served"}:
+            units.append(Unit(model, subject, environment, files, reference, is_server=False))
+        if engine in SERVERS and "served" in workloads:
+            units.append(Unit(model, subject, environment, files, reference, is_server=True))
     return units
 
 
@@ -197,7 +182,8 @@ def run_unit(
         run = run_engine(environment.python, job, subject, added, options.time_limit)
     read = list(unit.files.values()) or [str(model.directory)]
     outcome = report.one_line(run["error"]) if "error" in run else "done"
-    say(f"{model.name}, repeat {repeat + 1}, {unit.name}: {outcome}")
+    server = ", server" if unit.is_server else ""
+    say(f"{model.name}, repeat {repeat + 1}, {subject.name}{server}: {outcome}")
     return run | {
         "model": model.name,
         "subject": subject.name,
@@ -215,35 +201,33 @@ def check(
     absent: list[Json],
 ) -> Json:
     """Compare tokens with those of single requests in float32: ``[model][engine, workload]``."""
-    found: Json = {model: {} for model in asked}
+    checks: dict[tuple[str, Path], list[Json]] = {}
     for model, workload in itertools.product(asked, ("offline", "streams", "served")):
         #: By reference and engine, of the first repeat.
         answered: dict[Path, dict[str, list[list[int]]]] = {}
+        told = "" if workload == "offline" else f", {workload}"
         for unit, run in done:
             answers = run["workloads"].get(workload, {}).get("token_ids")
             if unit.model.name == model and answers:
-                answered.setdefault(unit.reference, {}).setdefault(unit.subject.name, answers)
+                name = f"{unit.subject.name}{told}"
+                answered.setdefault(unit.reference, {}).setdefault(name, answers)
         for directory, answers_of in answered.items():
             requests, candidates = comparable(asked[model][workload], answers_of)
-            if not requests:
-                continue
-            say(f"{directory.name}: checking the tokens of {len(requests)} requests, {workload}")
-            job = {
-                "model": str(directory),
-                "num_threads": options.threads,
-                "pad_id": models.PAD_ID,
-                "requests": requests,
-                "candidates": candidates,
-            }
-            added = {**inherited(), "OMP_NUM_THREADS": str(options.threads)}
-            python, limit = Path(sys.executable), options.time_limit
-            result = run_script("reference.py", python, job, added, limit, MemorySamples())
-            if reason := result.pop("error", ""):
-                what = f"token check, {model}, {workload}"
-                absent.append({"name": what, "reason": report.one_line(reason)})
-            told = "" if workload == "offline" else f", {workload}"
-            found[model] |= {name + told: summarize_check(each) for name, each in result.items()}
-    return found
+            if requests:
+                found = {"requests": requests, "candidates": candidates}
+                checks.setdefault((model, directory), []).append(found)
+    results: Json = {model: {} for model in asked}
+    for (model, directory), each in checks.items():
+        say(f"{directory.name}: checking tokens")
+        job = {"model": str(directory), "pad_id": models.PAD_ID, "checks": each}
+        job |= {"num_threads": options.threads}
+        added = {**inherited(), "OMP_NUM_THREADS": str(options.threads)}
+        python, limit = Path(sys.executable), options.time_limit
+        result = run_script("reference.py", python, job, added, limit, MemorySamples())
+        if reason := result.pop("error", ""):
+            absent.append({"name": f"token check, {model}", "reason": report.one_line(reason)})
+        results[model] |= result
+    return results
 
 
 def comparable(
@@ -259,17 +243,6 @@ def comparable(
     ]
     found = {name: [answers[at] for _, answers in kept] for at, name in enumerate(candidates)}
     return [request for request, _ in kept], found
-
-
-def summarize_check(reports: list[Json]) -> Json:
-    """Number of requests with the reference's tokens, and the widest margin of a difference."""
-    different = [each for each in reports if each["position"] is not None]
-    return {
-        "num_requests": len(reports),
-        "num_identical": len(reports) - len(different),
-        "max_margin": max((each["margin"] for each in different), default=None),
-        "divergences": different,
-    }
 
 
 def stored(run: Json) -> Json:
@@ -328,7 +301,6 @@ def main() -> int:
             for model, each in first.items()
         },
         "values": values,
-        "medians": {model: summary.medians(each) for model, each in values.items()},
         "comparisons": {
             model: summary.compare(each, options.subjects) for model, each in values.items()
         },

@@ -106,17 +106,23 @@ def run_server(
     began = time.monotonic()
     try:
         arguments = command(subject, environment, job, port)
-        with server(arguments, added) as process, httpx.Client(timeout=TIMEOUT_S) as client:
+        with (
+            server(arguments, added) as process,
+            httpx.Client(base_url=url, timeout=TIMEOUT_S) as client,
+        ):
             watcher = threading.Thread(target=watch, args=(process, samples, limit_s))
             watcher.start()  # ends with the server
-            wait_for(process, client, url, job["warmup"][0], began + limit_s)
+            ask(process, client, job["warmup"][0], 1, began + limit_s)
             first_token = time.monotonic() - began
             send(target, job["warmup"], limit_s)
             start = time.monotonic()
             run = send(target, requests, limit_s - (start - began))
             end = time.monotonic()
             at_end.take(process.pid)
-            checked = [ask(client, url, each) for each in requests[: job["num_checked"]]]
+            checked = []
+            for each in requests[: job["num_checked"]]:
+                length, until = each["num_output_tokens"], time.monotonic() + TIMEOUT_S
+                checked.append(token_ids_of(ask(process, client, each, length, until)))
         watcher.join()
     except (ServerFailedError, TimeoutError, OSError, httpx.HTTPError) as error:
         return {"error": str(error) or f"stopped after {limit_s:.0f} s", "workloads": {}}
@@ -126,7 +132,7 @@ def run_server(
         "due_s": [each.due_s for each in answers],
         "times_s": [list(each.token_times_s) for each in answers],
         "client_cpu_s": run.record.cpu_s,
-        "peak_pss_bytes": max(samples.peak(start, end), *at_end.pss_bytes),
+        "peak_pss_bytes": max([samples.peak(start, end), *at_end.pss_bytes]),
         "token_ids": checked,
     }
     # Without this machine's directories.
@@ -160,24 +166,16 @@ def server(arguments: list[str], added: Mapping[str, str]) -> Iterator[Any]:
                     process.wait(GRACE_S)
 
 
-def wait_for(
-    process: subprocess.Popen[Any], client: httpx.Client, url: str, request: Json, deadline: float
-) -> None:
-    """Wait until one token comes. Raises ServerFailedError."""
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise ServerFailedError(f"the server ended with {process.returncode}")
-        with contextlib.suppress(httpx.TransportError):
-            answer = post(client, url, request, 1)
-            if answer.status_code not in (404, 503):  # 503: it is loading the model
-                text_of(answer)
-                return
-        time.sleep(POLL_S)
-    raise ServerFailedError("no token came in time")
-
-
-def post(client: httpx.Client, url: str, request: Json, num_tokens: int) -> httpx.Response:
-    """Send a request outside the load: greedy, not streamed."""
+def ask(
+    process: subprocess.Popen[Any],
+    client: httpx.Client,
+    request: Json,
+    num_tokens: int,
+    deadline: float,
+) -> str:
+    """The answer to a request outside the load: greedy, not streamed, asked for again and again
+    while the server starts. Raises ServerFailedError.
+    """
     body = {
         "model": MODEL_NAME,
         "prompt": request["prompt_token_ids"],
@@ -185,19 +183,17 @@ def post(client: httpx.Client, url: str, request: Json, num_tokens: int) -> http
         "temperature": 0,
         "ignore_eos": True,
     }
-    return client.post(f"{url}/completions", json=body)
-
-
-def text_of(answer: httpx.Response) -> str:
-    """Raises ServerFailedError."""
-    if not answer.is_success:
-        raise ServerFailedError(f"{answer.status_code}: {answer.text[:300]}")
-    return str(answer.json()["choices"][0]["text"])
-
-
-def ask(client: httpx.Client, url: str, request: Json) -> list[int]:
-    """Tokens of an answer outside the load. Raises ServerFailedError."""
-    return token_ids_of(text_of(post(client, url, request, request["num_output_tokens"])))
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise ServerFailedError(f"the server ended with {process.returncode}")
+        with contextlib.suppress(httpx.TransportError):
+            answer = client.post("/completions", json=body)
+            if answer.is_success:
+                return str(answer.json()["choices"][0]["text"])
+            if answer.status_code not in (404, 503):  # 503: it is loading the model
+                raise ServerFailedError(f"{answer.status_code}: {answer.text[:300]}")
+        time.sleep(POLL_S)
+    raise ServerFailedError("no token came in time")
 
 
 def token_ids_of(text: str) -> list[int]:
@@ -213,16 +209,12 @@ def send(target: Target, requests: list[Json], limit_s: float) -> ServedRun:
         shape = RequestShape(len(ids), request["num_output_tokens"], request["arrival_s"], index)
         return Job(shape, token_ids=ids)
 
-    async def limited() -> ServedRun:
-        jobs = [job_of(index, each) for index, each in enumerate(requests)]
-        # Every job has its prompt: nothing is drawn.
-        load = send_load(target, jobs, Load(is_open=True), Prompts(1, 0), 0)
-        return await asyncio.wait_for(load, max(1.0, limit_s))
-
-    run = asyncio.run(limited())
+    jobs = [job_of(index, each) for index, each in enumerate(requests)]
+    # Every job has its prompt: nothing is drawn.
+    load = send_load(target, jobs, Load(is_open=True), Prompts(1, 0), 0)
+    run = asyncio.run(asyncio.wait_for(load, max(1.0, limit_s)))
     if run.failures:
-        count, first = len(run.failures), run.failures[0]
-        raise ServerFailedError(f"{count} requests failed: {first.message}")
+        raise ServerFailedError(f"{len(run.failures)} requests failed: {run.failures[0].message}")
     if run.num_other_length:
         raise ServerFailedError(f"{run.num_other_length} answers are not as long as was asked")
     return run

@@ -142,22 +142,11 @@ def collect(
     ``workloads``: by model, what its runs were asked. ``subjects``: names, in the order wanted.
     """
     found: Json = {}
-    for model in workloads:
-        for run in sorted(runs, key=lambda run: subjects.index(run["subject"])):
-            if run["model"] != model:
-                continue
-            values = found.setdefault(model, {}).setdefault(run["subject"], {})
-            for name, value in metrics_of(run, workloads[model]).items():
-                values.setdefault(name, {})[str(run["repeat"])] = value
-    return found
-
-
-def medians(values: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Json:
-    """``[subject][metric]``, the median over repeats."""
-    return {
-        subject: {name: statistics.median(each.values()) for name, each in metrics.items()}
-        for subject, metrics in values.items()
-    }
+    for run in sorted(runs, key=lambda run: subjects.index(run["subject"])):
+        values = found.setdefault(run["model"], {}).setdefault(run["subject"], {})
+        for name, value in metrics_of(run, workloads[run["model"]]).items():
+            values.setdefault(name, {})[str(run["repeat"])] = value
+    return {model: found[model] for model in workloads if model in found}
 
 
 def advantage(

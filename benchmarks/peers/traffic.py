@@ -59,11 +59,6 @@ SMOKE = Sizes(
 )  # fmt: skip
 
 
-def default_rate(model: str) -> float:
-    """Requests per second on average, with the lengths above."""
-    return 0.1 if model == "1b" else 2.0
-
-
 def make_workloads(
     names: list[str], sizes: Sizes, vocab_size: int, seed: int, rate: float, repeat: int = 0
 ) -> dict[str, list[Json]]:
@@ -74,27 +69,23 @@ def make_workloads(
     (``is_sequential``); no two requests share a prompt, so that no prefix cache helps anyone.
     """
 
-    def served(seed: int) -> list[RequestShape]:
-        means = {"mean_in": sizes.served_mean_in, "mean_out": sizes.served_mean_out}
-        return lognormal(sizes.num_served, seed, request_rate=rate, **means)
-
+    s = sizes
+    sigmas = {"sigma_in": s.sigma, "sigma_out": s.sigma}
+    served = {"mean_in": s.served_mean_in, "mean_out": s.served_mean_out, "request_rate": rate}
+    arrivals = lognormal(s.num_served, seed + 1 + 100 * repeat, **served)
     shapes = {
         "offline": lognormal(
-            sizes.num_requests,
-            seed,
-            mean_in=sizes.mean_in,
-            mean_out=sizes.mean_out,
-            sigma_in=sizes.sigma,
-            sigma_out=sizes.sigma,
+            s.num_requests, seed, mean_in=s.mean_in, mean_out=s.mean_out, **sigmas
         ),
-        "decode": [RequestShape(sizes.decode_context, sizes.decode_tokens + 1)] * sizes.num_decodes,
-        "prefill": [RequestShape(sizes.prefill_tokens, 1)] * sizes.num_prefills,
+        "decode": [RequestShape(s.decode_context, s.decode_tokens + 1)] * s.num_decodes,
+        "prefill": [RequestShape(s.prefill_tokens, 1)] * s.num_prefills,
         "served": [
             replace(shape, arrival_s=other.arrival_s)
-            for shape, other in zip(served(seed + 1), served(seed + 1 + 100 * repeat), strict=True)
+            for shape, other in zip(
+                lognormal(s.num_served, seed + 1, **served), arrivals, strict=True
+            )
         ],
-        "streams": [RequestShape(sizes.stream_context, sizes.stream_tokens + 1)]
-        * sizes.num_streams,
+        "streams": [RequestShape(s.stream_context, s.stream_tokens + 1)] * s.num_streams,
     }
     found = {
         name: requests_of(shapes[name], vocab_size, 1000 * seed + place)
@@ -113,19 +104,13 @@ def warmup_requests(vocab_size: int, seed: int) -> list[Json]:
 
 
 def requests_of(shapes: list[RequestShape], vocab_size: int, seed: int) -> list[Json]:
-    return [
-        {
-            "prompt_token_ids": prompt_token_ids(
-                RequestShape(shape.num_input_tokens, shape.num_output_tokens, index=index),
-                vocab_size,
-                seed,
-                reserved=SPECIAL_IDS,
-            ),
-            "num_output_tokens": shape.num_output_tokens,
-            "arrival_s": shape.arrival_s,
-        }
-        for index, shape in enumerate(shapes)
-    ]
+    found = []
+    for index, shape in enumerate(shapes):
+        drawn = RequestShape(shape.num_input_tokens, shape.num_output_tokens, index=index)
+        ids = prompt_token_ids(drawn, vocab_size, seed, reserved=SPECIAL_IDS)
+        told = {"num_output_tokens": shape.num_output_tokens, "arrival_s": shape.arrival_s}
+        found.append({"prompt_token_ids": ids, **told})
+    return found
 
 
 def lengths(requests: list[Json]) -> list[int]:

@@ -22,8 +22,6 @@ from typing import Any
 
 Json = dict[str, Any]
 
-PR_SET_PDEATHSIG = 1
-
 
 def main(job_path: str, result_path: str) -> None:
     die_with_parent()
@@ -77,9 +75,8 @@ def measured(engine: Any, requests: list[Json], num_checked: int) -> Json:
 
 def die_with_parent() -> None:
     """Let the kernel end this process if the one that measures it ends without warning."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def pss_bytes() -> int:
