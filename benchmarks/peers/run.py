@@ -39,26 +39,17 @@ Asked = dict[str, list[Json]]
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(fromfile_prefix_chars="@")
+    parser = argparse.ArgumentParser(description=__doc__, fromfile_prefix_chars="@")
     add, known = parser.add_argument, {name: [*each] for name, each in subjects.WEIGHTS.items()}
     add("--smoke", action="store_true", help="model 8m, tiny workloads, 1 repeat")
     add("--models", nargs="+", choices=models.MODELS, default=[], help="default: 8m 125m")
     add("--model-file", type=Path, action="append", dest="model_files", metavar="FILE.gguf",
         default=[], help="a Llama's GGUF file, beside --models; repeatable")  # fmt: skip
-    add(
-        "--peers",
-        nargs="*",
-        default=list(subjects.DEFAULT_PEERS),
-        metavar="PEER",
+    add("--peers", nargs="*", default=list(subjects.DEFAULT_PEERS), metavar="PEER",
         help=f"ENGINE[:WEIGHTS][:OPTION=VALUE,...]; default: all of 8 and 16 bit of {known}",
-    )
-    add(
-        "--variant",
-        action="append",
-        dest="variants",
-        metavar="NAME[:OPTION=VALUE,...]",
-        help="vmserve with these engine options, under that name; repeatable",
-    )
+        )  # fmt: skip
+    add("--variant", action="append", dest="variants", metavar="NAME[:OPTION=VALUE,...]",
+        help="vmserve with these engine options, under that name; repeatable")  # fmt: skip
     add("--workloads", nargs="+", choices=traffic.WORKLOADS, default=list(traffic.WORKLOADS))
     add("--repeats", type=int, help="default: 3, of a smoke run 1")
     add("--threads", type=int, default=2, help="of every engine; default 2")

@@ -41,30 +41,19 @@ def peers() -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-# -- who is compared --------------------------------------------------------------------
+def test_a_variant_has_a_name_and_engine_options(peers: SimpleNamespace) -> None:
+    def told(text: str) -> tuple[Any, ...]:
+        found = peers.subjects.variant_of(text)
+        return found.name, found.weights, found.width, found.isa, found.options
 
-
-@pytest.mark.parametrize(
-    ("text", "weights", "width", "isa", "options"),
-    [
-        ("default", "checkpoint", "16 bit", "", {}),
-        ("q:quantization=int8", "int8", "8 bit", "", {"quantization": "int8"}),
-        ("half:dtype=float16", "float16", "16 bit", "", {"dtype": "float16"}),
-        ("f:weights=q4_k_m,quantization=int8-dynamic,isa=avx2", "q4_k_m", "4 bit", "avx2",
-         {"quantization": "int8-dynamic"}),
-        ("n:linear-backend=native,max_num_seqs=8,enforce_eager=true,swap=none,x=4GiB",
-         "checkpoint", "16 bit", "",
-         {"linear_backend": "native", "max_num_seqs": 8, "enforce_eager": True, "swap": None,
-          "x": "4GiB"}),
-    ],
-)  # fmt: skip
-def test_a_variant(
-    peers: SimpleNamespace, text: str, weights: str, width: str, isa: str, options: Any
-) -> None:
-    found = peers.subjects.variant_of(text)
-    assert found.name == f"vmserve {text.partition(':')[0]}"
-    assert (found.weights, found.width, found.isa) == (weights, width, isa)
-    assert found.options == options
+    assert told("default") == ("vmserve default", "checkpoint", "16 bit", "", {})
+    assert told("q:dtype=float16")[1:4] == ("float16", "16 bit", "")
+    assert told("q:quantization=int8")[1:4] == ("int8", "8 bit", "")
+    quantized = {"quantization": "int8-dynamic"}
+    text = "f:weights=q4_k_m,quantization=int8-dynamic,isa=avx2"
+    assert told(text) == ("vmserve f", "q4_k_m", "4 bit", "avx2", quantized)
+    options = {"linear_backend": "native", "max_num_seqs": 8, "eager": True, "a": None, "x": "4GiB"}
+    assert told("n:linear-backend=native,max_num_seqs=8,eager=true,a=none,x=4GiB")[4] == options
 
 
 def test_a_peer_without_weights_means_those_of_8_and_16_bit(peers: SimpleNamespace) -> None:
@@ -149,11 +138,10 @@ def test_servers_are_started_with_the_same_limits(peers: SimpleNamespace) -> Non
     assert failed == {"error": "llama-server has no option polling here", "workloads": {}}
 
 
-def test_an_environment_is_made_anew_when_what_it_is_from_changes(
-    peers: SimpleNamespace, tmp_path: Path
+def test_environments_are_what_is_pinned(
+    peers: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environments = peers.environments
-    stamped = tmp_path / "stamp.json"
+    environments, stamped = peers.environments, tmp_path / "stamp.json"
     assert not environments.is_stamped(stamped, environments.stamp("a==1"))
     stamped.write_text(json.dumps(environments.stamp("a==1", "native")))
     assert environments.is_stamped(stamped, environments.stamp("a==1", "native"))
@@ -161,19 +149,11 @@ def test_an_environment_is_made_anew_when_what_it_is_from_changes(
     command = [sys.executable, "-c", "print('why it failed'); raise SystemExit(3)"]
     with pytest.raises(environments.NotInstalledError, match=r"ended with 3: why it failed"):
         environments.run(command, tmp_path / "logs" / "x.log")
-
-
-def test_a_peer_whose_pins_are_here_needs_no_environment(
-    peers: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers.environments, "REQUIREMENTS", tmp_path)
+    monkeypatch.setattr(environments, "REQUIREMENTS", tmp_path)
     here = f"numpy=={np.__version__}"
     for lines, is_here in ((here, True), (f"{here}0", False), (f"{here}\nno-such==1", False)):
         (tmp_path / "a.txt").write_text(lines)
-        assert peers.environments.is_installed_here("a") == is_here
-
-
-# -- what they are asked ----------------------------------------------------------------
+        assert environments.is_installed_here("a") == is_here
 
 
 def test_workloads_are_what_they_always_were(peers: SimpleNamespace) -> None:
@@ -188,34 +168,22 @@ def test_workloads_are_what_they_always_were(peers: SimpleNamespace) -> None:
     prompts = [tuple(each["prompt_token_ids"]) for some in found.values() for each in some]
     assert len(set(prompts)) == len(prompts)
     assert min(map(min, prompts)) >= 3  # no special id
-    arrivals = [each["arrival_s"] for each in found["served"]]
-    assert arrivals == sorted(arrivals)
-    assert arrivals[-1] == len(arrivals) / 2.0
     equal = traffic.replace(traffic.MIDDLE, mean_in=320.0, sigma=0.0)
     requests = traffic.make_workloads(["offline"], equal, 4096, 0, 1.0)["offline"]
     assert {len(each["prompt_token_ids"]) for each in requests} == {320}
-
-
-def test_repeats_of_served_differ_in_arrivals_alone(peers: SimpleNamespace) -> None:
-    first, second = (
-        peers.traffic.make_workloads(["served"], peers.traffic.MIDDLE, 4096, 0, 2.0, repeat)[
-            "served"
-        ]
-        for repeat in range(2)
-    )
-    arrivals, others = ([each.pop("arrival_s") for each in some] for some in (first, second))
-    assert first == second
-    assert arrivals != others
-    assert arrivals[-1] == others[-1] == 24.0
+    # Repeats differ in the arrivals of served requests alone.
+    other = traffic.make_workloads(traffic.WORKLOADS, traffic.MIDDLE, 4096, 0, 2.0, repeat=1)
+    arrivals, others = ([each.pop("arrival_s") for each in w["served"]] for w in (found, other))
+    assert found == other
+    assert arrivals == sorted(arrivals) != others
+    assert arrivals[-1] == others[-1] == len(arrivals) / 2.0
 
 
 def test_a_cache_of_a_fixed_size_holds_the_largest_workload(peers: SimpleNamespace) -> None:
     config = peers.models.config_of("8m")  # 2 x 6 x 6 x 48 x 4 = 13,824 bytes a token
-    small = [{"prompt_token_ids": [5] * 9, "num_output_tokens": 1}]
-    exact = [{"prompt_token_ids": [5] * 77_672, "num_output_tokens": 0}]
-    assert peers.traffic.kv_gib({"decode": small, "offline": exact}, config) == 1
-    exact[0]["num_output_tokens"] = 1
-    assert peers.traffic.kv_gib({"decode": small, "offline": exact}, config) == 2
+    for num_tokens, gib in ((77_672, 1), (77_673, 2)):
+        asked = [{"prompt_token_ids": [5] * num_tokens, "num_output_tokens": 0}]
+        assert peers.traffic.kv_gib({"decode": asked, "offline": asked}, config) == gib
 
 
 def request_of(num_output_tokens: int, arrival_s: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -228,10 +196,12 @@ def test_requests_run_when_they_are_due(peers: SimpleNamespace) -> None:
 
         def __init__(self) -> None:
             self.left: dict[int, int] = {}
+            self.added: list[int] = []
             self.widths: list[int] = []
 
         def add(self, number: int, request: dict[str, Any]) -> None:
             self.left[number] = request["num_output_tokens"]
+            self.added.append(number)
 
         def step(self) -> list[tuple[int, list[int]]]:
             self.widths.append(len(self.left))
@@ -248,9 +218,7 @@ def test_requests_run_when_they_are_due(peers: SimpleNamespace) -> None:
     late, early = engine.run([request_of(1, 0.02), request_of(1)])
     assert early["times_s"][0] < 0.02 == late["due_s"] <= late["times_s"][0]
     assert engine.widths == [2, 1, 1, *[1, 1, 1, 1], 1, 1]
-
-
-# -- what came of it --------------------------------------------------------------------
+    assert engine.added == [0, 1, 2, 3, 5, 4]
 
 
 def test_metrics_of_a_run(peers: SimpleNamespace) -> None:
@@ -261,12 +229,8 @@ def test_metrics_of_a_run(peers: SimpleNamespace) -> None:
     streams = [[1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 5.0]]  # both decode from 2 to 4
     served = {"due_s": [0.0, 1.0], "times_s": [[0.5, 0.6], [3.5, 3.8]], "peak_pss_bytes": 11}
     run = {
-        "first_token_s": 1.5,
-        "load_s": 1.25,
-        "loaded_pss_bytes": 4,
-        "peak_rss_bytes": 12,
-        "file_bytes": 2,
-        "kv_bytes": {"decode": 1, "prefill": 2, "streams": 4},
+        "first_token_s": 1.5, "load_s": 1.25, "loaded_pss_bytes": 4, "peak_rss_bytes": 12,
+        "file_bytes": 2, "kv_bytes": {"decode": 1, "prefill": 2, "streams": 4},
         "workloads": {
             "offline": {"elapsed_s": 2.0, "cpu_s": 3.0, "peak_pss_bytes": 5},
             "decode": {"times_s": [[1.0, 1.25, 1.5]], "peak_pss_bytes": 9},
@@ -274,7 +238,7 @@ def test_metrics_of_a_run(peers: SimpleNamespace) -> None:
             "streams": {"times_s": streams, "peak_pss_bytes": 8},
             "served": served,
         },
-    }
+    }  # fmt: skip
     expected = {
         "offline_tokens_per_s": 20.0, "offline_busy_cores": 1.5, "decode_tokens_per_s": 4.0,
         "prefill_tokens_per_s": 50.0, "streams_tokens_per_s": 2.0,
@@ -343,23 +307,15 @@ def test_the_report_has_every_metric_and_names_who_is_missing(peers: SimpleNames
     results = {
         "date": "2026-01-02",
         "machine": {"cpu": "Some CPU", "cpu_extensions": ["avx2"], "git_revision": None},
-        "num_threads": 2,
-        "num_repeats": 3,
-        "smoke": False,
-        "values": {
-            "8m": {
-                "vmserve a": {
-                    "decode_tokens_per_s": {"0": 1234.5, "1": 1235.5, "2": 1300.0},
-                    "offline_peak_pss_bytes": {"0": 3 * 2**20, "1": 5 * 2**20},
-                },
-                "vllm bf16": {"served_unfinished": {"0": 30.0}},
-            }
-        },
+        "num_threads": 2, "num_repeats": 3, "smoke": False,
+        "values": {"8m": {
+            "vmserve a": {"decode_tokens_per_s": {"0": 1234.5, "1": 1235.5, "2": 1300.0},
+                          "offline_peak_pss_bytes": {"0": 3 * 2**20, "1": 5 * 2**20}},
+            "vllm bf16": {"served_unfinished": {"0": 30.0}},
+        }},
         "workloads": {"8m": {}},
-        "comparisons": {
-            "8m": [{"vmserve": "vmserve a", "peer": "vllm bf16",
-                    "metrics": {"decode_tokens_per_s": found}}]
-        },
+        "comparisons": {"8m": [{"vmserve": "vmserve a", "peer": "vllm bf16",
+                                "metrics": {"decode_tokens_per_s": found}}]},
         "checks": {"8m": {"a": {"num_identical": 2, "num_requests": 3, "max_margin": 0.25}}},
         "absent": [{"name": "openvino", "reason": "pip ended with 1"}],
         "runs": [{"subject": "vllm bf16", "model": "8m", "repeat": 0,
@@ -391,21 +347,17 @@ def test_only_answers_that_all_gave_in_full_are_checked(peers: SimpleNamespace) 
 
 
 def test_a_divergence_has_its_position_and_margin(peers: SimpleNamespace) -> None:
-    first_divergence = peers.reference.first_divergence
     logits = [[[0.0, 1.0, 0.75]], [[2.0, 0.0, 0.5]], [[9.0, 0.0, 0.0]]]
     told = {"num_tokens": 3, "position": 1, "margin": 1.5}
-    assert first_divergence([1, 0, 0], [1, 2, 1], logits) == [told]
-    assert first_divergence([1, 0, 0], [1, 0, 0], logits) == []
+    assert peers.reference.first_divergence([1, 0, 0], [1, 2, 1], logits) == [told]
+    assert peers.reference.first_divergence([1, 0, 0], [1, 0, 0], logits) == []
 
 
-@pytest.mark.parametrize(("limit_s", "error"), [(60, "exit code 1: "), (0, "stopped after 0 s")])
-def test_a_worker_that_fails_or_takes_too_long_is_reported(
-    peers: SimpleNamespace, limit_s: float, error: str
-) -> None:
+def test_a_worker_that_fails_or_takes_too_long_is_reported(peers: SimpleNamespace) -> None:
     launch, python = peers.launch, Path(sys.executable)
-    inherited = launch.inherited()
-    result = launch.run_script("worker.py", python, {}, inherited, limit_s, MemorySamples())
-    assert result["error"].startswith(error)
+    for limit_s, error in ((60, "exit code 1: "), (0, "stopped after 0 s")):
+        arguments = ("worker.py", python, {}, launch.inherited(), limit_s, MemorySamples())
+        assert launch.run_script(*arguments)["error"].startswith(error)
 
 
 def test_memory_of_a_running_process() -> None:
@@ -415,9 +367,6 @@ def test_memory_of_a_running_process() -> None:
     samples.take(os.getpid())
     assert samples.pss_bytes[-1] > 2**20
     assert pss_bytes(2**22 + 1) == 0  # above any process id
-
-
-# -- models and whole runs --------------------------------------------------------------
 
 
 def test_a_checkpoint_is_reused_and_comes_back_from_a_gguf_file(
@@ -504,7 +453,6 @@ def test_vmserve_and_its_server_alone(tmp_path: Path) -> None:
         "--variant", "paged:kv_regime=paged", "--check-requests", "0",
     )  # fmt: skip
     assert (results["schema"], results["schema_version"]) == ("vmserve-bench-peers", 1)
-    assert [each["name"] for each in results["subjects"]] == ["vmserve paged"]
     values = {name: each["0"] for name, each in results["values"]["8m"]["vmserve paged"].items()}
     memory = {f"{name}pss_bytes" for name in ("peak_", "decode_peak_", "served_peak_", "loaded_")}
     memory |= {"peak_rss_bytes", "file_bytes", "pss_per_file_and_kv"}

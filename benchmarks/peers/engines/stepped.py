@@ -49,7 +49,8 @@ class Stepped:
             {"due_s": offset + each["arrival_s"], "times_s": [], "token_ids": []}
             for each in requests
         ]
-        waiting = sorted(range(len(requests)), key=lambda i: requests[i]["arrival_s"], reverse=True)
+        waiting = sorted(range(len(requests)), key=lambda index: requests[index]["arrival_s"])
+        waiting.reverse()
         num_unfinished = 0
         while waiting or num_unfinished:
             now = time.monotonic() - start
