@@ -22,11 +22,7 @@ from pathlib import Path
 REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
 #: Drawn in by others and used by nothing here. The registry's builds of them are for torch with
 #: CUDA; beside torch for processors, importing one fails and takes its importer with it.
-UNUSED = {
-    "openvino-export": ("torchvision",),
-    "vllm": ("torchaudio", "torchcodec", "torchvision"),
-    "vllm-zen": ("torchaudio", "torchcodec", "torchvision"),
-}
+UNUSED = ("torchaudio", "torchcodec", "torchvision")
 #: The bindings alone: the libraries come from :func:`build_llama_cpp`, which builds a server too.
 #: A variable, as pip 23 ignores ``--config-settings`` for what a requirement file names.
 BINDINGS_ONLY = {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF"}
@@ -113,8 +109,7 @@ def ensure_packages(name: str, cache_dir: Path, say: Say, options: Sequence[str]
         run([sys.executable, "-m", "venv", str(directory)], log)
     pip = [str(python), "-m", "pip"]
     run([*pip, "install", *options, "-r", str(requirements)], log, BINDINGS_ONLY)
-    if name in UNUSED:
-        run([*pip, "uninstall", "-y", *UNUSED[name]], log)
+    run([*pip, "uninstall", "-y", *UNUSED], log)
     stamped.write_text(json.dumps(wanted), encoding="utf-8")
     return python
 

@@ -42,14 +42,10 @@ def markdown(results: Json) -> str:
         lines += ["", f"## Model {model}", ""]
         lines += [traffic(*each) for each in results["workloads"][model].items()]
         lines += ["", *measured_table(values)]
-        comparisons = results["comparisons"][model]
-        for ours in dict.fromkeys(each["vmserve"] for each in comparisons):
-            rows = [each for each in comparisons if each["vmserve"] == ours]
-            told = f"How many times better {ours} is (above 1: ahead; {interval(rows)}):"
-            lines += ["", told, "", *ratio_table(("peer",), rows)]
         if checks := results["checks"].get(model):
             lines += ["", "Tokens against transformers in float32, one request at a time:", ""]
             lines += [check_line(name, each) for name, each in checks.items()]
+    lines += ["", *ratios(results)]
     absent = [(each["name"], each["reason"]) for each in results["absent"]]
     for run in results["runs"]:
         if "error" in run:
@@ -63,10 +59,9 @@ def markdown(results: Json) -> str:
 
 
 def computes_in(facts: Json) -> str:
-    told = {name.replace("_", " "): value for name, value in facts.get("settings", {}).items()}
-    if "kv_cache" in facts:
-        told = {"KV cache": facts["kv_cache"], **told}
-    return "; ".join([facts["computes_in"], *(f"{name} {value}" for name, value in told.items())])
+    others = (f"{name.replace('_', ' ')} {value}" for name, value in facts.items()
+              if name not in ("computes_in", "more"))  # fmt: skip
+    return "; ".join([facts["computes_in"], *others])
 
 
 def traffic(name: str, told: Json) -> str:
@@ -117,16 +112,18 @@ def shown(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def ratio_table(named: Sequence[str], rows: Sequence[Json]) -> list[str]:
-    """A row per comparison: what ``named`` are in it, and the ratios."""
-    metrics = present(each["metrics"] for each in rows)
+def ratios(results: Json) -> list[str]:
+    """How many times better vmserve is: a row per model, variant and peer."""
+    rows = [(model, each) for model, found in results["comparisons"].items() for each in found]
+    metrics = present(each["metrics"] for _, each in rows)
     cells = (
-        [*(each[name] for name in named), *(times(each["metrics"].get(m.name)) for m in metrics)]
-        for each in rows
+        [model, each["vmserve"].removeprefix("vmserve "), each["peer"]]
+        + [times(each["metrics"].get(m.name)) for m in metrics]
+        for model, each in rows
     )
-    titles = {"vmserve": "variant", "peer": "than"}
-    head = [*(titles.get(name, name) for name in named), *(m.title for m in metrics)]
-    return markdown_table(head, cells, len(named))
+    head = ["model", "variant", "than", *(m.title for m in metrics)]
+    note = f"Above 1: vmserve is ahead; {interval([each for _, each in rows])}."
+    return [note, "", *markdown_table(head, cells, 3)] if rows else []
 
 
 def times(result: Json | None) -> str:
@@ -184,11 +181,5 @@ def draw(results: Json, path: Path) -> None:
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         read = json.loads(Path(name).read_text(encoding="utf-8"))
-        rows = [
-            {**each, "model": model, "vmserve": each["vmserve"].removeprefix("vmserve ")}
-            for model, found in read["comparisons"].items()
-            for each in found
-        ]
-        print(f"\n{Path(name).name}, {read['date']}\n")
-        print(f"Above 1: vmserve is ahead; {interval(rows)}.\n")
-        print(*ratio_table(("model", "vmserve", "peer"), rows), sep="\n")
+        where = name.removesuffix("/results.json").rpartition("/")[2]
+        print(f"\n{where}, {read['date']}\n", *ratios(read), sep="\n")

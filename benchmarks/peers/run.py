@@ -172,7 +172,9 @@ def run_unit(
         job["workloads"] = {name: asked[name] for name in names}
         run = run_engine(environment.python, job, subject, added, options.time_limit)
     read = list(unit.files.values()) or [str(model.directory)]
-    outcome = report.one_line(run["error"]) if "error" in run else "done"
+    if "error" in run:
+        run["error"] = report.one_line(run["error"])
+    outcome = run.get("error", "done")
     server = ", server" if unit.is_server else ""
     say(f"{model.name}, repeat {repeat + 1}, {subject.name}{server}: {outcome}")
     return run | {
@@ -192,25 +194,19 @@ def check(
     absent: list[Json],
 ) -> Json:
     """Compare tokens with those of single requests in float32: ``[model][engine, workload]``."""
-    checks: dict[tuple[str, Path], list[Json]] = {}
-    for model, workload in itertools.product(asked, ("offline", "streams", "served")):
-        #: By reference and engine, of the first repeat.
-        answered: dict[Path, dict[str, list[list[int]]]] = {}
-        told = "" if workload == "offline" else f", {workload}"
-        for unit, run in done:
-            answers = run["workloads"].get(workload, {}).get("token_ids")
-            if unit.model.name == model and answers:
-                name = f"{unit.subject.name}{told}"
-                answered.setdefault(unit.reference, {}).setdefault(name, answers)
-        for directory, answers_of in answered.items():
-            requests, candidates = comparable(asked[model][workload], answers_of)
-            if requests:
-                found = {"requests": requests, "candidates": candidates}
-                checks.setdefault((model, directory), []).append(found)
+    #: By model and reference, then by workload.
+    checks: dict[tuple[str, Path], Json] = {}
+    for (unit, run), workload in itertools.product(done, ("offline", "streams", "served")):
+        answers = run["workloads"].get(workload, {}).get("token_ids")
+        if answers and run["repeat"] == 0:
+            model, told = unit.model.name, "" if workload == "offline" else f", {workload}"
+            empty = {"requests": asked[model][workload], "candidates": {}}
+            found = checks.setdefault((model, unit.reference), {}).setdefault(workload, empty)
+            found["candidates"][f"{unit.subject.name}{told}"] = answers
     results: Json = {model: {} for model in asked}
     for (model, directory), each in checks.items():
         say(f"{directory.name}: checking tokens")
-        job = {"model": str(directory), "pad_id": models.PAD_ID, "checks": each}
+        job = {"model": str(directory), "pad_id": models.PAD_ID, "checks": [*each.values()]}
         job |= {"num_threads": options.threads}
         added = {**inherited(), "OMP_NUM_THREADS": str(options.threads)}
         python, limit = Path(sys.executable), options.time_limit
@@ -219,32 +215,6 @@ def check(
             absent.append({"name": f"token check, {model}", "reason": report.one_line(reason)})
         results[model] |= result
     return results
-
-
-def comparable(
-    requests: list[Json], candidates: Mapping[str, list[list[int]]]
-) -> tuple[list[Json], dict[str, list[list[int]]]]:
-    """The requests that everybody answered in full, and the answers. Text from a server lacks
-    special tokens, which random weights make now and then: such an answer is not compared.
-    """
-    kept = [
-        (request, answers)
-        for request, *answers in zip(requests, *candidates.values(), strict=False)
-        if all(len(answer) == request["num_output_tokens"] for answer in answers)
-    ]
-    found = {name: [answers[at] for _, answers in kept] for at, name in enumerate(candidates)}
-    return [request for request, _ in kept], found
-
-
-def stored(run: Json) -> Json:
-    """Drop tokens and their times from a run."""
-    dropped = ("token_ids", "times_s", "due_s")
-    kept = {
-        name: {key: value for key, value in each.items() if key not in dropped}
-        for name, each in run["workloads"].items()
-    }
-    error = {"error": report.one_line(run["error"])} if "error" in run else {}
-    return run | {"workloads": kept} | error
 
 
 def main() -> int:
@@ -271,6 +241,9 @@ def main() -> int:
     checks = check(options, first, done, absent)
     runs = [run for _, run in done]
     values = summary.collect(runs, first, names)
+    for each in (each for run in runs for each in run["workloads"].values()):
+        for name in ("token_ids", "times_s", "due_s"):  # megabytes
+            each.pop(name, None)
     results = {
         "schema": "vmserve-bench-peers",
         "schema_version": 1,
@@ -297,7 +270,7 @@ def main() -> int:
         },
         "checks": checks,
         "absent": absent,
-        "runs": [stored(run) for run in runs],
+        "runs": runs,
     }
     device = f"{machine['cpu']}{' smoke' * options.smoke}"
     directory = results_directory(__file__, device=device, root=options.output_dir)

@@ -36,11 +36,10 @@ class Sizes:
     stream_tokens: int = 128
 
 
-#: Of ``125m`` and of a file's model, whose requests are short enough that two cores without
-#: bfloat16 arithmetic sustain their rate: queues form and empty again.
+#: Of ``125m`` and of a file's model: two cores without bfloat16 arithmetic sustain the rate.
 MIDDLE = Sizes(served_mean_in=64.0, served_mean_out=20.0)
 #: By model, where others; a run of an engine with the largest one takes about a minute.
-FULL: Mapping[str, Sizes] = {
+FULL = {
     "8m": Sizes(),
     "1b": Sizes(
         num_requests=6, mean_in=48.0, mean_out=16.0,
@@ -68,11 +67,11 @@ def make_workloads(
     ``arrival_s`` 0 is "at once". Requests of ``decode`` and ``prefill`` run one at a time
     (``is_sequential``); no two requests share a prompt, so that no prefix cache helps anyone.
     """
-
     s = sizes
     sigmas = {"sigma_in": s.sigma, "sigma_out": s.sigma}
     served = {"mean_in": s.served_mean_in, "mean_out": s.served_mean_out, "request_rate": rate}
-    arrivals = lognormal(s.num_served, seed + 1 + 100 * repeat, **served)
+    asked = lognormal(s.num_served, seed + 1, **served)
+    drawn = lognormal(s.num_served, seed + 1 + 100 * repeat, **served)
     shapes = {
         "offline": lognormal(
             s.num_requests, seed, mean_in=s.mean_in, mean_out=s.mean_out, **sigmas
@@ -81,9 +80,7 @@ def make_workloads(
         "prefill": [RequestShape(s.prefill_tokens, 1)] * s.num_prefills,
         "served": [
             replace(shape, arrival_s=other.arrival_s)
-            for shape, other in zip(
-                lognormal(s.num_served, seed + 1, **served), arrivals, strict=True
-            )
+            for shape, other in zip(asked, drawn, strict=True)
         ],
         "streams": [RequestShape(s.stream_context, s.stream_tokens + 1)] * s.num_streams,
     }
@@ -124,8 +121,8 @@ def longest(requests: list[Json]) -> int:
 
 def kv_values(config: Mapping[str, Any]) -> int:
     """Numbers that a token has in the KV cache of a Llama."""
-    head_dim = config["hidden_size"] // config["num_attention_heads"]
-    return 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim
+    kv_size = config["hidden_size"] * config["num_key_value_heads"] // config["num_attention_heads"]
+    return 2 * config["num_hidden_layers"] * kv_size
 
 
 def kv_gib(workloads: dict[str, list[Json]], config: Mapping[str, Any]) -> int:

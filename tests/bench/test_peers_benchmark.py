@@ -327,7 +327,7 @@ def test_the_report_has_every_metric_and_names_who_is_missing(peers: SimpleNames
         "| decode, one stream, tokens/s | 1,236 (1,234 to 1,300) | - |",
         "| unfinished when the last one arrived, requests | - | 30 |",
         "| offline, peak PSS, MiB | 4 (3 to 5) | - |",
-        "| vllm bf16 | 1.50 [1.25, 2.00] |",
+        "| 8m | a | vllm bf16 | 1.50 [1.25, 2.00] |",
         "- a: 2 of 3 requests identical; widest margin at a first difference 0.25 logits",
         "- openvino: pip ended with 1",
         "- vllm bf16, 8m, repeat 1: ValueError: no kernel in x.py",
@@ -336,21 +336,21 @@ def test_the_report_has_every_metric_and_names_who_is_missing(peers: SimpleNames
     assert "Computes in" not in text
 
 
-def test_only_answers_that_all_gave_in_full_are_checked(peers: SimpleNamespace) -> None:
-    requests = [request_of(2), request_of(1), request_of(2), request_of(1)]
-    served = [[4, 5], [], [6, 7]]  # of the second, only a token without text came
-    candidates = {"a": [[4, 5], [2], [6, 8], [9]], "b": served}
-    kept, answers = peers.run.comparable(requests, candidates)
-    assert kept == [requests[0], requests[2]]
-    assert answers == {"a": [[4, 5], [6, 8]], "b": [[4, 5], [6, 7]]}
-    assert peers.serving.token_ids_of(" w12w7 w3") == [12, 7, 3]
-
-
-def test_a_divergence_has_its_position_and_margin(peers: SimpleNamespace) -> None:
+def test_tokens_are_checked_where_an_answer_is_whole(peers: SimpleNamespace) -> None:
+    reference, request = peers.reference, request_of(3)
     logits = [[[0.0, 1.0, 0.75]], [[2.0, 0.0, 0.5]], [[9.0, 0.0, 0.0]]]
     told = {"num_tokens": 3, "position": 1, "margin": 1.5}
-    assert peers.reference.first_divergence([1, 0, 0], [1, 2, 1], logits) == [told]
-    assert peers.reference.first_divergence([1, 0, 0], [1, 0, 0], logits) == []
+    assert reference.first_divergence([1, 0, 0], [1, 2, 1], logits) == told
+    assert reference.first_divergence([1, 0, 0], [1, 0, 0], logits) is None
+    found = reference.summary([None, {**told, "margin": 0.25}, told])
+    assert (found["num_requests"], found["num_identical"], found["max_margin"]) == (3, 1, 1.5)
+    assert peers.serving.token_ids_of(" w12w7 w3") == [12, 7, 3]
+    answers = [[12, 7, 3], [7, 3]]  # of the second, a token had no text
+    assert [reference.is_whole(answers, index, request) for index in range(3)] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_worker_that_fails_or_takes_too_long_is_reported(peers: SimpleNamespace) -> None:

@@ -65,8 +65,7 @@ class Engine(Stepped):
             "computes_in": f"{job['weights']} weights, by kernels for {job['isa'] or 'this CPU'}",
             "kv_cache": "f16",
             "slots": self._num_slots,
-            "system": llama_cpp.llama_print_system_info().decode(),
-            "versions": {"llama-cpp-python": llama_cpp.__version__},
+            "more": [llama_cpp.__version__, llama_cpp.llama_print_system_info().decode()],
         }
 
     def prepare(self, requests: list[Json]) -> None:

@@ -45,9 +45,11 @@ class Engine(Stepped):
         self.facts = {
             "computes_in": properties["INFERENCE_PRECISION_HINT"],
             "kv_cache": properties.get("KV_CACHE_PRECISION", default_cache),
-            "properties": properties,
-            "capabilities": list(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")),
-            "versions": {each.__name__: each.__version__ for each in (openvino, openvino_genai)},
+            "more": {
+                "properties": properties,
+                "capabilities": list(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")),
+                "versions": [openvino.__version__, openvino_genai.__version__],
+            },
         }
 
     def add(self, number: int, request: Json) -> None:

@@ -9,7 +9,7 @@ Json = dict[str, Any]
 
 
 class Stepped:
-    """An engine that computes in steps. ``facts`` go into the results."""
+    """An engine that computes in steps. ``facts``: for the results, all but ``more`` shown."""
 
     facts: Json
     _num_added = 0

@@ -34,13 +34,10 @@ class Engine(Stepped):
         self.facts = {
             "computes_in": dtype,
             "kv_cache": dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
-            "versions": {"vllm": vllm.__version__, "torch": torch.__version__}
-            | ({"zentorch": metadata.version("zentorch")} if is_zen else {}),
-            "settings": {
-                "block_size": cache.block_size,
-                "tcmalloc": "yes" if "tcmalloc" in os.environ.get("LD_PRELOAD", "") else "no",
-                "zentorch": "yes" if is_zen else "no",
-            },
+            "block_size": cache.block_size,
+            "tcmalloc": "yes" if "tcmalloc" in os.environ.get("LD_PRELOAD", "") else "no",
+            "zentorch": metadata.version("zentorch") if is_zen else "no",
+            "more": {"vllm": vllm.__version__, "torch": torch.__version__},
         }
 
     def add(self, number: int, request: Json) -> None:
