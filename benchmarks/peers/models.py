@@ -130,10 +130,8 @@ def ensure_gguf(model: Model, weights: str, cache_dir: Path, say: Say) -> Path:
     environment = ensure("llama.cpp", cache_dir, say)
     script, source = "to_gguf.py", model.directory
     if model.file is not None or weights not in PLAIN_GGUF:
-        script, source = (
-            "quantize_gguf.py",
-            model.file or ensure_gguf(model, "bf16", cache_dir, say),
-        )
+        script = "quantize_gguf.py"
+        source = model.file or ensure_gguf(model, "bf16", cache_dir, say)
     command = [str(environment.python), str(HERE / script), str(source), "{}", weights]
     target = Path(f"{model.directory}-{weights}.gguf")
     return converted(command, target, cache_dir, say, environment.variables)

@@ -171,12 +171,11 @@ def run_unit(
         names = [name for name in asked if name != "served" or subject.is_played]
         job["workloads"] = {name: asked[name] for name in names}
         run = run_engine(environment.python, job, subject, added, options.time_limit)
-    read = list(unit.files.values()) or [str(model.directory)]
     if "error" in run:
         run["error"] = report.one_line(run["error"])
-    outcome = run.get("error", "done")
     server = ", server" if unit.is_server else ""
-    say(f"{model.name}, repeat {repeat + 1}, {subject.name}{server}: {outcome}")
+    say(f"{model.name}, repeat {repeat + 1}, {subject.name}{server}: {run.get('error', 'done')}")
+    read = list(unit.files.values()) or [str(model.directory)]
     return run | {
         "model": model.name,
         "subject": subject.name,
@@ -241,9 +240,9 @@ def main() -> int:
     checks = check(options, first, done, absent)
     runs = [run for _, run in done]
     values = summary.collect(runs, first, names)
-    for each in (each for run in runs for each in run["workloads"].values()):
+    for measured in (each for run in runs for each in run["workloads"].values()):
         for name in ("token_ids", "times_s", "due_s"):  # megabytes
-            each.pop(name, None)
+            measured.pop(name, None)
     results = {
         "schema": "vmserve-bench-peers",
         "schema_version": 1,
@@ -258,7 +257,12 @@ def main() -> int:
             {**asdict(each), "name": each.name, "width": each.width} for each in options.subjects
         ],
         "models": {
-            each.name: {**each.config, "file": each.file and each.file.name} for each in those
+            each.name: {
+                **each.config,
+                "file": each.file and each.file.name,
+                "weights": each.file_weights or "bf16",
+            }
+            for each in those
         },
         "workloads": {
             model: {name: traffic.describe(requests) for name, requests in each.items()}
