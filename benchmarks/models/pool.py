@@ -9,288 +9,242 @@ the other's prefix cache has. The time to the first token is compared with that 
 the same engine. Sums of grants and of committed bytes are sampled. ``halves``: two engines over a
 pool against two with half of it each, where one has nearly all requests, and where both have as
 many; the pool holds a fourth of them. ``server``: a server of one model, and one whose only model
-has its memory from a pool (``--models-config``), in turns over HTTP. Writes
-``results/<date>-<device>/`` beside this file, or prints only with ``--out -``.
+has its memory from a pool (``--models-config``), in turns over HTTP.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
-from vmserve_bench.lab.machine import machine_info
-from vmserve_bench.lab.report import keep, make_console, results_directory
-from vmserve_bench.lab.rounds import compare
+from vmserve_bench.lab import script
+from vmserve_bench.lab.rounds import PairedResult, compare
 from vmserve_bench.lab.server import serving
 from vmserve_bench.lab.suite import chosen
-from vmserve_bench.lab.table import SectionResult, Table, markdown, print_table
+from vmserve_bench.lab.table import Table
 
 import vmserve
 from vmserve.client.process_llm import ProcessLLM
 from vmserve.numbers.sizes import format_size
 
 _STREAMS, _PROMPT_TOKENS = 8, 96
+Section = tuple[Mapping[str, Any], Table]
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
     return {"model": args.model, "max_model_len": args.max_model_len, "max_num_seqs": 4 * _STREAMS}
 
 
-def prompt(randomness: random.Random) -> list[int]:
-    return [randomness.randrange(300, 1500) for _ in range(_PROMPT_TOKENS)]
+def new_prompts(randomness: random.Random, count: int = _STREAMS) -> list[list[int]]:
+    return [[randomness.randrange(300, 1500) for _ in range(_PROMPT_TOKENS)] for _ in range(count)]
 
 
-def params(num_tokens: int) -> vmserve.SamplingParams:
-    return vmserve.SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+def params(args: argparse.Namespace) -> vmserve.SamplingParams:
+    return vmserve.SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
 
 
-def alone(args: argparse.Namespace) -> SectionResult:
+def times(result: PairedResult, num_tokens: int, title: str, *names: str) -> Section:
+    """Tokens a second of both, and the ratio of their times."""
+    rates = [f"{num_tokens / each:,.0f}" for each in (result.median_a_s, result.median_b_s)]
+    ratio = script.interval(result.ratio, result.ratio_low, result.ratio_high, 4)
+    return result.to_dict(), Table(title, names, ((*rates, ratio),))
+
+
+def alone(args: argparse.Namespace) -> Section:
     """An engine with memory of its own against one with a lease, the other member idle."""
-    randomness = random.Random(0)
-    prompts = [prompt(randomness) for _ in range(_STREAMS)]
-    asked = params(args.max_tokens)
+    prompts = new_prompts(random.Random(0))
     with ExitStack() as stack:
         pool = vmserve.KVPool("1GiB")
         own = stack.enter_context(vmserve.LLM(kv_cache_memory="512MiB", **options(args)))
         lent = stack.enter_context(vmserve.LLM(kv_pool=pool, **options(args)))
         stack.enter_context(vmserve.LLM(kv_pool=pool, max_model_len=128))
-        assert [each.outputs for each in own.generate(prompts, asked)] == [
-            each.outputs for each in lent.generate(prompts, asked)
-        ]
-        calls = [partial(llm.generate, prompts, asked) for llm in (own, lent)]
+        calls = [partial(llm.generate, prompts, params(args)) for llm in (own, lent)]
+        one, other = ([each.outputs for each in call()] for call in calls)
+        assert one == other
         result = compare(*calls, labels=("own", "lent"), pairs=args.rounds)
-    row = (
-        f"{_STREAMS * args.max_tokens / result.median_a_s:,.0f}",
-        f"{_STREAMS * args.max_tokens / result.median_b_s:,.0f}",
-        f"{result.ratio:.4f} [{result.ratio_low:.4f}, {result.ratio_high:.4f}]",
-    )
-    table = Table(
-        f"{_STREAMS} streams of {args.max_tokens} tokens",
-        ("own memory, tokens/s", "lent by a pool, tokens/s", "time, lent : own"),
-        (row,),
-    )
-    return SectionResult(result.to_dict(), (table,))
+    return times(
+        result, _STREAMS * args.max_tokens, f"{_STREAMS} streams of {args.max_tokens} tokens",
+        "own memory, tokens/s", "lent by a pool, tokens/s", "time, lent : own",
+    )  # fmt: skip
 
 
-class Turns:
-    """Two engines over a pool, asked in turns."""
+class Two:
+    """Two engines in processes of their own; ``pool`` None: each has its memory."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._args = args
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        memory: int | str,
+        pool: Any = None,
+        *,
+        streams: bool = False,
+    ) -> None:
+        self._params, self._streams = params(args), streams
         self._randomness = random.Random(1)
-        self.pool = vmserve.KVPool(args.pool)
-        self._llms = [ProcessLLM(kv_cache_memory="least", **options(args)) for _ in range(2)]
-        self.most_granted = self.most_committed = 0
+        self.pool = pool
+        self._llms = [ProcessLLM(kv_cache_memory=memory, **options(args)) for _ in range(2)]
 
-    async def __aenter__(self) -> Turns:
+    async def __aenter__(self) -> Two:
         for name, llm in zip("ab", self._llms, strict=True):
-            await self.pool.join(llm, name)
-        self._sampling = asyncio.ensure_future(self._sample())
+            if self.pool:
+                await self.pool.join(llm, name)
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        self._sampling.cancel()
         for name, llm in zip("ab", self._llms, strict=True):
             await llm.shutdown()
-            self.pool.leave(name)
+            if self.pool:
+                self.pool.leave(name)
 
-    async def _sample(self) -> None:
-        while True:
-            rows = self.pool.state()
-            self.most_granted = max(self.most_granted, sum(row.granted_bytes for row in rows))
-            self.most_committed = max(self.most_committed, sum(row.committed_bytes for row in rows))
-            await asyncio.sleep(0.002)
+    async def serve(self, *split: int) -> float:
+        """Answer so many new prompts at each engine, all at once.
 
-    async def turn(self, which: int) -> float:
-        """Requests of new prompts; returns the seconds to the last one's first token."""
-        prompts = [prompt(self._randomness) for _ in range(_STREAMS)]
+        Returns the seconds to the last one's first token, or its last if tokens do not stream.
+        """
+        asked = [
+            self._first(llm, prompt)
+            for llm, count in zip(self._llms, split, strict=True)
+            for prompt in new_prompts(self._randomness, count)
+        ]
         began = time.perf_counter()
-        firsts = await asyncio.gather(*(self._answer(self._llms[which], p) for p in prompts))
-        return max(firsts) - began
+        return max(await asyncio.gather(*asked)) - began
 
-    async def _answer(self, llm: ProcessLLM, token_ids: list[int]) -> float:
+    async def _first(self, llm: ProcessLLM, token_ids: list[int]) -> float:
         first = 0.0
-        async for output in llm.generate(token_ids, params(self._args.max_tokens), stream=True):
+        async for output in llm.generate(token_ids, self._params, stream=self._streams):
             if output.outputs and not first:
                 first = time.perf_counter()
         return first
 
 
-async def switches(args: argparse.Namespace) -> SectionResult:
+async def switches(args: argparse.Namespace) -> Section:
     stayed, switched = [], []
-    async with Turns(args) as turns:
-        for which in (0, 1):
-            await turns.turn(which)
+    pool = vmserve.KVPool(args.pool)
+    most = [0, 0]
+
+    async def sample() -> None:
+        while True:
+            rows = pool.state()
+            sums = (sum(r.granted_bytes for r in rows), sum(r.committed_bytes for r in rows))
+            most[:] = map(max, most, sums)
+            await asyncio.sleep(0.002)
+
+    async with Two(args, "least", pool, streams=True) as two:
+        sampling = asyncio.ensure_future(sample())
+        turns = [(_STREAMS, 0), (0, _STREAMS)]
+        for turn in turns:
+            await two.serve(*turn)
         for number in range(args.rounds):
-            which = number % 2
-            switched.append(await turns.turn(which))
-            stayed.append(await turns.turn(which))
-        rows = turns.pool.state()
-        size = turns.pool.size_bytes
-    assert max(turns.most_granted, turns.most_committed) <= size
+            switched.append(await two.serve(*turns[number % 2]))
+            stayed.append(await two.serve(*turns[number % 2]))
+        sampling.cancel()
+        rows = pool.state()
+    size = pool.size_bytes
+    assert max(most) <= size
     needs = sum(row.num_needs for row in rows)
     milliseconds = 1e3 * sum(row.waited_seconds for row in rows) / max(1, needs)
     costs = [1e3 * (late - early) for late, early in zip(switched, stayed, strict=True)]
     data = {
         "pool_bytes": size,
-        "most_granted_bytes": turns.most_granted,
-        "most_committed_bytes": turns.most_committed,
+        "most_granted_bytes": most[0],
+        "most_committed_bytes": most[1],
         "recalled_bytes": sum(row.recalled_bytes for row in rows),
         "num_needs": needs,
         "mean_wait_ms": milliseconds,
         "first_token_s_after_the_other": switched,
         "first_token_s_after_its_own": stayed,
     }
-    table = Table(
-        f"{args.rounds} switches over {format_size(size)}, "
-        f"{format_size(data['recalled_bytes'])} recalled",
-        ("", "median", "most"),
-        (
-            ("cost of a switch, ms", f"{statistics.median(costs):.1f}", f"{max(costs):.1f}"),
-            ("a need waited, ms", f"{milliseconds:.1f} (mean)", ""),
-            ("granted, of the pool", "", f"{turns.most_granted / size:.3f}"),
-            ("committed, of the pool", "", f"{turns.most_committed / size:.3f}"),
-        ),
-        note="Cost of a switch: the time to the last request's first token beyond that of the next "
-        "turn of the same engine.",
+    lines = (
+        ("cost of a switch, ms", f"{statistics.median(costs):.1f}", f"{max(costs):.1f}"),
+        ("a need waited, ms", f"{milliseconds:.1f} (mean)", ""),
+        ("granted, of the pool", "", f"{most[0] / size:.3f}"),
+        ("committed, of the pool", "", f"{most[1] / size:.3f}"),
     )
-    return SectionResult(data, (table,))
+    recalled = format_size(data["recalled_bytes"])
+    title = f"{args.rounds} switches over {format_size(size)}, {recalled} recalled"
+    note = (
+        "Cost of a switch: the time to the last request's first token beyond that of the next turn "
+        "of the same engine."
+    )
+    return data, Table(title, ("", "median", "most"), lines, note)
 
 
-class Pair:
-    """Two engines in processes of their own; ``pool`` None: each has half of the memory."""
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        runner: asyncio.Runner,
-        stack: ExitStack,
-        pool: vmserve.KVPool | None,
-        size: int,
-    ) -> None:
-        self._args, self._runner = args, runner
-        self._randomness = random.Random(2)
-        memory = "least" if pool else size // 2
-        self._llms = [ProcessLLM(kv_cache_memory=memory, **options(args)) for _ in range(2)]
-        for name, llm in zip("ab", self._llms, strict=True):
-            stack.callback(lambda llm=llm: runner.run(llm.shutdown()))
-            if pool:
-                runner.run(pool.join(llm, name))
-
-    def serve(self, split: tuple[int, int]) -> None:
-        """Answer so many requests at each engine, all at once."""
-        self._runner.run(self._serve(split))
-
-    async def _serve(self, split: tuple[int, int]) -> None:
-        prompts = [[prompt(self._randomness) for _ in range(count)] for count in split]
-        await asyncio.gather(
-            *(
-                self._answer(llm, each)
-                for llm, asked in zip(self._llms, prompts, strict=True)
-                for each in asked
-            )
-        )
-
-    async def _answer(self, llm: ProcessLLM, token_ids: list[int]) -> None:
-        async for _ in llm.generate(token_ids, params(self._args.max_tokens)):
-            pass
-
-
-def halves(args: argparse.Namespace) -> SectionResult:
+def halves(args: argparse.Namespace) -> Section:
     """One pool for two engines against two halves of it."""
     tokens = (_PROMPT_TOKENS + args.max_tokens) * args.requests // 4
     with vmserve.LLM(kv_cache_memory="least", **options(args)) as llm:
         longest = llm.engine.resolved.kv_limit_bytes  # of max_model_len tokens
     size = max(2 * longest, tokens * longest // args.max_model_len)
+    few, half = args.requests // 16, args.requests // 2
     data, rows = {}, []
     with asyncio.Runner() as runner, ExitStack() as stack:
-        pool = vmserve.KVPool(size)
-        pairs = [Pair(args, runner, stack, each, size) for each in (None, pool)]
-        few = args.requests // 16
-        for name, split in (
-            ("skewed", (args.requests - few, few)),
-            ("even", (args.requests // 2, args.requests // 2)),
-        ):
-            calls = [partial(pair.serve, split) for pair in pairs]
+        open_ones = AsyncExitStack()
+        stack.callback(lambda: runner.run(open_ones.aclose()))
+        pairs = [
+            runner.run(open_ones.enter_async_context(pair))
+            for pair in (Two(args, size // 2), Two(args, "least", vmserve.KVPool(size)))
+        ]
+        for name, split in {"skewed": (args.requests - few, few), "even": (half, half)}.items():
+            calls = [
+                lambda pair=pair, split=split: runner.run(pair.serve(*split)) for pair in pairs
+            ]
             result = compare(*calls, labels=("halves", "pool"), pairs=args.rounds)
-            told = args.max_tokens * sum(split)
             data[name] = result.to_dict()
+            told = args.max_tokens * sum(split)
             rates = (f"{told / each:,.0f}" for each in (result.median_a_s, result.median_b_s))
-            low, high = 1 / result.ratio_high, 1 / result.ratio_low
-            rows.append((name, *rates, f"{1 / result.ratio:.3f} [{low:.3f}, {high:.3f}]"))
-    table = Table(
+            bounds = (1 / result.ratio, 1 / result.ratio_high, 1 / result.ratio_low)
+            rows.append((name, *rates, script.interval(*bounds)))
+    title = (
         f"two models, {args.requests} requests of {_PROMPT_TOKENS} + {args.max_tokens} tokens, "
-        f"{format_size(size)}",
-        ("load", "two halves, tokens/s", "one pool, tokens/s", "pool : halves"),
-        tuple(rows),
+        f"{format_size(size)}"
     )
-    return SectionResult(data, (table,))
+    columns = ("load", "two halves, tokens/s", "one pool, tokens/s", "pool : halves")
+    return data, Table(title, columns, tuple(rows))
 
 
-class Clients:
-    """Of one server, all at once."""
-
-    def __init__(self, args: argparse.Namespace, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=600)
-        self._threads = ThreadPoolExecutor(_STREAMS)
-        self._max_tokens = args.max_tokens
-        self._randomness = random.Random(3)
-
-    def ask(self) -> None:
-        """Have new prompts answered."""
-        prompts = [prompt(self._randomness) for _ in range(_STREAMS)]
-        list(self._threads.map(self._answer, prompts))
-
-    def _answer(self, token_ids: list[int]) -> None:
-        asked = {"prompt": token_ids, "max_tokens": self._max_tokens, "temperature": 0}
-        self._http.post("/v1/completions", json={**asked, "ignore_eos": True}).raise_for_status()
-
-    def close(self) -> None:
-        self._threads.shutdown()
-        self._http.close()
-
-
-def server(args: argparse.Namespace) -> SectionResult:
+def server(args: argparse.Namespace) -> Section:
     """A server of one model against one whose only model is a member of a pool."""
     model = args.model or "vmserve-embedded"
+    randomness = random.Random(3)
+    body = {"max_tokens": args.max_tokens, "temperature": 0, "ignore_eos": True}
     with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (directory / "one.toml").write_text(f"[models.one]\nmodel = {json.dumps(model)}\n")
-        kinds = (("--model", model), ("--models-config", str(directory / "one.toml")))
+        config = Path(stack.enter_context(tempfile.TemporaryDirectory()), "one.toml")
+        config.write_text(f"[models.one]\nmodel = {json.dumps(model)}\n")
+        threads = stack.enter_context(ThreadPoolExecutor(_STREAMS))
         size = ("--max-model-len", f"{args.max_model_len}", "--max-num-seqs", f"{4 * _STREAMS}")
-        calls = []
-        for options in kinds:
-            words = ("--port", "0", "--kv-cache-memory", "512MiB", *size, *options)
+
+        def client(*which: str) -> Callable[[], object]:
+            words = ("--port", "0", "--kv-cache-memory", "512MiB", *size, *which)
             _, url = stack.enter_context(serving(*words))
-            clients = Clients(args, url)
-            stack.callback(clients.close)
-            calls.append(clients.ask)
+            http = stack.enter_context(httpx.Client(base_url=url, timeout=600))
+
+            def answer(prompt: list[int]) -> None:
+                http.post("/v1/completions", json={**body, "prompt": prompt}).raise_for_status()
+
+            return lambda: list(threads.map(answer, new_prompts(randomness)))
+
+        calls = (client("--model", model), client("--models-config", str(config)))
         result = compare(*calls, labels=("alone", "pool of one"), pairs=args.rounds)
-    told = _STREAMS * args.max_tokens
-    rates = (f"{told / each:,.0f}" for each in (result.median_a_s, result.median_b_s))
-    ratio = f"{result.ratio:.4f} [{result.ratio_low:.4f}, {result.ratio_high:.4f}]"
-    table = Table(
+    return times(
+        result, _STREAMS * args.max_tokens,
         f"one model behind a server, {_STREAMS} requests of {_PROMPT_TOKENS} + {args.max_tokens}",
-        ("alone, tokens/s", "in a pool of one, tokens/s", "time, pool : alone"),
-        ((*rates, ratio),),
-    )
-    return SectionResult(result.to_dict(), (table,))
+        "alone, tokens/s", "in a pool of one, tokens/s", "time, pool : alone",
+    )  # fmt: skip
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], SectionResult]] = {
+SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
     "alone": alone,
     "switch": lambda args: asyncio.run(switches(args)),
     "halves": halves,
@@ -299,32 +253,16 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], SectionResult]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--section", default=None)
-    parser.add_argument("--model", default=None)
-    parser.add_argument("--max-model-len", type=int, default=512)
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--pool", default="16MiB", help="of switch")
-    parser.add_argument("--requests", type=int, default=64, help="of halves")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--out", default=None)
-    args = parser.parse_args()
-    results: dict[str, SectionResult] = {}
-    for name in chosen("section", args.section, tuple(SECTIONS)):
-        results[name] = SECTIONS[name](args)
-        for table in results[name].tables:
-            print_table(make_console(), table)
-    if args.out == "-":
-        return
-    data = {
-        "benchmark": "models-pool",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "options": vars(args),
-        "machine": machine_info(("vmserve",)),
-        "results": {name: dict(result.data) for name, result in results.items()},
+    args = script.options(
+        __doc__, section=None, model=None, max_model_len=512, max_tokens=64,
+        pool="16MiB", requests=64, rounds=12, out="",
+    )  # fmt: skip
+    measured = {
+        name: SECTIONS[name](args) for name in chosen("section", args.section, tuple(SECTIONS))
     }
-    out = results_directory(__file__, device="pool") if args.out is None else Path(args.out)
-    keep(out, data, markdown(results, data))
+    results = {name: data for name, (data, _) in measured.items()}
+    tables = [table for _, table in measured.values()]
+    script.publish(__file__, args, tables, {"results": results}, device="pool")
 
 
 if __name__ == "__main__":

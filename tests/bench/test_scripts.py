@@ -186,7 +186,7 @@ SMOKES = [
     smoke(
         "benchmarks/replicas/run.py --seconds 0.3 --rounds 1 --workloads 'no prefixes' "
         "--subjects prefix",
-        said=(r"\| no prefixes \| ([\d.]+) \(\d+%\) \|", r"a choice by prefix: ([\d.]+) ms"),
+        said=(r"│ no prefixes │ +([\d.]+) \(\d+%\) │", r"a choice by prefix: ([\d.]+) ms"),
         cores=2,
     ),
     smoke(
