@@ -22,7 +22,17 @@ from vmserve_bench.lab.table import Table, print_table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = ["in_new_process", "interval", "options", "parser", "publish", "show", "table", "turns"]
+__all__ = [
+    "heading",
+    "in_new_process",
+    "interval",
+    "options",
+    "parser",
+    "publish",
+    "show",
+    "table",
+    "turns",
+]
 
 Row: TypeAlias = "Mapping[str, Any]"
 #: A format over a row's keys, or a function of the row.
@@ -94,6 +104,12 @@ def show(*tables: Table) -> None:
         print_table(make_console(), each)
 
 
+def heading(date: str, machine: Mapping[str, Any]) -> str:
+    """When and where, for the top of tables."""
+    revision = (machine["git_revision"] or "unknown")[:12]
+    return f"{date}, {machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision}"
+
+
 def publish(
     script: str,
     options: argparse.Namespace,
@@ -118,10 +134,9 @@ def publish(
         "machine": {**machine, "load_average": [round(one, 2) for one in os.getloadavg()]},
         **measured,
     }
-    revision = str(machine["git_revision"] or "unknown")[:12]
-    head = f"{now}, {machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision}.\n"
     directory = results_directory(script, device=device, root=out)
-    keep(directory, described, "\n".join([head, *(each.to_markdown() for each in tables)]))
+    text = [f"{heading(now, machine)}.\n", *(each.to_markdown() for each in tables)]
+    keep(directory, described, "\n".join(text))
     make_console().print(f"written: {directory}")
 
 
