@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
@@ -18,26 +17,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 from environments import SERVER, Environment, NotInstalledError, ensure, ensure_server
 from report import one_line
 from serving import POLL_S, ServerFailedError, server
+from vmserve_bench.lab import script
 from vmserve_bench.lab.machine import free_port
-from vmserve_bench.lab.statistics import median
 
 from vmserve.models import resolve_model
 
 __all__ = ["installed", "restarts"]
 
-#: Where benchmarks/peers keeps what it builds.
-CACHE = Path(
-    os.environ.get("VMSERVE_PEERS_CACHE", Path(tempfile.gettempdir()) / "vmserve-peers")
-).resolve()
 START_SECONDS = 120.0
-NUM_THREADS = 2
-FILE = "prompt.bin"
+OPTIONS = (
+    *("--threads", "2", "--threads-batch", "2", "--parallel", "1", "--host", "127.0.0.1"),
+    *("--cache-ram", "0", "--no-webui", "--log-disable"),
+)
+COMPLETE = {"n_predict": 1, "temperature": 0, "cache_prompt": True, "id_slot": 0}
 
 
 def installed() -> Environment:
     """llama.cpp and its server, built now if they are not there; ends the process if that fails."""
     try:
-        return ensure_server("llama.cpp", ensure("llama.cpp", CACHE, print), CACHE, print)
+        found = ensure("llama.cpp", script.PEERS_CACHE, print)
+        return ensure_server("llama.cpp", found, script.PEERS_CACHE, print)
     except NotInstalledError as error:
         raise SystemExit(f"run.py: {one_line(str(error))}") from None
 
@@ -53,39 +52,30 @@ def restarts(
     if file.suffix != ".gguf":
         raise SystemExit(f"{model}: llama.cpp reads GGUF files, give one")
     found: dict[str, list[dict[str, Any]]] = {"computed": [], "restored": []}
+    num_bytes = 0
     with tempfile.TemporaryDirectory() as directory:
-        arguments = [str(environment.tools[SERVER]), "-m", str(file), "--slot-save-path", directory]
-        arguments += ["--threads", str(NUM_THREADS), "--threads-batch", str(NUM_THREADS)]
-        arguments += ["--parallel", "1", "--ctx-size", str(len(prompt) + 256)]
-        arguments += ["--cache-ram", "0", "--no-webui", "--log-disable"]
-        for number in range(rounds):
-            with running(arguments, dict(environment.variables)) as client:
-                complete(client, warmup)
-                found["computed"].append(first_token(client, prompt, restore=False))
-                if number == 0:
-                    told = ask(client, "/slots/0?action=save", {"filename": FILE})
-                    num_bytes = told["n_written"]
-            with running(arguments, dict(environment.variables)) as client:
-                complete(client, warmup)
-                found["restored"].append(first_token(client, prompt, restore=True))
-    tokens = {run["token"] for runs in found.values() for run in runs}
+        command = [str(environment.tools[SERVER]), "-m", str(file), *OPTIONS]
+        command += ["--slot-save-path", directory, "--ctx-size", str(len(prompt) + 256)]
+        for way in ["computed", "restored"] * rounds:
+            with running(command, dict(environment.variables)) as client:
+                ask(client, "/completion", {"prompt": warmup, **COMPLETE})
+                found[way].append(first_token(client, prompt, restore=way == "restored"))
+                if not num_bytes:
+                    num_bytes = slot(client, "save")["n_written"]
     return {
         "runs": found,
-        "seconds": {name: median([run["seconds"] for run in runs]) for name, runs in found.items()},
         "cached": min(run["cached"] for run in found["restored"]),
-        "wrong": len(tokens) - 1,
+        "wrong": len({run["token"] for runs in found.values() for run in runs}) - 1,
         "file_bytes": num_bytes,
     }
 
 
 @contextmanager
-def running(arguments: list[str], variables: dict[str, str]) -> Iterator[httpx.Client]:
-    port = free_port()
-    arguments = [*arguments, "--host", "127.0.0.1", "--port", str(port)]
-    url = f"http://127.0.0.1:{port}"
+def running(command: list[str], variables: dict[str, str]) -> Iterator[httpx.Client]:
+    port = str(free_port())
     with (
-        server(arguments, variables) as process,
-        httpx.Client(base_url=url, timeout=600.0) as client,
+        server([*command, "--port", port], variables) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0) as client,
     ):
         deadline = time.monotonic() + START_SECONDS
         while not is_ready(client):
@@ -105,9 +95,9 @@ def is_ready(client: httpx.Client) -> bool:
 def first_token(client: httpx.Client, prompt: list[int], *, restore: bool) -> dict[str, Any]:
     began = time.perf_counter()
     if restore:
-        ask(client, "/slots/0?action=restore", {"filename": FILE})
+        slot(client, "restore")
     restored = time.perf_counter() - began
-    reply = complete(client, prompt)
+    reply = ask(client, "/completion", {"prompt": prompt, **COMPLETE})
     return {
         "seconds": time.perf_counter() - began,
         "restore_seconds": restored,
@@ -116,9 +106,8 @@ def first_token(client: httpx.Client, prompt: list[int], *, restore: bool) -> di
     }
 
 
-def complete(client: httpx.Client, prompt: list[int]) -> dict[str, Any]:
-    body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "cache_prompt": True, "id_slot": 0}
-    return ask(client, "/completion", body)
+def slot(client: httpx.Client, action: str) -> dict[str, Any]:
+    return ask(client, f"/slots/0?action={action}", {"filename": "prompt.bin"})
 
 
 def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:

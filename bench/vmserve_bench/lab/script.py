@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -34,10 +35,13 @@ __all__ = [
     "turns",
 ]
 
-Row: TypeAlias = "Mapping[str, Any]"
-#: A format over a row's keys, or a function of the row.
+#: A format over the keys of a row that is a mapping, or a function of the row.
 Cell: TypeAlias = "str | Callable[[Any], str]"
 Item = TypeVar("Item")
+#: Where benchmarks/peers keeps what it builds and converts.
+PEERS_CACHE = Path(
+    os.environ.get("VMSERVE_PEERS_CACHE", Path(tempfile.gettempdir()) / "vmserve-peers")
+).resolve()
 
 
 def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
@@ -89,10 +93,10 @@ def interval(value: float, low: float | None, high: float | None, digits: int = 
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def table(title: str, columns: Mapping[str, Cell], rows: Iterable[Row], note: str = "") -> Table:
+def table(title: str, columns: Mapping[str, Cell], rows: Iterable[Any], note: str = "") -> Table:
     """A table with a line for each row."""
 
-    def cell(how: Cell, row: Row) -> str:
+    def cell(how: Cell, row: Any) -> str:
         return how.format(**row) if isinstance(how, str) else how(row)
 
     lines = tuple(tuple(cell(how, row) for how in columns.values()) for row in rows)
