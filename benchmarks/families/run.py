@@ -102,10 +102,10 @@ FIGURES = {
 
 
 def main() -> None:
-    args = script.options(
+    args = script.parser(
         __doc__, families=tuple(FAMILIES), smoke=False, weights=["Q4_0"], rounds=3, threads=2,
         time_limit=600.0, out="",
-    )  # fmt: skip
+    ).parse_args()  # fmt: skip
     cache = script.PEERS_CACHE
     short, long = (SMOKE, SMOKE) if args.smoke else (SHORT, LONG)
     asked = make_workloads(["decode", "prefill", "streams"], short, VOCABULARY, 0, 1.0)

@@ -44,7 +44,7 @@ def converse(llm: LLM, rng: random.Random, turns: int, num_tokens: int) -> dict[
 
 
 def main() -> None:
-    args = script.options(__doc__, turns=12, prompt_tokens=3000)
+    args = script.parser(__doc__, turns=12, prompt_tokens=3000).parse_args()
     rng = random.Random(0)
     size = {"kv_cache_memory": "64MiB", "max_model_len": 8192}
     for name, config in _MODELS.items():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import random
 import statistics
@@ -114,19 +115,12 @@ class Two:
         Returns the seconds to the last one's first token, or its last if tokens do not stream.
         """
         asked = [
-            self._first(llm, prompt)
+            script.answers(llm, prompts, self._params, stream=self._streams)
             for llm, count in zip(self._llms, split, strict=True)
-            for prompt in new_prompts(self._randomness, count)
+            for prompts in [new_prompts(self._randomness, count)]
         ]
         began = time.perf_counter()
-        return max(await asyncio.gather(*asked)) - began
-
-    async def _first(self, llm: ProcessLLM, token_ids: list[int]) -> float:
-        first = 0.0
-        async for output in llm.generate(token_ids, self._params, stream=self._streams):
-            if output.outputs and not first:
-                first = time.perf_counter()
-        return first
+        return max(itertools.chain(*await asyncio.gather(*asked))) - began
 
 
 async def switches(args: argparse.Namespace) -> Section:
@@ -253,10 +247,10 @@ SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
 
 
 def main() -> None:
-    args = script.options(
+    args = script.parser(
         __doc__, section=None, model=None, max_model_len=512, max_tokens=64,
         pool="16MiB", requests=64, rounds=12, out="",
-    )  # fmt: skip
+    ).parse_args()  # fmt: skip
     measured = {
         name: SECTIONS[name](args) for name in chosen("section", args.section, tuple(SECTIONS))
     }

@@ -152,7 +152,7 @@ def measured(device: str, split: tuple[int, int], asks_again: bool, seeds: int) 
 
 
 def main() -> None:
-    args = script.options(__doc__, seeds=8, devices=tuple(_DEVICES))
+    args = script.parser(__doc__, seeds=8, devices=tuple(_DEVICES)).parse_args()
     cases = itertools.product(args.devices, ((32, 32), (60, 4)), (False, True))
     columns = {
         "device": "{device}",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +14,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
 from environments import SERVER, Environment, NotInstalledError, ensure, ensure_server
 from report import one_line
-from serving import POLL_S, ServerFailedError, server
 from vmserve_bench.lab import script
-from vmserve_bench.lab.machine import free_port
+from vmserve_bench.lab.llama_server import llama_serving
 
+from vmserve.errors import VmserveError
 from vmserve.models import resolve_model
 
 __all__ = ["installed", "restarts"]
 
-START_SECONDS = 120.0
 OPTIONS = (
-    *("--threads", "2", "--threads-batch", "2", "--parallel", "1", "--host", "127.0.0.1"),
+    *("--threads", "2", "--threads-batch", "2", "--parallel", "1"),
     *("--cache-ram", "0", "--no-webui", "--log-disable"),
 )
 COMPLETE = {"n_predict": 1, "temperature": 0, "cache_prompt": True, "id_slot": 0}
@@ -57,7 +54,7 @@ def restarts(
         command = [str(environment.tools[SERVER]), "-m", str(file), *OPTIONS]
         command += ["--slot-save-path", directory, "--ctx-size", str(len(prompt) + 256)]
         for way in ["computed", "restored"] * rounds:
-            with running(command, dict(environment.variables)) as client:
+            with llama_serving(*command, variables=environment.variables) as client:
                 ask(client, "/completion", {"prompt": warmup, **COMPLETE})
                 found[way].append(first_token(client, prompt, restore=way == "restored"))
                 if not num_bytes:
@@ -68,28 +65,6 @@ def restarts(
         "wrong": len({run["token"] for runs in found.values() for run in runs}) - 1,
         "file_bytes": num_bytes,
     }
-
-
-@contextmanager
-def running(command: list[str], variables: dict[str, str]) -> Iterator[httpx.Client]:
-    port = str(free_port())
-    with (
-        server([*command, "--port", port], variables) as process,
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0) as client,
-    ):
-        deadline = time.monotonic() + START_SECONDS
-        while not is_ready(client):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ServerFailedError("llama-server did not start")
-            time.sleep(POLL_S)
-        yield client
-
-
-def is_ready(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").is_success
-    except httpx.HTTPError:
-        return False
 
 
 def first_token(client: httpx.Client, prompt: list[int], *, restore: bool) -> dict[str, Any]:
@@ -113,5 +88,5 @@ def slot(client: httpx.Client, action: str) -> dict[str, Any]:
 def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
     reply = client.post(path, json=body)
     if not reply.is_success:
-        raise ServerFailedError(f"{path}: {reply.status_code}: {reply.text[:300]}")
+        raise VmserveError(f"{path}: {reply.status_code}: {reply.text[:300]}")
     return dict(reply.json())

@@ -26,32 +26,14 @@ WORK = {
     "prefill, 1,024 tokens": (1, 1024, 1),
 }
 SHAPE = {
-    "vocab_size": 32000,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
-    "max_position_embeddings": 2048,
-}
+    "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "num_key_value_heads": 12, "max_position_embeddings": 2048,
+}  # fmt: skip
 SIDES = {"one process": 1, "two ranks": 2}
 OPTIONS = {
-    "kv_cache_memory": "512MiB",
-    "max_model_len": 1280,
-    "max_num_batched_tokens": 512,
-    "enable_prefix_caching": False,
-    "kv_regime": "virtual",
-}
-
-
-async def answer(llm: ProcessLLM, streams: int, prompt: int, answer: int) -> None:
-    params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
-
-    async def one(number: int) -> None:
-        async for _ in llm.generate([5 + number] * prompt, params):
-            pass
-
-    await asyncio.gather(*map(one, range(streams)))
+    "kv_cache_memory": "512MiB", "max_model_len": 1280, "max_num_batched_tokens": 512,
+    "enable_prefix_caching": False, "kv_regime": "virtual",
+}  # fmt: skip
 
 
 def save_random_llama(directory: str) -> str:
@@ -64,7 +46,9 @@ def save_random_llama(directory: str) -> str:
 
 
 def main() -> None:
-    args = script.options(__doc__, model=None, tokenizer=None, pairs=12, work=tuple(WORK))
+    parser = script.parser(__doc__, model=None, tokenizer=None, pairs=12, work=tuple(WORK))
+    args = parser.parse_args()
+    print(f"{len(os.sched_getaffinity(0))} cores; load {os.getloadavg()[0]:.1f}")
     with tempfile.TemporaryDirectory() as room, asyncio.Runner() as runner:
         model = args.model or save_random_llama(room)
         tokenizer = args.tokenizer or args.model or "vmserve-embedded"
@@ -72,16 +56,19 @@ def main() -> None:
             ProcessLLM(model=model, tokenizer=tokenizer, tensor_parallel_size=size, **OPTIONS)
             for size in SIDES.values()
         ]
+
+        def answer(llm: ProcessLLM, work: str) -> None:
+            streams, num_prompt, num_tokens = WORK[work]
+            params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+            prompts = [[5 + number] * num_prompt for number in range(streams)]
+            runner.run(script.answers(llm, prompts, params))
+
         try:
-            print(f"{len(os.sched_getaffinity(0))} cores; load {os.getloadavg()[0]:.1f}")
             for work in args.work:
-                streams, prompt, num_tokens = WORK[work]
-                calls = [
-                    partial(lambda llm, *size: runner.run(answer(llm, *size)), llm, *WORK[work])
-                    for llm in sides
-                ]
+                calls = [partial(answer, llm, work) for llm in sides]
                 found = compare(*calls, pairs=args.pairs, warmup=2, labels=tuple(SIDES))
-                tokens = streams * (num_tokens if num_tokens > 1 else prompt)
+                streams, num_prompt, num_tokens = WORK[work]
+                tokens = streams * (num_tokens if num_tokens > 1 else num_prompt)
                 rates = (tokens / each for each in (found.median_a_s, found.median_b_s))
                 told = ", ".join(f"{rate:,.0f} tokens/s" for rate in rates)
                 print(f"{work}: {told}\n    {found}", flush=True)

@@ -90,10 +90,10 @@ async def _load(
 
 
 def main() -> None:
-    args = script.options(
+    args = script.parser(
         __doc__, model=None, seconds=5.0, rounds=2,
         workloads=tuple(WORKLOADS), subjects=tuple(SUBJECTS),
-    )  # fmt: skip
+    ).parse_args()  # fmt: skip
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     choices: list[float] = []
     model = ("--model", args.model) if args.model else ()

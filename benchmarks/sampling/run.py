@@ -47,10 +47,10 @@ COLUMNS = {
 
 
 def main() -> None:
-    args = script.options(
+    args = script.parser(
         __doc__, vocab="4096,32000,151936", rows="1,16,256", seconds=0.2, threads=1, flat=False,
         out="",
-    )  # fmt: skip
+    ).parse_args()  # fmt: skip
     torch.set_num_threads(args.threads)
     results = []
     sizes = (map(int, each.split(",")) for each in (args.vocab, args.rows))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -24,6 +23,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,8 @@ async def opened(args: argparse.Namespace) -> AsyncIterator[tuple[SendAll, int, 
             enable_prefix_caching=False,
         )  # fmt: skip
         try:
-            yield sender(engine), os.getpid(), os.getpid() if args.worker == BASE else engine.pid
+            pid = os.getpid() if args.worker == BASE else engine.pid
+            yield partial(send_to, engine), os.getpid(), pid
         finally:
             await engine.shutdown()
         return
@@ -161,22 +162,10 @@ async def opened(args: argparse.Namespace) -> AsyncIterator[tuple[SendAll, int, 
             yield send_all, process.pid, [*children, process][0].pid
 
 
-def sender(engine: Any) -> SendAll:
-    numbers = itertools.count()
-
-    async def send(prompt: list[int], num_tokens: int) -> float:
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        began, first = time.perf_counter(), 0.0
-        stream = engine.generate(prompt, params, request_id=str(next(numbers)), stream=True)
-        async for output in stream:
-            if output.outputs and not first:
-                first = time.perf_counter() - began
-        return first
-
-    async def send_all(prompts: list[list[int]], num_tokens: int) -> float:
-        return min(await asyncio.gather(*(send(prompt, num_tokens) for prompt in prompts)))
-
-    return send_all
+async def send_to(engine: Any, prompts: list[list[int]], num_tokens: int) -> float:
+    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    began = time.perf_counter()
+    return min(await script.answers(engine, prompts, params, stream=True)) - began
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import argparse
 import contextlib
 import itertools
 import statistics
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,7 @@ from typing import Any, Protocol
 
 import httpx
 from vmserve_bench.lab import script
-from vmserve_bench.lab.machine import free_port
+from vmserve_bench.lab.llama_server import llama_serving
 from vmserve_bench.lab.rounds import compare_many
 from vmserve_bench.workloads.texts import TEXTS, conversations
 
@@ -102,27 +101,11 @@ class Engine:
 class LlamaServer:
     """llama.cpp's server with one way of speculating."""
 
-    def __init__(self, args: argparse.Namespace, mode: str, streams: int) -> None:
-        port = free_port()
-        command = [args.llama_server, "-m", args.gguf, "--port", str(port), "-np", str(streams)]
-        command += ["-c", str(args.max_model_len * streams), "-t", str(args.threads)]
-        command += LLAMA_MODES[mode]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
+    def __init__(self, args: argparse.Namespace, client: httpx.Client) -> None:
         self._body = {"n_predict": args.max_tokens, "temperature": args.temperature}
+        self._client = client
         self._totals: Counter[str] = Counter()
         self.cpu_ns: list[int] = []
-        deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if self._client.get("/health").status_code == 200:
-                    return
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                self.close()
-                raise SystemExit(f"{' '.join(command)} does not serve")
-            time.sleep(0.2)
 
     def answer(self, prompts: Prompts, streams: int) -> None:
         def complete(seed: int, prompt: list[int]) -> Any:
@@ -138,18 +121,13 @@ class LlamaServer:
     def totals(self) -> Mapping[str, float]:
         return self._totals.copy()
 
-    def close(self) -> None:
-        self._client.close()
-        self._process.terminate()
-        self._process.wait()
-
 
 def main() -> None:
-    args = script.options(
+    args = script.parser(
         __doc__, model=None, draft=None, quantization="none", max_model_len=2048,
         modes="off,prompt-lookup,auto", workloads=",".join(TEXTS), streams="1,8", conversations=8,
         max_tokens=192, temperature=0.0, rounds=6, llama_server=None, gguf=None, threads=2, out="",
-    )  # fmt: skip
+    ).parse_args()  # fmt: skip
     engines = {mode: Engine(args, mode) for mode in args.modes.split(",")}
     tokenizer = next(iter(engines.values())).llm.engine.tokenizer
     results: list[Result] = []
@@ -170,9 +148,13 @@ def main() -> None:
         measured = list(timed("vmserve", about, engines, prompts, args.rounds))
         if args.llama_server:
             with contextlib.ExitStack() as stack:
-                servers = {mode: LlamaServer(args, mode, streams) for mode in LLAMA_MODES}
+                size = ("-np", f"{streams}", "-c", f"{args.max_model_len * streams}")
+                words = (args.llama_server, "-m", args.gguf, *size, "-t", f"{args.threads}")
+                servers = {
+                    mode: LlamaServer(args, stack.enter_context(llama_serving(*words, *lookup)))
+                    for mode, lookup in LLAMA_MODES.items()
+                }
                 for server in servers.values():
-                    stack.callback(server.close)
                     server.answer(prompts, streams)
                 measured += timed("llama.cpp", about, servers, prompts, args.rounds)
         script.show(script.table("so far", COLUMNS, measured))

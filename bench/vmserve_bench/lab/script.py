@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import datetime
 import json
 import math
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -23,17 +25,8 @@ from vmserve_bench.lab.table import Table, print_table
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-__all__ = [
-    "heading",
-    "in_new_process",
-    "interval",
-    "options",
-    "parser",
-    "publish",
-    "show",
-    "table",
-    "turns",
-]
+__all__ = ["PEERS_CACHE", "answers", "heading", "in_new_process", "interval", "parser", "publish"]
+__all__ += ["show", "table", "turns"]
 
 #: A format over the keys of a row that is a mapping, or a function of the row.
 Cell: TypeAlias = "str | Callable[[Any], str]"
@@ -67,11 +60,6 @@ def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
     return made
 
 
-def options(doc: str | None, **defaults: Any) -> argparse.Namespace:
-    """The command line's options, of :func:`parser`."""
-    return parser(doc, **defaults).parse_args()
-
-
 def turns(items: Iterable[Item], rounds: int) -> Iterator[Item]:
     """Every item once a round; rounds go in twos, a drawn order and its reverse."""
     each = list(items)
@@ -84,6 +72,21 @@ def in_new_process(script: str, *arguments: object) -> Any:
     command = [sys.executable, script, *map(str, arguments)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+async def answers(
+    llm: Any, prompts: Iterable[Any], params: Any, *, stream: bool = False
+) -> list[float]:
+    """Have an AsyncLLM or a ProcessLLM answer all at once; the instants of first outputs."""
+
+    async def first(prompt: Any) -> float:
+        instant = 0.0
+        async for output in llm.generate(prompt, params, stream=stream):
+            if output.outputs and not instant:
+                instant = time.perf_counter()
+        return instant
+
+    return await asyncio.gather(*map(first, prompts))
 
 
 def interval(value: float, low: float | None, high: float | None, digits: int = 3) -> str:
