@@ -74,10 +74,7 @@ def by_serve(bodies: list[Any], options: list[str], connections: int) -> tuple[f
         connection.close()
         return tokens
 
-    with (
-        serving("--port", "0", *options) as (_, url),
-        ThreadPoolExecutor(connections) as threads,
-    ):
+    with serving("--port", "0", *options) as (_, url), ThreadPoolExecutor(connections) as threads:
         began = time.monotonic()
         tokens = sum(threads.map(ask, [url.removeprefix("http://")] * connections))
         return time.monotonic() - began, tokens

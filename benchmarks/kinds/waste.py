@@ -12,13 +12,7 @@ from vmserve_bench.lab.table import Table
 from benchmarks.kinds.counted import counted_bytes
 from vmserve import _core
 from vmserve.cli.planning.report import PRESETS
-from vmserve.memory.kind_pages import (
-    KindPages,
-    equal_pages,
-    held_bytes,
-    kind_pages,
-    needed_bytes,
-)
+from vmserve.memory.kind_pages import KindPages, equal_pages, held_bytes, kind_pages, needed_bytes
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY
 from vmserve.numbers.sizes import format_size
 
