@@ -2,14 +2,7 @@
 
     python -m benchmarks.models.pool [--section alone,switch,halves,server] [--model PATH] [--out -]
 
-``alone``: answers by an engine with memory of its own, and by one that a pool lends the same
-memory, in turns. ``switch``: two engines in processes of their own take turns over a pool that
-holds the requests of one. Each turn has new prompts, so every other one begins with memory that
-the other's prefix cache has. The time to the first token is compared with that of the next turn of
-the same engine. Sums of grants and of committed bytes are sampled. ``halves``: two engines over a
-pool against two with half of it each, where one has nearly all requests, and where both have as
-many; the pool holds a fourth of them. ``server``: a server of one model, and one whose only model
-has its memory from a pool (``--models-config``), in turns over HTTP.
+README.md says what the sections are. Two sides always run in turns. ``--out -`` keeps nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
 from functools import partial
@@ -41,7 +34,8 @@ from vmserve.client.process_llm import ProcessLLM
 from vmserve.numbers.sizes import format_size
 
 _STREAMS, _PROMPT_TOKENS = 8, 96
-Section = tuple[Mapping[str, Any], Table]
+#: By load: without a pool against with one, and the tokens of a run.
+Compared = dict[str, tuple[PairedResult, int]]
 
 
 def options(args: argparse.Namespace) -> dict[str, Any]:
@@ -56,14 +50,7 @@ def params(args: argparse.Namespace) -> vmserve.SamplingParams:
     return vmserve.SamplingParams(temperature=0, max_tokens=args.max_tokens, ignore_eos=True)
 
 
-def times(result: PairedResult, num_tokens: int, title: str, *names: str) -> Section:
-    """Tokens a second of both, and the ratio of their times."""
-    rates = [f"{num_tokens / each:,.0f}" for each in (result.median_a_s, result.median_b_s)]
-    ratio = script.interval(result.ratio, result.ratio_low, result.ratio_high, 4)
-    return result.to_dict(), Table(title, names, ((*rates, ratio),))
-
-
-def alone(args: argparse.Namespace) -> Section:
+def alone(args: argparse.Namespace) -> Compared:
     """An engine with memory of its own against one with a lease, the other member idle."""
     prompts = new_prompts(random.Random(0))
     with ExitStack() as stack:
@@ -75,10 +62,7 @@ def alone(args: argparse.Namespace) -> Section:
         one, other = ([each.outputs for each in call()] for call in calls)
         assert one == other
         result = compare(*calls, labels=("own", "lent"), pairs=args.rounds)
-    return times(
-        result, _STREAMS * args.max_tokens, f"{_STREAMS} streams of {args.max_tokens} tokens",
-        "own memory, tokens/s", "lent by a pool, tokens/s", "time, lent : own",
-    )  # fmt: skip
+    return {"alone": (result, _STREAMS * args.max_tokens)}
 
 
 class Two:
@@ -123,7 +107,7 @@ class Two:
         return max(itertools.chain(*await asyncio.gather(*asked))) - began
 
 
-async def switches(args: argparse.Namespace) -> Section:
+async def switches(args: argparse.Namespace) -> tuple[dict[str, Any], Table]:
     stayed, switched = [], []
     pool = vmserve.KVPool(args.pool)
     most = [0, 0]
@@ -175,14 +159,14 @@ async def switches(args: argparse.Namespace) -> Section:
     return data, Table(title, ("", "median", "most"), lines, note)
 
 
-def halves(args: argparse.Namespace) -> Section:
-    """One pool for two engines against two halves of it."""
+def halves(args: argparse.Namespace) -> Compared:
+    """Two halves of the memory against one pool for two engines; it holds a fourth of the load."""
     tokens = (_PROMPT_TOKENS + args.max_tokens) * args.requests // 4
     with vmserve.LLM(kv_cache_memory="least", **options(args)) as llm:
         longest = llm.engine.resolved.kv_limit_bytes  # of max_model_len tokens
     size = max(2 * longest, tokens * longest // args.max_model_len)
     few, half = args.requests // 16, args.requests // 2
-    data, rows = {}, []
+    found = {}
     with asyncio.Runner() as runner, ExitStack() as stack:
         open_ones = AsyncExitStack()
         stack.callback(lambda: runner.run(open_ones.aclose()))
@@ -195,20 +179,11 @@ def halves(args: argparse.Namespace) -> Section:
                 lambda pair=pair, split=split: runner.run(pair.serve(*split)) for pair in pairs
             ]
             result = compare(*calls, labels=("halves", "pool"), pairs=args.rounds)
-            data[name] = result.to_dict()
-            told = args.max_tokens * sum(split)
-            rates = (f"{told / each:,.0f}" for each in (result.median_a_s, result.median_b_s))
-            bounds = (1 / result.ratio, 1 / result.ratio_high, 1 / result.ratio_low)
-            rows.append((name, *rates, script.interval(*bounds)))
-    title = (
-        f"two models, {args.requests} requests of {_PROMPT_TOKENS} + {args.max_tokens} tokens, "
-        f"{format_size(size)}"
-    )
-    columns = ("load", "two halves, tokens/s", "one pool, tokens/s", "pool : halves")
-    return data, Table(title, columns, tuple(rows))
+            found[name] = (result, args.max_tokens * sum(split))
+    return found
 
 
-def server(args: argparse.Namespace) -> Section:
+def server(args: argparse.Namespace) -> Compared:
     """A server of one model against one whose only model is a member of a pool."""
     model = args.model or "vmserve-embedded"
     randomness = random.Random(3)
@@ -231,18 +206,17 @@ def server(args: argparse.Namespace) -> Section:
 
         calls = (client("--model", model), client("--models-config", str(config)))
         result = compare(*calls, labels=("alone", "pool of one"), pairs=args.rounds)
-    return times(
-        result, _STREAMS * args.max_tokens,
-        f"one model behind a server, {_STREAMS} requests of {_PROMPT_TOKENS} + {args.max_tokens}",
-        "alone, tokens/s", "in a pool of one, tokens/s", "time, pool : alone",
-    )  # fmt: skip
+    return {"server": (result, _STREAMS * args.max_tokens)}
 
 
-SECTIONS: dict[str, Callable[[argparse.Namespace], Section]] = {
-    "alone": alone,
-    "switch": lambda args: asyncio.run(switches(args)),
-    "halves": halves,
-    "server": server,
+COMPARED = {"alone": alone, "halves": halves, "server": server}
+COLUMNS: dict[str, script.Cell] = {
+    "load": lambda row: row[0],
+    "without a pool, tokens/s": lambda row: f"{row[1][1] / row[1][0].median_a_s:,.0f}",
+    "with one, tokens/s": lambda row: f"{row[1][1] / row[1][0].median_b_s:,.0f}",
+    "time, with : without": lambda row: script.interval(
+        row[1][0].ratio, row[1][0].ratio_low, row[1][0].ratio_high, 4
+    ),
 }
 
 
@@ -251,11 +225,20 @@ def main() -> None:
         __doc__, section=None, model=None, max_model_len=512, max_tokens=64,
         pool="16MiB", requests=64, rounds=12, out="",
     ).parse_args()  # fmt: skip
-    measured = {
-        name: SECTIONS[name](args) for name in chosen("section", args.section, tuple(SECTIONS))
-    }
-    results = {name: data for name, (data, _) in measured.items()}
-    tables = [table for _, table in measured.values()]
+    results: dict[str, Any] = {}
+    compared: Compared = {}
+    tables = []
+    for name in chosen("section", args.section, ("alone", "switch", "halves", "server")):
+        if name == "switch":
+            results[name], table = asyncio.run(switches(args))
+            tables.append(table)
+            continue
+        found = COMPARED[name](args)
+        compared |= found
+        parts = {part: result.to_dict() for part, (result, _) in found.items()}
+        results[name] = parts.get(name, parts)
+    if compared:
+        tables.append(script.table("with a pool and without", COLUMNS, compared.items()))
     script.publish(__file__, args, tables, {"results": results}, device="pool")
 
 
