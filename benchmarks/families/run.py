@@ -3,10 +3,8 @@
     python benchmarks/families/run.py [--families llama gemma3 ...] [--weights Q4_0 BF16]
         [--rounds 3] [--threads 2] [--out DIRECTORY]
 
-Writes a random checkpoint of each family, of one size, and its GGUF file, which both engines read.
-Each is run in a process of its own by the workers of ``benchmarks/peers``, in turns; files and
-llama.cpp are kept in ``$VMSERVE_PEERS_CACHE``. Writes ``results/<date>-<cpu>/`` beside this file,
-or prints only with ``--out -``.
+Each engine is run in a process of its own by the workers of ``benchmarks/peers``, in turns; files
+and llama.cpp are kept in ``$VMSERVE_PEERS_CACHE``. ``--out -`` keeps no results.
 """
 
 from __future__ import annotations

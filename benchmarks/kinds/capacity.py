@@ -7,12 +7,10 @@ while others wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from vmserve_bench.lab import script
-from vmserve_bench.lab.table import Table
 from vmserve_bench.simulation import Asked, SimulatedEngine, SimulationConfig, asked, replay
 from vmserve_bench.simulation.devices import OPT_13B_A100
 from vmserve_bench.workloads.shapes import lognormal, shared_prefix, sharegpt
@@ -114,26 +112,18 @@ def rows(num_requests: int, seed: int) -> Iterator[dict[str, Any]]:
     for model, limit_bytes in POOLS.items():
         for way in ways(PRESETS[model]):
             served = serve(PRESETS[model], way, limit_bytes, requests)
-            yield {"model": model, "way": way.name, **served}
+            yield {"model": model, "way": way.name, "pool_bytes": limit_bytes, **served}
 
 
-def tables(measured: Sequence[dict[str, Any]]) -> list[Table]:
-    columns = {
-        "way": "{way}",
-        "tokens/page": "{page_tokens}",
-        "requests at once": "{requests_at_once:.1f}",
-        "most": "{most_at_once}",
-        "steps": "{steps:,}",
-        "preemptions": "{preemptions}",
-        "prompt tokens cached": "{cached_tokens:.1%}",
-    }
-    note = "requests at once: the mean of the steps while others waited."
-    return [
-        script.table(
-            f"{model}, a pool of {format_size(size)}",
-            columns,
-            (row for row in measured if row["model"] == model),
-            note,
-        )
-        for model, size in POOLS.items()
-    ]
+TITLE = "{}, in a fixed pool"
+COLUMNS = {
+    "way": "{way}",
+    "pool": lambda row: format_size(row["pool_bytes"]),
+    "tokens/page": "{page_tokens}",
+    "requests at once": "{requests_at_once:.1f}",
+    "most": "{most_at_once}",
+    "steps": "{steps:,}",
+    "preemptions": "{preemptions}",
+    "prompt tokens cached": "{cached_tokens:.1%}",
+}
+NOTE = "requests at once: the mean of the steps while others waited."

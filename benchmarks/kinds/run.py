@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from vmserve_bench.lab import script
 from vmserve_bench.lab.suite import chosen
 
@@ -22,15 +20,17 @@ def main() -> None:
     args = parser.parse_args()
     if args.num_requests < 12:
         parser.error("--num-requests: give 12 or more, or no prefix is shared")
-    results: dict[str, dict[str, Any]] = {}
-    tables = []
+    results, tables = {}, []
     for name in chosen("section", args.section, ("waste", "capacity")):
-        section = {"waste": waste, "capacity": capacity}[name]
+        section = waste if name == "waste" else capacity
         rows = list(
             waste.rows() if name == "waste" else capacity.rows(args.num_requests, args.seed)
         )
         results[name] = {"rows": rows}
-        tables += section.tables(rows)
+        for model in dict.fromkeys(row["model"] for row in rows):
+            own = (row for row in rows if row["model"] == model)
+            title = section.TITLE.format(model)
+            tables.append(script.table(title, section.COLUMNS, own, section.NOTE))
     script.publish(__file__, args, tables, {"results": results}, device="counted")
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from vmserve_bench.lab import script
-from vmserve_bench.lab.table import Table
 
 from benchmarks.kinds.counted import counted_bytes
 from vmserve import _core
@@ -57,28 +56,25 @@ def _without_window(kind: KindPages) -> KindPages:
     return KindPages(shape, kind.page_bytes, kind.page_tokens).in_blocks(16)
 
 
-def tables(measured: Sequence[dict[str, Any]]) -> list[Table]:
-    def cell(row: dict[str, Any], way: str) -> str:
+def held(way: str) -> script.Cell:
+    def cell(row: dict[str, Any]) -> str:
         if way == "whole" and row["whole_bytes"] == row["blocks_bytes"]:
             return ""
         more = way in ("slots", "blocks") and row[f"{way}_bytes"] > row["equal_bytes"]
         return f"{format_size(row[f'{way}_bytes'])} ({row[f'{way}_waste']:.1%}){'*' * more}"
 
-    columns: dict[str, script.Cell] = {
-        "pages": "{pages}",
-        "tokens/page": "{page_tokens}",
-        "tokens": "{num_tokens:,}",
-        "needed": lambda row: format_size(row["needed_bytes"]),
-        "slots": lambda row: cell(row, "slots"),
-        "block tables": lambda row: cell(row, "blocks"),
-        "one page for all layers": lambda row: cell(row, "whole"),
-        "vLLM's groups": lambda row: cell(row, "equal"),
-    }
-    title = "{}: held by one request, and the share that it wastes"
-    note = "* more than vLLM's groups hold. One page for all layers: where it holds more."
-    return [
-        script.table(
-            title.format(model), columns, (r for r in measured if r["model"] == model), note
-        )
-        for model in MODELS
-    ]
+    return cell
+
+
+TITLE = "{}: held by one request, and the share that it wastes"
+COLUMNS: dict[str, script.Cell] = {
+    "pages": "{pages}",
+    "tokens/page": "{page_tokens}",
+    "tokens": "{num_tokens:,}",
+    "needed": lambda row: format_size(row["needed_bytes"]),
+    "slots": held("slots"),
+    "block tables": held("blocks"),
+    "one page for all layers": held("whole"),
+    "vLLM's groups": held("equal"),
+}
+NOTE = "* more than vLLM's groups hold. One page for all layers: where it holds more."

@@ -2,11 +2,9 @@
 
     python benchmarks/persist/run.py MODEL [MODEL ...] [--beside-llama-cpp]
 
-For each model, in turns: the time to the first token of a prompt of 4,096 tokens in a new process,
-with a directory that has it and without; then steady traffic (8 streams with prompts of their own)
-in one process, with --kv-persist on and off. Tokens of both must be equal. Beside llama.cpp: the
-first token of the same prompt in its server, which restores a slot from a file (built by
-benchmarks/peers, models in GGUF files alone).
+For each model: the time to the first token in a new process, with a directory that has the prompt
+and without; then steady traffic in one process, with --kv-persist on and off. Beside llama.cpp:
+the first token in its server, which restores a slot from a file (models in GGUF files alone).
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
     python benchmarks/sampling/run.py [--vocab 4096,32000,151936] [--rows 1,16,256]
         [--seconds 0.2] [--threads 1] [--flat] [--out DIRECTORY]
 
-Logits follow Zipf's law with an exponent of 1.5 and some noise, as a language model's roughly do
-(0.9 of the weight lies on about 60 tokens); ``--flat`` draws them from a normal distribution with
-a deviation of 3, whose nucleus is a twentieth of the vocabulary. Each figure is the least of many
-runs, so that what else the machine does counts little.
+README.md says what the logits are, and those of ``--flat``. Each figure is the least of many
+runs, so that what else the machine does counts little. ``--out -`` keeps nothing.
 """
 
 from __future__ import annotations

@@ -4,12 +4,8 @@
         [--draft PATH --modes off,auto,draft-model,auto+draft]
         [--llama-server PATH --gguf FILE] [--out DIRECTORY]
 
-Each variant is an engine of its own in this process. The same conversations are answered greedily
-by each, in turns of a drawn order; the ratio of neighbouring runs counts. Prompts are in the prefix
-cache from the first, untimed run on, so the times are those of answers. The answers of all variants
-have to be the same. With ``--llama-server``, llama.cpp's server answers them too, without drafts
-and with its n-gram lookup, in turns as well. Writes ``results/<date>-<cpu>/`` beside this file, or
-prints only with ``--out -``.
+Each variant is an engine of its own in this process, or with ``--llama-server`` a server of
+llama.cpp; they run in turns, and all of ours must say the same. ``--out -`` keeps nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 from vmserve_bench.lab import script
@@ -52,17 +48,6 @@ _COUNTERS = {
 }
 Prompts = list[list[int]]
 Result = dict[str, Any]
-
-
-class Variant(Protocol):
-    """``cpu_ns``: of each call, if that is known."""
-
-    cpu_ns: list[int]
-
-    def answer(self, prompts: Prompts, streams: int) -> None: ...
-
-    def totals(self) -> Mapping[str, float]:
-        """Tokens that were drafted, accepted and generated so far."""
 
 
 class Engine:
@@ -164,7 +149,7 @@ def main() -> None:
 
 
 def timed(
-    engine: str, about: Result, variants: Mapping[str, Variant], prompts: Prompts, rounds: int
+    engine: str, about: Result, variants: Mapping[str, Any], prompts: Prompts, rounds: int
 ) -> Iterator[Result]:
     """A row of results for each mode; ``faster`` and its interval: against the first."""
     before = {mode: each.totals() for mode, each in variants.items()}
