@@ -190,19 +190,15 @@ def table(runs: Sequence[Json]) -> Table:
 
 def break_even(runs: Sequence[Json]) -> float | None:
     """Tokens in flight from which int8 is faster for good; None: never, 0: always."""
-    found: float | None = None
-    before: tuple[int, float] | None = None
-    for tokens in sorted({run["tokens"] for run in runs}):
-        if (ratio := gain(runs, tokens)) is None:
-            return None
-        if ratio <= 1:
-            found = None
-        elif found is None:
-            found = 0.0
-            if before is not None:
-                found = before[0] + (tokens - before[0]) * (1 - before[1]) / (ratio - before[1])
-        before = tokens, ratio
-    return found
+    sizes = sorted({run["tokens"] for run in runs})
+    gains = [gain(runs, tokens) or math.nan for tokens in sizes]
+    slow = [place for place, each in enumerate(gains) if not each > 1]
+    if not slow:
+        return 0.0
+    if (last := slow[-1]) == len(sizes) - 1 or math.isnan(gains[last]):
+        return None
+    part = (1 - gains[last]) / (gains[last + 1] - gains[last])
+    return sizes[last] + part * (sizes[last + 1] - sizes[last])
 
 
 def at_once(shape: Json) -> dict[str, int]:
