@@ -1,6 +1,6 @@
 """Count what a conversation of several turns computes again, by kinds of layers.
 
-    PYTHONPATH=. python benchmarks/kinds/turns.py [--turns N] [--prompt-tokens N]
+    PYTHONPATH=. python benchmarks/kinds/turns.py [--turns N] [--models NAME ...]
 
 Each turn sends all that was said and adds some. The checkpoints are small and random, so these are
 counts and no times.
@@ -44,12 +44,12 @@ def converse(llm: LLM, rng: random.Random, turns: int, num_tokens: int) -> dict[
 
 
 def main() -> None:
-    args = script.parser(__doc__, turns=12, prompt_tokens=3000).parse_args()
+    args = script.parser(__doc__, turns=12, prompt_tokens=3000, models=tuple(_MODELS)).parse_args()
     rng = random.Random(0)
     size = {"kv_cache_memory": "64MiB", "max_model_len": 8192}
-    for name, config in _MODELS.items():
+    for name in args.models:
         with tempfile.TemporaryDirectory() as directory:
-            checkpoints.save(config, Path(directory))
+            checkpoints.save(_MODELS[name], Path(directory))
             with LLM(directory, tokenizer=_TOKENIZER, **size) as llm:
                 counts = converse(llm, rng, args.turns, args.prompt_tokens)
         print(json.dumps({"model": name, **counts}), flush=True)

@@ -12,11 +12,12 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
 from vmserve_bench.lab import script
 from vmserve_bench.lab.server import serving
+from vmserve_bench.lab.table import Table
 
 CLIENTS = 16
 PREFIX_TOKENS, SUFFIX_TOKENS, ANSWER_TOKENS = 1024, 16, 8
@@ -119,17 +120,15 @@ def main() -> None:
             return ""
         return f"{middle(workload, 'prefix')[0] / middle(workload, 'round-robin')[0]:.2f}"
 
-    rows = [
-        {
-            "workload": workload,
-            "ratio": ratio(workload),
-            **{name: "{:.1f} ({:.0%})".format(*middle(workload, name)) for name in args.subjects},
-        }
-        for workload in args.workloads
-    ]
-    columns = {name: f"{{{name}}}" for name in ("workload", *args.subjects)}
-    title = "requests/s (prompt tokens cached)"
-    script.show(script.table(title, columns | {"prefix / round-robin": "{ratio}"}, rows))
+    def cells(workload: str) -> Iterator[str]:
+        yield workload
+        for subject in args.subjects:
+            yield "{:.1f} ({:.0%})".format(*middle(workload, subject))
+        yield ratio(workload)
+
+    columns = ("workload", *args.subjects, "prefix / round-robin")
+    rows = tuple(tuple(cells(workload)) for workload in args.workloads)
+    script.show(Table("requests/s (prompt tokens cached)", columns, rows))
     if choices:
         print(f"\na choice by prefix: {1000 * statistics.mean(choices):.3f} ms in the mean")
 

@@ -20,7 +20,7 @@ def test_padded_groups_have_as_many_layers_as_vllm_makes_room_for() -> None:
 
 
 def test_more_requests_run_at_once_with_kinds() -> None:
-    requests = mixed(45, seed=0)
+    requests = mixed(24, seed=0)
     one_page, groups, kinds, _, slots = (
         serve(PRESETS["gemma-3-27b"], way, 8 << 30, requests)["requests_at_once"]
         for way in ways(PRESETS["gemma-3-27b"])
