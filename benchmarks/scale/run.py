@@ -62,14 +62,16 @@ def real(num: int) -> dict[str, Replica]:
 
 def serve(
     replicas: dict[str, Replica], jobs: Iterable[Job], policy: str, pieces: int = CACHE_PIECES
-) -> FleetRun:
-    """``pieces``: of each replica's cache."""
+) -> tuple[FleetRun, float]:
+    """Returns the run and the seconds that it took. ``pieces``: of each replica's cache."""
     known = KnownCaches(replicas) if policy == "known" else None
     kind: Any = "prefix" if policy == "known" else policy
     router = Router(kind, block_tokens=1, table=known)
     for name in replicas:
         router.join(name, pieces)
-    return replay(replicas, router, jobs, known=known)
+    began = time.perf_counter()
+    run = replay(replicas, router, jobs, known=known)
+    return run, round(time.perf_counter() - began, 2)
 
 
 def figures(run: FleetRun, num_replicas: int, skip: float = SKIP) -> Row:
@@ -85,17 +87,14 @@ def figures(run: FleetRun, num_replicas: int, skip: float = SKIP) -> Row:
 
 
 def check(args: argparse.Namespace) -> Iterator[Row]:
+    """Both kinds of replicas; of the part scale only the light one."""
     num, kinds = args.replicas, {"engine": real, "light": light}
-    several = (
-        chosen(args),
-        args.rates,
-        args.policies,
-        kinds if args.part == "check" else ["light"],
-    )
-    for workload, rate, policy, kind in itertools.product(*several):
-        began = time.perf_counter()
-        run = serve(kinds[kind](num), workload.jobs(args.num * num, rate * num), policy)
-        seconds = round(time.perf_counter() - began, 2)
+    if args.part == "scale":
+        del kinds["engine"]
+    several = itertools.product(chosen(args), args.rates, args.policies, kinds)
+    for workload, rate, policy, kind in several:
+        jobs = workload.jobs(args.num * num, rate * num)
+        run, seconds = serve(kinds[kind](num), jobs, policy)
         yield {"workload": workload.name, "prefixes": workload.prefixes, "rate": rate,
                "policy": policy, "replica": kind, **figures(run, num),
                "seconds": seconds}  # fmt: skip
@@ -108,7 +107,7 @@ def limits(args: argparse.Namespace) -> Iterator[Row]:
         def loaded(rate: float, workload: Workload = workload, policy: str = policy) -> FleetRun:
             """Requests of that rate for each replica that come for ``args.seconds``."""
             jobs = workload.jobs(round(rate * args.seconds) * num, rate * num)
-            return serve(light(num), jobs, policy)
+            return serve(light(num), jobs, policy)[0]
 
         # The highest rate, to 1 %, whose TTFT is under the limit.
         low, high = 0.5, 16.0
@@ -129,9 +128,7 @@ def trace(args: argparse.Namespace) -> Iterator[Row]:
     ideal = round(ideal_hit_rate(requests) or 0, 4)
     for times, policy in itertools.product(args.caches, ALL_POLICIES):
         pieces = times * CACHE_PIECES
-        began = time.perf_counter()
-        run = serve(light(args.replicas, pieces), of_trace(requests), policy, pieces)
-        seconds = round(time.perf_counter() - began)
+        run, seconds = serve(light(args.replicas, pieces), of_trace(requests), policy, pieces)
         yield {"requests": len(requests), "caches": times, "policy": policy,
                **figures(run, args.replicas, 0), "ideal_hit_rate": ideal,
                "seconds": seconds}  # fmt: skip
