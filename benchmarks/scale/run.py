@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def limits(args: argparse.Namespace) -> Iterator[Row]:
 
 def trace(args: argparse.Namespace) -> Iterator[Row]:
     """Every request counts: a cache without a limit begins empty, too."""
-    requests = read_trace(args.trace)[: args.num]
+    requests = read_trace(Path(args.trace))[: args.num or None]
     ideal = round(ideal_hit_rate(requests) or 0, 4)
     for times, policy in itertools.product(args.caches, ALL_POLICIES):
         pieces = times * CACHE_PIECES
@@ -138,32 +139,25 @@ def chosen(args: argparse.Namespace) -> list[Workload]:
     return [each for each in workloads(args.prefixes) if each.name in args.workloads]
 
 
-PARTS = {
+#: Functions, and defaults of options. ``num``: requests for each replica, of a trace in all.
+#: ``prefixes``: of the workload with many. ``rates``: requests a second for each replica.
+#: ``caches``: times the device's.
+PARTS: dict[str, tuple[Callable[[argparse.Namespace], Iterator[Row]], Row]] = {
     "check": (check, {"replicas": 4, "num": 150, "prefixes": 150, "rates": [2.0, 4.0]}),
     "limits": (limits, {"replicas": 16, "seconds": 120.0, "prefixes": 600}),
     "scale": (check, {"replicas": 1000, "num": 1000, "prefixes": 37500, "rates": [2.0, 4.0]}),
-    "trace": (trace, {"replicas": 16, "caches": [1, 16, 1000]}),
+    "trace": (trace, {"replicas": 16, "caches": [1, 16, 1000], "trace": None, "num": 0}),
 }
 
 
 def main() -> None:
+    run, defaults = PARTS.get(" ".join(sys.argv[1:2]), PARTS["check"])
     names = tuple(each.name for each in workloads(1))
-    parser = script.parser(__doc__, workloads=names, policies=POLICIES, name=None)
-    parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--replicas", type=int)
-    parser.add_argument("--num", type=int, help="requests for each replica; of a trace in all")
-    parser.add_argument("--trace", type=Path, help="JSONL as Mooncake's, with hash_ids")
-    parser.add_argument("--caches", type=int, nargs="+", help="of a trace: times the device's")
-    parser.add_argument("--prefixes", type=int, help="of the workload with many")
-    parser.add_argument("--rates", type=float, nargs="+", help="requests a second for each replica")
-    parser.add_argument("--seconds", type=float, help="of virtual time that requests come")
+    parser = script.parser(__doc__, workloads=names, policies=POLICIES, name=None, **defaults)
+    parser.add_argument("part", choices=PARTS, help="comes first")
     args = parser.parse_args()
-    if (args.part == "trace") != (args.trace is not None):
-        parser.error("--trace PATH goes with the part trace")
-    run, defaults = PARTS[args.part]
-    for key, value in defaults.items():
-        if getattr(args, key) is None:
-            setattr(args, key, value)
+    if args.part == "trace" and args.trace is None:
+        parser.error("the part trace needs --trace PATH")
     rows = []
     for row in run(args):
         print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
