@@ -57,10 +57,6 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def subjects(args: argparse.Namespace) -> list[Subject]:
     common = {"enable_prefix_caching": True}
     ours = {**common, "quantization": "int8", "dtype": "bfloat16", "kv_cache_memory": "4GiB"}
@@ -102,7 +98,7 @@ def measure(args: argparse.Namespace) -> tuple[Json, list[Json]]:
     """The model's shape, and a run for each repeat, subject and size."""
     cache, directory, made = script.PEERS_CACHE, resolve_model(None), None
     if not args.smoke:
-        made = ensure_model_of(resolve_model("smollm2"), cache, say)
+        made = ensure_model_of(resolve_model("smollm2"), cache, print)
         directory = made.directory
     model = ModelConfig.from_directory(directory)
     max_len = max(args.tokens) // args.streams + args.steps
@@ -126,11 +122,11 @@ def measure(args: argparse.Namespace) -> tuple[Json, list[Json]]:
     units = []
     for subject in subjects(args):
         try:
-            environment = ensure(subject.engine, cache, say)
-            files = ensure_files(made, subject, cache, say) if made else {}
+            environment = ensure(subject.engine, cache, print)
+            files = ensure_files(made, subject, cache, print) if made else {}
             units.append((subject, environment, files))
         except NotInstalledError as error:
-            say(f"{subject.name} is not here: {one_line(str(error))}")
+            print(f"{subject.name} is not here: {one_line(str(error))}")
     runs: list[Json] = []
     for subject, environment, files in script.turns(
         units, 0 if args.install_only else args.repeats
@@ -139,7 +135,7 @@ def measure(args: argparse.Namespace) -> tuple[Json, list[Json]]:
         added = variables(subject, environment, args.threads, cache, 4)
         run = run_engine(environment.python, {**common, **own}, subject, added, 1800)
         if "error" in run:
-            say(f"{subject.name}: {run['error']}")
+            print(f"{subject.name}: {run['error']}")
         for tokens, each in run["workloads"].items():
             runs.append(
                 {
@@ -151,7 +147,7 @@ def measure(args: argparse.Namespace) -> tuple[Json, list[Json]]:
                     "facts": run.get("facts"),
                 }
             )
-            say(f"{subject.name}, {tokens} tokens: {rate(each):.1f} tokens/s")
+            print(f"{subject.name}, {tokens} tokens: {rate(each):.1f} tokens/s")
     return shape, runs
 
 

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,45 +69,34 @@ class Two:
     """Two engines in processes of their own; ``pool`` None: each has its memory."""
 
     def __init__(
-        self,
-        args: argparse.Namespace,
-        memory: int | str,
-        pool: Any = None,
-        *,
-        streams: bool = False,
-    ) -> None:
-        self._params, self._streams = params(args), streams
+        self, args: argparse.Namespace, stack: ExitStack, runner: asyncio.Runner,
+        memory: int | str, pool: vmserve.KVPool | None = None,
+    ) -> None:  # fmt: skip
+        self._params, self._runner = params(args), runner
         self._randomness = random.Random(1)
-        self.pool = pool
         self._llms = [ProcessLLM(kv_cache_memory=memory, **options(args)) for _ in range(2)]
-
-    async def __aenter__(self) -> Two:
         for name, llm in zip("ab", self._llms, strict=True):
-            if self.pool:
-                await self.pool.join(llm, name)
-        return self
+            stack.callback(lambda llm=llm: runner.run(llm.shutdown()))
+            if pool is not None:
+                runner.run(pool.join(llm, name))
 
-    async def __aexit__(self, *error: object) -> None:
-        for name, llm in zip("ab", self._llms, strict=True):
-            await llm.shutdown()
-            if self.pool:
-                self.pool.leave(name)
-
-    async def serve(self, *split: int) -> float:
+    def serve(self, *split: int, stream: bool = False) -> float:
         """Answer so many new prompts at each engine, all at once.
 
         Returns the seconds to the last one's first token, or its last if tokens do not stream.
         """
-        asked = [
-            script.answers(llm, prompts, self._params, stream=self._streams)
-            for llm, count in zip(self._llms, split, strict=True)
-            for prompts in [new_prompts(self._randomness, count)]
-        ]
-        began = time.perf_counter()
-        return max(itertools.chain(*await asyncio.gather(*asked))) - began
+        prompts = [new_prompts(self._randomness, count) for count in split]
+
+        async def answered() -> float:
+            began = time.perf_counter()
+            pairs = zip(self._llms, prompts, strict=True)
+            asked = (script.answers(llm, p, self._params, stream=stream) for llm, p in pairs)
+            return max(itertools.chain(*await asyncio.gather(*asked))) - began
+
+        return self._runner.run(answered())
 
 
-async def switches(args: argparse.Namespace) -> tuple[dict[str, Any], Table]:
+def switches(args: argparse.Namespace) -> tuple[dict[str, Any], Table]:
     stayed, switched = [], []
     pool = vmserve.KVPool(args.pool)
     most = [0, 0]
@@ -119,16 +108,17 @@ async def switches(args: argparse.Namespace) -> tuple[dict[str, Any], Table]:
             most[:] = map(max, most, sums)
             await asyncio.sleep(0.002)
 
-    async with Two(args, "least", pool, streams=True) as two:
-        sampling = asyncio.ensure_future(sample())
+    with asyncio.Runner() as runner, ExitStack() as stack:
+        two = Two(args, stack, runner, "least", pool)
+        sampling = runner.get_loop().create_task(sample())
         turns = [(_STREAMS, 0), (0, _STREAMS)]
         for turn in turns:
-            await two.serve(*turn)
+            two.serve(*turn)
         for number in range(args.rounds):
-            switched.append(await two.serve(*turns[number % 2]))
-            stayed.append(await two.serve(*turns[number % 2]))
-        sampling.cancel()
+            switched.append(two.serve(*turns[number % 2], stream=True))
+            stayed.append(two.serve(*turns[number % 2], stream=True))
         rows = pool.state()
+        sampling.cancel()
     size = pool.size_bytes
     assert max(most) <= size
     needs = sum(row.num_needs for row in rows)
@@ -168,16 +158,12 @@ def halves(args: argparse.Namespace) -> Compared:
     few, half = args.requests // 16, args.requests // 2
     found = {}
     with asyncio.Runner() as runner, ExitStack() as stack:
-        open_ones = AsyncExitStack()
-        stack.callback(lambda: runner.run(open_ones.aclose()))
         pairs = [
-            runner.run(open_ones.enter_async_context(pair))
-            for pair in (Two(args, size // 2), Two(args, "least", vmserve.KVPool(size)))
+            Two(args, stack, runner, size // 2),
+            Two(args, stack, runner, "least", vmserve.KVPool(size)),
         ]
         for name, split in {"skewed": (args.requests - few, few), "even": (half, half)}.items():
-            calls = [
-                lambda pair=pair, split=split: runner.run(pair.serve(*split)) for pair in pairs
-            ]
+            calls = [partial(pair.serve, *split) for pair in pairs]
             result = compare(*calls, labels=("halves", "pool"), pairs=args.rounds)
             found[name] = (result, args.max_tokens * sum(split))
     return found
@@ -230,7 +216,7 @@ def main() -> None:
     tables = []
     for name in chosen("section", args.section, ("alone", "switch", "halves", "server")):
         if name == "switch":
-            results[name], table = asyncio.run(switches(args))
+            results[name], table = switches(args)
             tables.append(table)
             continue
         found = COMPARED[name](args)
