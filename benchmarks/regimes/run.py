@@ -43,6 +43,8 @@ SIZES = {
 }
 FIXED = ("virtual", "paged")
 NAMES = (*FIXED, "auto")
+#: Runs of each engine in a round, of which the fastest one counts.
+TRIES = 3
 #: What regret is counted in: the time that users wait, and the processor's.
 COUNTED = ("elapsed_s", "cpu_s")
 
@@ -123,9 +125,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     if busy := busy_warning():
         print(busy)
-    # Of three runs in a round the fastest counts. Engines are made anew for every round, somewhere
-    # else in memory: rounds have nothing in common then, as intervals take for granted.
-    settings = Settings(rounds=options.rounds, seed=options.seed, renew_every=1, tries=3)
+    # Engines are made anew for every round, somewhere else in memory: rounds have nothing in common
+    # then, as intervals take for granted.
+    settings = Settings(rounds=options.rounds, seed=options.seed, renew_every=1, tries=TRIES)
     described, results = measure(options, settings)
     regrets = {result.workload.name: regrets_of(result) for result in results}
     rows = [
