@@ -86,7 +86,7 @@ def blocks(options: Options, report: Report) -> SectionResult:
         variants |= {f"blocks of {size}": rig.paged(size) for size in BLOCK_SIZES}
         rows.append(_described(rig, dtype, _compare(variants, options)))
     table = Table(
-        f"decode of {batch} sequences of {context:,} tokens: time over contiguous, 95 % interval",
+        f"decode of {batch} sequences of {context:,} tokens: time over contiguous, 99 % interval",
         ("shape", "contiguous, ms a layer", *(f"{size}" for size in BLOCK_SIZES)),
         tuple(
             (
@@ -198,7 +198,7 @@ def products(options: Options, report: Report) -> SectionResult:
             )
             for row in rows
         ),
-        "% of read: against a loop that only reads as many bytes. Intervals are of 95 %.",
+        "% of read: against a loop that only reads as many bytes. Intervals are of 99 %.",
     )
     return SectionResult({"size": size, "num_rows": num_rows, "points": rows}, (table,))
 
@@ -276,7 +276,7 @@ def _decode_tables(rows: list[dict[str, Any]]) -> Iterator[Table]:
                 )
                 for row in chosen
             ),
-            "Medians; ratios are those of neighbouring runs, with their 95 % interval. Above 1: "
+            "Medians; ratios are those of neighbouring runs, with their 99 % interval. Above 1: "
             "contiguous is faster.",
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import re
 import sys
@@ -59,9 +60,20 @@ def make_console() -> Console:
 
 
 def dump(described: Mapping[str, Any]) -> str:
-    """Format JSON with a line per value, and one per list of numbers (traces are long)."""
-    text = json.dumps(described, indent=1)
+    """Format JSON with a line per value, and one per list of numbers (traces are long).
+
+    Numbers without a value (of an interval that has no end) are null.
+    """
+    text = json.dumps(_finite(described), indent=1)
     return re.sub(r"\[[\d\s.,eE+-]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

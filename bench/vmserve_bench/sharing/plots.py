@@ -93,14 +93,14 @@ def _prefix(cases: list[dict[str, Any]]) -> Figure:
     throughput.set(ylabel="requests a second")
     throughput.legend(fontsize=7)
     ratios = np.array([case["paired"]["ratio_b_to_a"] for case in cases])
-    low = ratios - [case["paired"]["ratio_95_low"] for case in cases]
-    high = [case["paired"]["ratio_95_high"] for case in cases] - ratios
+    low = ratios - [case["paired"]["ratio_99_low"] for case in cases]
+    high = [case["paired"]["ratio_99_high"] for case in cases] - ratios
     speedup.bar(places, ratios, yerr=[low, high], color=_MEASURED, capsize=3)
     for shots, value in PAPER_PREFIX_SPEEDUP.items():
         speedup.axhline(value, color="k", linestyle=":", linewidth=0.8)
         speedup.text(-0.4, value, f" paper, {shots}, over Orca (Oracle)", va="bottom", fontsize=7)
     speedup.axhline(1.0, color="k", linewidth=0.8)
-    speedup.set(ylabel="times without cache, 95 % interval")
+    speedup.set(ylabel="times without cache, 99 % interval")
     for axis in (throughput, speedup):
         axis.set_xticks(places, names, fontsize=7)
     return figure

@@ -163,7 +163,7 @@ def _table(cases: list[dict[str, Any]], model: str) -> Table:
             "regime, prefix, requests",
             "with, requests/s",
             "without",
-            "speedup, 95 % interval",
+            "speedup, 99 % interval",
             "pairs",
             "hit rate",
             "same tokens",
@@ -188,5 +188,5 @@ def _table(cases: list[dict[str, Any]], model: str) -> Table:
 
 
 def _interval(paired: dict[str, Any]) -> str:
-    low, high = paired["ratio_95_low"], paired["ratio_95_high"]
+    low, high = paired["ratio_99_low"], paired["ratio_99_high"]
     return f"{paired['ratio_b_to_a']:.2f} [{low:.2f}, {high:.2f}]"
