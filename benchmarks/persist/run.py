@@ -163,7 +163,7 @@ def main() -> None:
             tuple(first),
         ),
         Table(
-            "steady traffic, on to off", ("model", "time", "95 %", "blocks written"), tuple(cost)
+            "steady traffic, on to off", ("model", "time", "99 %", "blocks written"), tuple(cost)
         ),
     )
     console = make_console()

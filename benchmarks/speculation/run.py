@@ -277,7 +277,7 @@ def described(
 
 
 def table(results: list[Result]) -> str:
-    head = ("answers", "streams", "engine", "drafts", "tokens/s", "times off", "95 %")
+    head = ("answers", "streams", "engine", "drafts", "tokens/s", "times off", "99 %")
     head += ("by processor time", "tokens a step", "accepted")
 
     def cells() -> Iterator[tuple[str, ...]]:

@@ -154,7 +154,7 @@ def _measure(prompt: int, num_groups: int, rounds: int, seed: int) -> list[dict[
                 "slot_map_calls": pool.map_calls,
                 "arena_map_calls": pool.arena_map_calls,
                 "times_the_parked_slot": paired and paired.ratio,
-                "times_95": paired and [paired.ratio_low, paired.ratio_high],
+                "times_99": paired and [paired.ratio_low, paired.ratio_high],
             }
         )
         pool.close()

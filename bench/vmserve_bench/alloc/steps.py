@@ -21,6 +21,7 @@ blocks, which have what happens in few steps too, and with it the median step of
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -32,7 +33,7 @@ from vmserve_bench.alloc.pool import grow, growths, open_pool, open_sequences
 from vmserve_bench.alloc.reference import VATTENTION_SPIKE_MS
 from vmserve_bench.alloc.section import Options
 from vmserve_bench.lab.rounds import compare_many
-from vmserve_bench.lab.statistics import bootstrap_median_interval, summarize
+from vmserve_bench.lab.statistics import paired_effects, summarize
 from vmserve_bench.lab.table import SectionResult, Table, microseconds
 
 if TYPE_CHECKING:
@@ -312,13 +313,12 @@ def _of_median_steps(
         np.median(np.reshape(each.step_ns, (-1, block_steps)), axis=1)
         for each in (yardstick, stepper)
     ]
-    ratios = medians[1] / medians[0]
-    low, high = bootstrap_median_interval(ratios, np.random.default_rng(seed))
+    [effect] = paired_effects(np.log(medians[1] / medians[0])[None], seed=seed)
     return {
-        "num_pairs": len(ratios),
-        "percent": 100 * (float(np.median(ratios)) - 1),
-        "percent_95_low": 100 * (low - 1),
-        "percent_95_high": 100 * (high - 1),
+        "num_pairs": effect.num_pairs,
+        "percent": 100 * (effect.ratio - 1),
+        "percent_99_low": 100 * (effect.low - 1) if effect.low is not None else math.nan,
+        "percent_99_high": 100 * (effect.high - 1) if effect.high is not None else math.nan,
     }
 
 
@@ -338,12 +338,12 @@ def _describe(stepper: Stepper) -> dict[str, Any]:
 
 
 def _percent(result: PairedResult) -> dict[str, Any]:
-    """Percent by which the median pair of blocks took longer, with its 95 % interval."""
+    """Percent by which blocks took longer, with the 99 % interval."""
     return {
         "num_pairs": result.num_pairs,
         "percent": 100 * (result.ratio - 1),
-        "percent_95_low": 100 * (result.ratio_low - 1),
-        "percent_95_high": 100 * (result.ratio_high - 1),
+        "percent_99_low": 100 * (result.ratio_low - 1),
+        "percent_99_high": 100 * (result.ratio_high - 1),
     }
 
 
@@ -355,7 +355,7 @@ def _table(name: str, result: dict[str, Any]) -> Table:
         paired = result[what].get(way)
         if paired is None:
             return "(baseline)"
-        low, high = paired["percent_95_low"], paired["percent_95_high"]
+        low, high = paired["percent_99_low"], paired["percent_99_high"]
         return f"{paired['percent']:+.2f} % [{low:+.2f}, {high:+.2f}]"
 
     rows = []
@@ -385,7 +385,7 @@ def _table(name: str, result: dict[str, Any]) -> Table:
             "hidden",
             "waits",
             "mapper CPU, us a token",
-            "block of steps against pre-mapped, 95 % interval",
+            "block of steps against pre-mapped, 99 % interval",
             "median step of a block, the same",
         ),
         tuple(rows),
