@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +18,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -27,8 +29,6 @@ from vmserve_bench.lab.machine import cpu_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
-    from rich.progress import TaskID
 
 #: Callback for the share of a section that is done, 0 to 1.
 Report: TypeAlias = "Callable[[float], None]"
@@ -77,14 +77,20 @@ def _finite(value: Any) -> Any:
 
 
 @contextmanager
-def progress(name: str) -> Iterator[Report]:
+def _bar(*columns: ProgressColumn) -> Iterator[Progress]:
     """Progress bar on standard error, if that is a terminal."""
-    columns = (TextColumn(name), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=1.0)
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn())
+    hidden = not console.is_terminal
+    with Progress(*shown, console=console, transient=True, disable=hidden) as bar:
+        yield bar
+
+
+@contextmanager
+def progress(name: str) -> Iterator[Report]:
+    """Progress of a section."""
+    with _bar(TaskProgressColumn()) as bar:
+        task = bar.add_task(name, total=1.0)
         yield lambda done: bar.update(task, completed=done)
 
 
@@ -95,15 +101,12 @@ class RunProgress:
         self._bar = bar
         self._num_runs = num_runs
         self._num_started = 0
-        self._task: TaskID = bar.add_task("", total=None)
+        self._task = bar.add_task("", total=None)
 
     def starting(self, what: str, num_requests: int) -> None:
         self._num_started += 1
-        self._bar.reset(
-            self._task,
-            total=num_requests,
-            description=f"run {self._num_started} of {self._num_runs}: {what}",
-        )
+        name = f"run {self._num_started} of {self._num_runs}: {what}"
+        self._bar.reset(self._task, total=num_requests, description=name)
 
     def finished(self) -> None:
         self._bar.advance(self._task)
@@ -111,27 +114,15 @@ class RunProgress:
 
 @contextmanager
 def watch(num_runs: int) -> Iterator[RunProgress]:
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with _bar(MofNCompleteColumn()) as bar:
         yield RunProgress(bar, num_runs)
 
 
 def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:
     """``<date>-<cpu>`` in ``parent``, or the first of ``-2``, ``-3``, ... that is not there yet."""
     stem = f"{date.isoformat()}-{re.sub('[^a-z0-9]+', '-', cpu.lower()).strip('-')}"
-    path, count = parent / stem, 1
-    while path.exists():
-        count += 1
-        path = parent / f"{stem}-{count}"
-    return path
+    names = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    return next(path for path in map(parent.joinpath, names) if not path.exists())
 
 
 def results_directory(script: str, *, device: str | None = None, root: str = "") -> Path:
@@ -158,12 +149,10 @@ def kept_arguments(
     ``results/<date>-<cpu>`` next to ``script`` gets JSON, Markdown and, with ``plots``, pictures;
     with ``output`` the command has one option for all of them.
     """
-    directory = results_directory(script)
-    files = ["--json", str(directory / "results.json"), "--markdown", str(directory / "tables.md")]
-    if output:
-        files = ["--output", str(directory)]
-    if plots:
-        files += ["--plots", str(directory)]
+    directory = str(results_directory(script))
+    files = ["--json", f"{directory}/results.json", "--markdown", f"{directory}/tables.md"]
+    files = ["--output", directory] if output else files
+    files += ["--plots", directory] if plots else []
     return ["vmserve", "bench", command, *files, *sys.argv[1:]]
 
 

@@ -91,14 +91,6 @@ class ManyResult:
     baseline: str
     against: Mapping[str, PairedResult]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        against = {name: result.to_dict() for name, result in self.against.items()}
-        return {"baseline": self.baseline, "against": against}
-
-    def __str__(self) -> str:
-        return "\n".join(str(result) for result in self.against.values())
-
 
 def compare(
     a: Callable[[], object],

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -78,14 +78,14 @@ class Summary:
     max: float
 
     def to_dict(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return asdict(self)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Percentile, linear between two values. Raises ValueError without any, or outside 0 to 100."""
     if not len(values):
         raise ValueError("a percentile needs at least 1 value")
-    return float(np.percentile(np.asarray(values, dtype=np.float64), percent))
+    return float(np.percentile(values, percent))
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -98,8 +98,7 @@ def summarize(samples: Sequence[float]) -> Summary:
     """Summarize samples. Raises ValueError without any."""
     if not len(samples):
         raise ValueError("a summary needs at least 1 sample")
-    median, p95, p99, most = np.percentile(np.asarray(samples, dtype=np.float64), (50, 95, 99, 100))
-    return Summary(len(samples), float(median), float(p95), float(p99), float(most))
+    return Summary(len(samples), *np.percentile(samples, (50, 95, 99, 100)).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,13 +115,7 @@ class Effect:
     num_pairs: int
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "ratio": self.ratio,
-            "low": self.low,
-            "high": self.high if self.high != math.inf else None,
-            "p_value": self.p_value,
-            "num_pairs": self.num_pairs,
-        }
+        return asdict(self) | {"high": self.high if self.high != math.inf else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +132,8 @@ class Comparison:
     adjusted_p: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "metric": self.metric,
-            **self.effect.to_dict(),
-            "verdict": self.verdict,
-            "adjusted_p": self.adjusted_p,
-        }
+        judged = {"verdict": self.verdict, "adjusted_p": self.adjusted_p}
+        return {"metric": self.metric, **self.effect.to_dict(), **judged}
 
 
 def paired_effects(
@@ -164,9 +153,10 @@ def paired_effects(
     if num_pairs < MIN_PAIRS:
         means = log_ratios.mean(axis=1).tolist()
         return [Effect(_exp(mean), None, None, 1.0, num_pairs) for mean in means]
-    even = np.full(num_pairs, 1.0 / num_pairs)
-    counts = np.random.default_rng(seed).multinomial(num_pairs, even, size=num_resamples)
-    return [_effect(row, counts.T / num_pairs, confidence) for row in log_ratios]
+    draws = np.random.default_rng(seed)
+    counts = draws.multinomial(num_pairs, [1.0 / num_pairs] * num_pairs, size=num_resamples)
+    weights = counts.T / num_pairs
+    return [_effect(row, weights, confidence) for row in log_ratios]
 
 
 def _effect(
@@ -241,15 +231,16 @@ def compare_metrics(
     effects = dict(zip(rows, paired_effects(np.stack(list(rows.values())), seed=seed), strict=True))
     judged = [name for name in rows if name in set(headline)]
     adjusted = dict(zip(judged, holm([effects[name].p_value for name in judged]), strict=True))
-    return [_judge(name, effect, adjusted.get(name)) for name, effect in effects.items()]
-
-
-def _judge(metric: str, effect: Effect, adjusted_p: float | None) -> Comparison:
-    if adjusted_p is None:
-        return Comparison(metric, effect, None, None)
-    if adjusted_p > 1.0 - CONFIDENCE:
-        return Comparison(metric, effect, NO_DIFFERENCE, adjusted_p)
-    return Comparison(metric, effect, "higher" if effect.ratio > 1.0 else "lower", adjusted_p)
+    found = []
+    for name, effect in effects.items():
+        p_value = adjusted.get(name)
+        verdict: Verdict | None = "higher" if effect.ratio > 1.0 else "lower"
+        if p_value is None:
+            verdict = None
+        elif p_value > 1.0 - CONFIDENCE:
+            verdict = NO_DIFFERENCE
+        found.append(Comparison(name, effect, verdict, p_value))
+    return found
 
 
 def _log_ratios(
