@@ -29,7 +29,7 @@ def declared(command: str) -> dict[str, dict[str, Any]]:
     ("commands", "names"),
     [
         (("ab", "serve"), LOAD),
-        (("kernels", "alloc"), {"quick", "json_path", "markdown_path", "plots"}),
+        (("kernels", "alloc"), {"quick", "json_path", "markdown_path"}),
         (("kernels", "step"), {"json_path", "markdown_path"}),
         (("sharing", "papers"), {"output", "json_path"}),
         (("kernels", "papers"), {"quick"}),

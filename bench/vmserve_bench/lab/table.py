@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,16 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["SectionResult", "Table", "markdown", "markdown_table", "microseconds", "print_table"]
+__all__ = [
+    "SectionResult",
+    "Table",
+    "interval",
+    "markdown",
+    "markdown_table",
+    "microseconds",
+    "print_table",
+    "table_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +44,17 @@ class Table:
         if self.note:
             lines += ["", self.note]
         return "\n".join(lines) + "\n"
+
+
+def table_of(title: str, rows: Sequence[Mapping[str, str]], note: str = "") -> Table:
+    """A table of rows that have their cells by column, all the same columns."""
+    return Table(title, tuple(rows[0]), tuple(tuple(row.values()) for row in rows), note)
+
+
+def interval(values: Sequence[float], digits: int = 2) -> str:
+    """A value with the ends of its interval; the value alone if they are NaN."""
+    value, low, high = (f"{each:.{digits}f}" for each in values)
+    return value if math.isnan(values[1]) else f"{value} [{low}, {high}]"
 
 
 @dataclass(frozen=True, slots=True)
