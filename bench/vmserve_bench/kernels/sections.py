@@ -108,7 +108,7 @@ def _attention(
         samples = {compared.baseline: next(iter(pairs.values())).times_ns_a}
         samples |= {name: pair.times_ns_b for name, pair in pairs.items()}
         layer_ns = {name: median(times) / rig.num_layers for name, times in samples.items()}
-        ratios = {name: [one.ratio, one.ratio_low, one.ratio_high] for name, one in pairs.items()}
+        ratios = {name: (one.ratio, one.ratio_low, one.ratio_high) for name, one in pairs.items()}
         points.append(
             {
                 **shape._asdict(),
@@ -132,7 +132,7 @@ def _attention(
                 "contiguous, ms": f"{ours / 1e6:.3g}",
                 "GB/s": f"{rig.layer_bytes / ours:.1f}",
                 "GFLOP/s": f"{rig.layer_products / ours:.0f}",
-                **{name: interval(ratio) for name, ratio in ratios.items()},
+                **{name: interval(*ratio, 2) for name, ratio in ratios.items()},
             }
         )
     table = table_of(
@@ -184,9 +184,9 @@ def products(options: Options, report: Report) -> SectionResult:
                 "rows of": layer.row_type,
                 "bits": f"{layer.weight_bytes * 8 / size**2:.2f}",
                 "one row, GB/s": f"{num_bytes / row.median_a_s / 1e9:.1f}",
-                "of read": interval([row.ratio, row.ratio_low, row.ratio_high]),
+                "of read": interval(row.ratio, row.ratio_low, row.ratio_high, 2),
                 f"{num_rows} rows, GFLOP/s": f"{rate:.0f}",
-                "times int8": interval([many.ratio, many.ratio_low, many.ratio_high]),
+                "times int8": interval(many.ratio, many.ratio_low, many.ratio_high, 2),
             }
         )
     note = "of read: the rate of a loop that only reads as many bytes. Intervals are of 99 %."

@@ -51,10 +51,11 @@ def table_of(title: str, rows: Sequence[Mapping[str, str]], note: str = "") -> T
     return Table(title, tuple(rows[0]), tuple(tuple(row.values()) for row in rows), note)
 
 
-def interval(values: Sequence[float], digits: int = 2) -> str:
-    """A value with the ends of its interval; the value alone if they are NaN."""
-    value, low, high = (f"{each:.{digits}f}" for each in values)
-    return value if math.isnan(values[1]) else f"{value} [{low}, {high}]"
+def interval(value: float, low: float | None, high: float | None, digits: int = 3) -> str:
+    """The value with its bounds, if there are any (None or NaN: too few rounds)."""
+    if low is None or high is None or math.isnan(low):
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 @dataclass(frozen=True, slots=True)
