@@ -29,13 +29,13 @@ from vmserve_bench.lab.report import check_writable, make_console, progress, wri
 from vmserve_bench.lab.table import Table, print_table, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
     from numpy.typing import NDArray
 
     from vmserve.scheduler.profile import DeviceProfile
 
-__all__ = ["DecodedToken", "decoded_tokens", "measured_profile", "profile_command"]
+__all__ = ["DecodedTokens", "decoded_tokens", "measured_profile", "profile_command"]
 
 _PROMPT_TOKENS = 256
 _DECODE_STEPS = 32
@@ -68,7 +68,7 @@ def profile_command(
         engine.close()
     console = make_console()
     print_table(console, _table(profile))
-    if tokens:
+    if tokens is not None:
         print_table(console, _decode_table(tokens))
     if output is not None:
         write_text(output, profile.to_json() + "\n")
@@ -106,27 +106,23 @@ def measured_profile(
     )
 
 
-class DecodedToken(NamedTuple):
-    """A token of one stream, and the loop that ran before it; seconds."""
+class DecodedTokens(NamedTuple):
+    """Tokens of one stream; seconds of each, and of the loop that ran before it."""
 
     num_bytes: int  # packed weights
-    read: float  # of a loop that reads as many bytes with as many threads
-    attention: float
-    layers: float  # the rest of the model
-    around: float  # the step outside the model
-
-    @property
-    def whole(self) -> float:
-        return self.attention + self.layers + self.around
+    read: NDArray[np.float64]  # a loop that reads as many bytes with as many threads
+    layers: NDArray[np.float64]
+    attention: NDArray[np.float64]
+    around: NDArray[np.float64]  # the step outside the model
 
 
-def decoded_tokens(engine: LLMEngine) -> list[DecodedToken]:
-    """Decode one stream in turns with a loop that reads the weights' bytes; nothing if the model
+def decoded_tokens(engine: LLMEngine) -> DecodedTokens | None:
+    """Decode one stream in turns with a loop that reads the weights' bytes; None if the model
     does not run in the native decoder. The engine must be idle."""
     runner = engine.runner
     network = runner.model.network if isinstance(runner, ModelRunner) else None
     if not isinstance(network, NativeDecoder):
-        return []
+        return None
     memory = np.ones(network.row_bytes, np.uint8)
     reader = _core.CpuAttention(num_threads(), os.environ.get(ISA_VARIABLE, ""))
 
@@ -136,15 +132,13 @@ def decoded_tokens(engine: LLMEngine) -> list[DecodedToken]:
         return time.perf_counter() - began
 
     read()
-    tokens = []
+    found = []
     for _ in range(_TRIES):
         steps = _timed_steps(engine, num_prompt=2)
         next(steps)  # the prompt
         while engine.has_unfinished:
-            seconds = read()
-            layers, attention, around = next(steps)
-            tokens.append(DecodedToken(memory.nbytes, seconds, attention, layers, around))
-    return tokens
+            found.append((read(), *next(steps)))
+    return DecodedTokens(memory.nbytes, *np.array(found).T)
 
 
 def _timed_steps(engine: LLMEngine, num_prompt: int) -> Iterator[tuple[float, float, float]]:
@@ -194,31 +188,29 @@ def _table(profile: DeviceProfile) -> Table:
     return table_of(f"{profile.name}: microseconds, all layers", rows, copies)
 
 
-def _decode_table(tokens: list[DecodedToken]) -> Table:
-    num_bytes = tokens[0].num_bytes
-    reads = np.array([token.read for token in tokens])
+def _decode_table(tokens: DecodedTokens) -> Table:
+    num_bytes, read, layers, attention, around = tokens
 
-    def row(text: str, seconds: Sequence[float], *, rate: bool = True) -> dict[str, str]:
-        least, median = min(seconds), float(np.median(seconds))
-        share = np.median(reads / np.array(seconds))
+    def row(text: str, seconds: NDArray[np.float64], *, rate: bool = True) -> dict[str, str]:
+        least, median = float(seconds.min()), float(np.median(seconds))
         return {
             "": text,
             "least, ms": f"{1e3 * least:.3g}",
             "median, ms": f"{1e3 * median:.3g}",
             "most, GB/s": f"{num_bytes / least / 1e9:.1f}" if rate else "",
             "median, GB/s": f"{num_bytes / median / 1e9:.1f}" if rate else "",
-            "% of read": f"{100 * share:.0f}" if rate else "",
+            "% of read": f"{100 * np.median(read / seconds):.0f}" if rate else "",
         }
 
     return table_of(
         f"decoding one stream: {num_bytes / 1e6:,.1f} MB of packed weights a token, "
         f"{num_threads()} threads",
         [
-            row("a loop that reads as many bytes", reads.tolist()),
-            row("a token", [token.whole for token in tokens]),
-            row("its layers", [token.layers for token in tokens]),
-            row("its attention", [token.attention for token in tokens], rate=False),
-            row("around the model", [token.around for token in tokens], rate=False),
+            row("a loop that reads as many bytes", read),
+            row("a token", layers + attention + around),
+            row("its layers", layers),
+            row("its attention", attention, rate=False),
+            row("around the model", around, rate=False),
         ],
-        f"{len(tokens)} tokens in turns with the loop; % of read: median of the pairs.",
+        f"{len(read)} tokens in turns with the loop; % of read: median of the pairs.",
     )

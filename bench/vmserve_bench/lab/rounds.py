@@ -97,23 +97,15 @@ def compare(
     b: Callable[[], object],
     *,
     pairs: int = 30,
-    warmup: int = 3,
     labels: tuple[str, str] = ("A", "B"),
-    setup: Callable[[], object] | None = None,
-    seed: int = 0,
-    clock: Callable[[], int] = time.perf_counter_ns,
+    **options: Any,
 ) -> PairedResult:
     """Time ``a`` and ``b`` in ``pairs`` neighbouring pairs and compare them.
 
-    ``warmup`` runs of each come first, untimed; ``setup``, if given, runs untimed before
-    every run. ``seed`` draws the order and the bootstrap. ``clock`` returns nanoseconds.
-    Raises ValueError for bad counts, equal labels, or a function too short for the clock.
+    ``options`` and errors are those of :func:`compare_many`.
     """
     variants = dict(zip(labels, (a, b), strict=True))
-    result = compare_many(
-        variants, rounds=pairs, warmup=warmup, setup=setup, seed=seed, clock=clock
-    )
-    return result.against[labels[1]]
+    return compare_many(variants, rounds=pairs, **options).against[labels[1]]
 
 
 def compare_many(
@@ -127,9 +119,12 @@ def compare_many(
 ) -> ManyResult:
     """Time several variants in ``rounds`` interleaved rounds, each against the first.
 
-    Every round runs each variant once. Rounds go in twos: a drawn order, then its reverse,
-    so that no variant always runs first. Verdicts are corrected for the number of variants. The
-    arguments are those of :func:`compare`.
+    Every round runs each variant once. Rounds go in twos: a drawn order, then its reverse, so that
+    no variant always runs first. Verdicts are corrected for the number of variants.
+
+    ``warmup`` runs of each come first, untimed; ``setup``, if given, runs untimed before every run.
+    ``seed`` draws the order and the bootstrap. ``clock`` returns nanoseconds. Raises ValueError for
+    bad counts, equal labels, or a function too short for the clock.
     """
     if len(variants) < 2:
         raise ValueError(
