@@ -85,22 +85,21 @@ def steps(
 def rows(
     step_ms: float, all_groups: Sequence[int], batches: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    for groups in all_groups:
-        for batch in batches:
-            ways = itertools.product((MapperMode.OFF, MapperMode.THREAD), (batch, batch // 2))
-            for mapper, ready in ways:
-                quiet = steps(groups, batch, mapper, ready, step_ms, grows=False)
-                found = steps(groups, batch, mapper, ready, step_ms, grows=True)
-                usual = statistics.median(quiet)
-                yield {
-                    "groups": groups,
-                    "batch": batch,
-                    "mapper": mapper.name.lower(),
-                    "ready": ready,
-                    "median_host_ms": statistics.median(found),
-                    "slowest_host_ms": max(found),
-                    "slowest_step": (step_ms + max(found)) / (step_ms + usual),
-                }
+    mappers = (MapperMode.OFF, MapperMode.THREAD)
+    for groups, batch, mapper, share in itertools.product(all_groups, batches, mappers, (1, 2)):
+        ready = batch // share
+        quiet, found = (
+            steps(groups, batch, mapper, ready, step_ms, grows=grows) for grows in (False, True)
+        )
+        yield {
+            "groups": groups,
+            "batch": batch,
+            "mapper": mapper.name.lower(),
+            "ready": ready,
+            "median_host_ms": statistics.median(found),
+            "slowest_host_ms": max(found),
+            "slowest_step": (step_ms + max(found)) / (step_ms + statistics.median(quiet)),
+        }
 
 
 def main(arguments: list[str] | None = None) -> None:

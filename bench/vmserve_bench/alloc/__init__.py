@@ -6,7 +6,7 @@ Nothing here needs a model: the C++ core and a page driver are driven directly.
 
 from __future__ import annotations
 
-from vmserve_bench.alloc import bandwidth, batch, bookkeeping, calls, idle, prefill, steps, waste
+from vmserve_bench.alloc import bandwidth, bookkeeping, calls, idle, prefill, steps, waste
 from vmserve_bench.alloc.section import Options
 from vmserve_bench.lab.suite import Suite
 
@@ -20,11 +20,10 @@ SUITE = Suite[Options](
         "steps": steps.run,
         "prefill": prefill.run,
         "bandwidth": bandwidth.run,
-        "batch": batch.run,
+        "batch": waste.run_batch,
         "waste": waste.run,
         "idle": idle.run,
         "bookkeeping": bookkeeping.run,
     },
     packages=("vmserve", "numpy"),
-    plots="vmserve_bench.alloc.plots",
 )

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from vmserve import _core
 from vmserve.errors import OutOfMemoryError
+from vmserve_bench.alloc.section import Times
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
-__all__ = ["BLOCK_TOKENS", "grow", "growths", "open_pool", "open_sequences"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "Batch",
+    "Views",
+    "grow",
+    "growths",
+    "open_pool",
+    "open_sequences",
+    "view_of",
+]
 
 BLOCK_TOKENS = 16
+Views = Literal["virtual", "paged", "mixed"]
+
+
+def view_of(views: Views, index: int) -> _core.View:
+    """The view of a request by its number; ``mixed``: every other one is paged."""
+    paged = views == "paged" or (views == "mixed" and index % 2)
+    return _core.View.PAGED if paged else _core.View.VIRTUAL
 
 
 def open_pool(
@@ -25,7 +42,6 @@ def open_pool(
     token_bytes: int,
     max_pages: int,
     max_seqs: int,
-    max_len: int,
     num_groups: int = 1,
     block_tokens: int = BLOCK_TOKENS,
     driver: _core.PageDriver | None = None,
@@ -37,17 +53,14 @@ def open_pool(
     ``driver``: one with ``num_groups * max_pages`` frames of a page (default: the host's).
     ``options`` are further arguments of :class:`vmserve._core.KVMemory`.
     """
-    if driver is None:
-        driver = _core.HostDriver(page_tokens * token_bytes, num_groups * max_pages)
     return _core.KVMemory(
-        driver,
+        driver or _core.HostDriver(page_tokens * token_bytes, num_groups * max_pages),
         num_groups=num_groups,
         block_tokens=block_tokens,
         blocks_per_page=page_tokens // block_tokens,
         token_bytes=token_bytes,
         max_seqs=max_seqs,
         num_slots=max_seqs,
-        max_len=max_len,
         limit_pages=max_pages,
         max_pages=max_pages,
         **options,
@@ -57,14 +70,10 @@ def open_pool(
 def open_sequences(
     memory: _core.KVMemory, views: Sequence[_core.View], prompt: Sequence[int] = ()
 ) -> list[int]:
-    """One empty sequence per view. Raises OutOfMemoryError when ``max_seqs`` are open."""
-    seqs: list[int] = []
-    for view in views:
-        seq = memory.open(view=view, tokens=prompt)
-        if seq is None:
-            raise OutOfMemoryError(f"{len(seqs)} of {len(views)} sequences opened: raise max_seqs")
-        seqs.append(seq)
-    return seqs
+    """One empty sequence per view, which have to be at most ``max_seqs``."""
+    seqs = [memory.open(view=view, tokens=prompt) for view in views]
+    assert None not in seqs
+    return seqs  # type: ignore[return-value]
 
 
 def growths(seqs: Sequence[int], lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
@@ -79,8 +88,45 @@ def grow(memory: _core.KVMemory, rows: NDArray[np.int64]) -> int:
     """Plan and apply; return the epoch. Raises OutOfMemoryError if the plan does not fit."""
     plan = memory.plan_step(rows)
     if not plan.fits:
-        raise OutOfMemoryError(
-            f"the step needs {plan.needed_pages:,} pages, {plan.available_pages:,} can be had: "
-            "give the pool more pages"
-        )
+        raise OutOfMemoryError(f"{plan.needed_pages:,} pages of {plan.available_pages:,}")
     return memory.apply_step(rows, plan.version)
+
+
+class Batch:
+    """Sequences that decode a token a step; ``times`` of the memory's calls.
+
+    ``known``: tokens are, so that blocks are named and published as they fill.
+    """
+
+    def __init__(
+        self,
+        memory: _core.KVMemory,
+        views: Sequence[_core.View],
+        lengths: NDArray[np.int64],
+        *,
+        known: bool = False,
+    ) -> None:
+        self.memory, self.lengths, self.times = memory, lengths, Times()
+        self._tokens = list(range(len(views)))
+        self.seqs = []
+        for token, view, length in zip(self._tokens, views, lengths.tolist(), strict=True):
+            # Prompts have no common prefix.
+            self.seqs += open_sequences(memory, [view], [token] * length if known else ())
+        memory.complete(grow(memory, growths(self.seqs, lengths)))
+        if known:
+            memory.append_tokens(self.seqs, self._tokens)
+
+    def step(self, model: Callable[[], None] = lambda: None) -> None:
+        """Grow every sequence by a token; ``model`` runs between the step's two halves."""
+        memory, take = self.memory, self.times.take
+        rows = growths(self.seqs, self.lengths + 1)
+        plan = take("plan_step", memory.plan_step, rows)
+        epoch = take("apply_step", memory.apply_step, rows, plan.version)
+        model()
+        take("complete", memory.complete, epoch)
+        take("append_tokens", memory.append_tokens, self.seqs, self._tokens)
+        self.lengths = self.lengths + 1
+
+    def release(self) -> None:
+        for seq in self.seqs:
+            self.memory.release(seq)

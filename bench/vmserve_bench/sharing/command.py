@@ -1,4 +1,4 @@
-"""``vmserve bench sharing``: runs sections, prints tables, writes JSON, Markdown and plots."""
+"""``vmserve bench sharing``: runs sections, prints tables, writes JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vmserve.errors import ConfigurationError
 from vmserve_bench import options as opt
 from vmserve_bench.lab.suite import chosen, numbers
 from vmserve_bench.sharing import SUITE, Options
-from vmserve_bench.sharing.section import MODES
-from vmserve_bench.workloads.shapes import get_workload
+from vmserve_bench.sharing.prefix import MODES
+from vmserve_bench.workloads.shapes import WORKLOADS
 
 __all__ = ["sharing_command"]
 
@@ -44,43 +44,27 @@ def sharing_command(
         str, typer.Option(help=f"How requests of prefix come: {' or '.join(MODES)}, or both.")
     ] = ",".join(MODES),
     model: Annotated[
-        Path | None,
-        typer.Option(help="Model directory for prefix. Default: the embedded model."),
+        Path | None, typer.Option(help="Model directory for prefix. Default: the embedded model.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Draws lengths, prompts and orders.")] = 0,
     output: opt.Output = None,
-    json_path: opt.JsonPath = None,
 ) -> None:
     """Measure what sharing KV blocks saves, and what a shared prefix is worth."""
     names = chosen("section", section, list(SUITE.sections))
+    sizes = numbers("block-sizes", block_sizes, most=1024)
+    for size in sizes:
+        if size & (size - 1):
+            raise ConfigurationError(
+                f"--block-sizes: {size} is no power of two; write e.g. 8,16,32"
+            )
     options = Options(
         num_requests=num_requests,
-        workloads=_workloads(workload),
+        workloads=tuple(chosen("workload", workload, list(WORKLOADS))),
         widths=numbers("widths", widths, least=2),
-        block_sizes=_block_sizes(block_sizes),
+        block_sizes=sizes,
         seed=seed,
         pairs=pairs,
-        modes=tuple(one for one in MODES if one in chosen("mode", mode, MODES)),
+        modes=tuple(chosen("mode", mode, MODES)),
         model=model,
     )
-    SUITE.measure(names, options, lambda: {"seed": seed}, json_path=json_path, output=output)
-
-
-def _block_sizes(text: str) -> tuple[int, ...]:
-    sizes = numbers("block-sizes", text)
-    wrong = [size for size in sizes if not 1 <= size <= 1024 or size & (size - 1)]
-    if wrong:
-        raise ConfigurationError(
-            f"--block-sizes: {wrong[0]} is no power of two up to 1024; write e.g. 8,16,32"
-        )
-    return sizes
-
-
-def _workloads(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        try:
-            get_workload(name)
-        except ValueError as error:
-            raise ConfigurationError(f"--workload: {error}") from None
-    return names
+    SUITE.measure(names, options, lambda: {"seed": seed}, output=output)

@@ -7,8 +7,8 @@ growths and releases. At the engine's own size both must count the same.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,99 +16,124 @@ from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Fork, Growth, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
-from vmserve_bench.sharing.count import Tally, common_prefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from vmserve.config import EngineConfig
     from vmserve.scheduler.base import StepPlan
     from vmserve.scheduler.sequence import Sequence
 
-__all__ = ["ForkOf", "Recorder", "Step", "WatchedEngine", "count_memory", "replay"]
+__all__ = ["Step", "WatchedEngine", "common_prefixes", "described", "percent", "replay"]
 
-#: Head dimension in a replay, whose K and V take 256 bytes a token.
-_HEAD_DIM = 64
-_POOL_BYTES = 1 << 30
-
-
-class ForkOf(NamedTuple):
-    child: int
-    parent: int
-    num_tokens: int
+#: Of each counted step: blocks that all sequences list, and distinct ones.
+Counts = list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Operations of a step; sequences have numbers of the recording, never reused.
+class Step(NamedTuple):
+    """Operations of a step on sequences, which have any names that are never reused."""
 
-    ``prefixes``: :func:`~vmserve_bench.sharing.count.common_prefixes` of each request's sequences.
-    """
-
-    forks: tuple[ForkOf, ...]
+    #: Child, parent, and tokens in common.
+    forks: list[tuple[Any, Any, int]]
     #: Sequences, and their tokens from this step on.
-    growths: tuple[tuple[int, int], ...]
-    live: tuple[int, ...]
+    growths: list[tuple[Any, int]]
+    live: list[Any]
     counted: bool = True
-    prefixes: tuple[int, ...] = ()
+    #: :func:`common_prefixes` of each request's beams.
+    prefixes: list[int] = []  # noqa: RUF012
+
+
+def percent(part: float, whole: float) -> float:
+    """Percentage; 0 of nothing."""
+    return 100.0 * part / whole if whole else 0.0
+
+
+def described(counts: Counts) -> dict[str, Any]:
+    """Two averages: of sums, so that a step counts for what it lists, and of steps' ratios."""
+    listed, distinct = (sum(column) for column in zip(*counts, strict=True))
+    return {
+        "num_steps": len(counts),
+        "listed": listed,
+        "distinct": distinct,
+        "saved_percent": percent(listed - distinct, listed),
+        "mean_step_percent": percent(sum(1 - d / n for n, d in counts), len(counts)),
+    }
 
 
 class WatchedEngine(LLMEngine):
-    """Engine that reports each step, with every sequence that has memory, to ``watch``."""
+    """Engine that counts and records its steps; each ``every``-th one is counted."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, every: int = 1) -> None:
         super().__init__(config)
-        self.watch: Callable[[StepPlan, list[Sequence]], None] | None = None
+        self.recorded: list[Step] = []
+        self.counts: Counts = []
+        self._every = every
+        self._known: dict[int, Sequence] = {}
 
     def _mark_scheduled(self, plan: StepPlan) -> None:
-        if self.watch is not None:
-            requests = self._requests.values()
-            everyone = (sequence for request in requests for sequence in request.sequences)
-            self.watch(plan, [seq for seq in everyone if seq.memory_id is not None])
-        super()._mark_scheduled(plan)
-
-
-@dataclass(slots=True)
-class Recorder:
-    """Counts and records the steps of an engine; each ``every``-th one is counted."""
-
-    memory: MemoryManager
-    every: int = 1
-    steps: list[Step] = field(default_factory=list)
-    tally: Tally = field(default_factory=Tally)
-    _numbers: dict[Sequence, int] = field(default_factory=dict)
-    #: Numbers of the last step's sequences, by the memory's ids.
-    _by_id: dict[int, int] = field(default_factory=dict)
-
-    def __call__(self, plan: StepPlan, sequences: list[Sequence]) -> None:
-        by_id = {}
-        for sequence in sequences:
-            assert sequence.memory_id is not None
-            number = self._numbers.setdefault(sequence, len(self._numbers))
-            by_id[sequence.memory_id] = number
-        known = self._by_id | by_id  # a parent can be gone by now
+        requests = self._requests.values()
+        live = {
+            sequence.memory_id: sequence
+            for request in requests
+            for sequence in request.sequences
+            if sequence.memory_id is not None
+        }
+        known = self._known | live  # a parent can be gone by now
         forks = []
         for op in plan.memory.ops:
             if not isinstance(op, Fork):
                 raise TypeError(f"a recording is of forks and growths only, got {op}")
-            forks.append(ForkOf(known[op.seq], known[op.parent], op.num_tokens))
-        counted = len(self.steps) % self.every == 0
+            forks.append((known[op.seq], known[op.parent], op.num_tokens))
+        growths = [(live[growth.seq], growth.num_tokens) for growth in plan.memory.growths]
+        counted = len(self.recorded) % self._every == 0
+        prefixes: list[int] = []
         if counted:
-            count_memory(self.memory, by_id, Regime.PAGED, self.tally)
-        self.steps.append(
-            Step(
-                tuple(forks),
-                tuple((by_id[growth.seq], growth.num_tokens) for growth in plan.memory.growths),
-                tuple(by_id.values()),
-                counted,
-                _prefixes(sequences) if counted else (),
-            )
-        )
-        self._by_id = by_id
+            self.counts.append(count_memory(self.memory, live, Regime.PAGED))
+            for request in requests:  # samples keep their own, even if equal by chance
+                if request.is_gang:
+                    beams = [s.tokens for s in request.sequences if s.memory_id is not None]
+                    prefixes += common_prefixes(beams)
+        self.recorded.append(Step(forks, growths, list(live.values()), counted, prefixes))
+        self._known = live
+        super()._mark_scheduled(plan)
 
 
-def count_memory(memory: MemoryManager, seqs: Iterable[int], regime: Regime, tally: Tally) -> None:
-    """Add the blocks (pages in the virtual regime) that all sequences list now.
+def run_to_end(engine: LLMEngine) -> dict[str, list[int]]:
+    """Tokens of the first answer to each request. Raises RuntimeError where one failed."""
+    done = {}
+    while engine.has_unfinished:
+        result = engine.step()
+        if result.failures:
+            raise RuntimeError(f"a request failed: {result.failures[0].error}")
+        for output in result.outputs:
+            if output.finished:
+                done[output.request_id] = list(output.outputs[0].token_ids)
+    return done
+
+
+def common_prefixes(histories: Iterable[list[int]]) -> list[int]:
+    """Tokens that each history but one has in common with its neighbour in lexical order.
+
+    What sequences with these histories can share at most: floor(p / block) blocks for each p.
+    (In a trie with the histories as leaves, each but the first branches off at such a depth.)
+    """
+    return [_common(a, b) for a, b in pairwise(sorted(histories))]
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """Length of the common prefix, by bisection: slices compare faster than elements."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def count_memory(memory: MemoryManager, seqs: Iterable[int], regime: Regime) -> tuple[int, int]:
+    """Blocks (pages in the virtual regime) that all sequences list now, and distinct ones.
 
     Raises RuntimeError if the memory's own count of what is in use is another one.
     """
@@ -121,7 +146,7 @@ def count_memory(memory: MemoryManager, seqs: Iterable[int], regime: Regime, tal
     distinct = int(np.unique(np.concatenate(lists)).size)
     if distinct != used:
         raise RuntimeError(f"sequences list {distinct} distinct blocks, memory counts {used}")
-    tally.add(sum(blocks.size for blocks in lists), distinct)
+    return sum(blocks.size for blocks in lists), distinct
 
 
 def replay(
@@ -129,61 +154,36 @@ def replay(
     block_tokens: int,
     regime: Regime = Regime.PAGED,
     page_tokens: int | None = None,
-) -> Tally:
+) -> Counts:
     """Replay forks, growths and releases in a memory with blocks of this size."""
-    layout = plan_layout(
-        1,
-        1,
-        _HEAD_DIM,
-        "float16",
-        HOST_GRANULARITY,
-        page_tokens=page_tokens or max(block_tokens, 16),
-        block_tokens=block_tokens,
-    )
-    before: tuple[int, ...] = ()
-    most = 1
-    for step in steps:
-        most = max(most, len({*before, *step.live}))
-        before = step.live
     memory = MemoryManager(
-        layout,
-        num_slots=most,
+        plan_layout(
+            *(1, 1, 64, "float16", HOST_GRANULARITY),
+            page_tokens=page_tokens or max(block_tokens, 16),
+            block_tokens=block_tokens,
+        ),
+        num_slots=max(len({*a.live, *b.live}) for a, b in pairwise([steps[0], *steps])),
         max_len=max(length for step in steps for _, length in step.growths),
-        limit_bytes=_POOL_BYTES,
+        limit_bytes=1 << 30,
         options=MemoryOptions(zero_pages="never"),
     )
-    try:
-        return _replay(steps, memory, regime)
-    finally:
-        memory.close()
-
-
-def _replay(steps: list[Step], memory: MemoryManager, regime: Regime) -> Tally:
-    tally = Tally()
-    opened: dict[int, int] = {}
+    counts: Counts = []
+    opened: dict[Any, int] = {}
     for step in steps:
-        for number in step.live:
-            if number not in opened:
-                memory_id = memory.open(regime=regime)
-                assert memory_id is not None
-                opened[number] = memory_id
-        forks = [Fork(opened[fork.child], opened[fork.parent], fork[2]) for fork in step.forks]
-        growths = [Growth(opened[number], length) for number, length in step.growths]
+        for sequence in step.live:
+            if sequence not in opened:
+                seq = memory.open(regime=regime)
+                assert seq is not None
+                opened[sequence] = seq
+        forks = [Fork(opened[child], opened[parent], n) for child, parent, n in step.forks]
+        growths = [Growth(opened[sequence], length) for sequence, length in step.growths]
         plan = memory.plan(growths, forks)
         if not isinstance(plan, MemoryPlan):
             raise RuntimeError(f"the replay's pool is too small: use fewer requests ({plan})")
         memory.complete(memory.apply(plan))
-        for number in opened.keys() - set(step.live):
-            memory.release(opened.pop(number))
+        for sequence in opened.keys() - set(step.live):
+            memory.release(opened.pop(sequence))
         if step.counted:
-            count_memory(memory, opened.values(), regime, tally)
-    return tally
-
-
-def _prefixes(sequences: list[Sequence]) -> tuple[int, ...]:
-    """Shareable positions of beams; samples keep their own, even if equal by chance."""
-    gangs: dict[str, list[list[int]]] = {}
-    for sequence in sequences:
-        if sequence.request.is_gang:
-            gangs.setdefault(sequence.request.request_id, []).append(sequence.tokens)
-    return tuple(common for gang in gangs.values() for common in common_prefixes(gang))
+            counts.append(count_memory(memory, opened.values(), regime))
+    memory.close()
+    return counts
