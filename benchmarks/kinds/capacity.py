@@ -1,17 +1,16 @@
 """Requests at once in a fixed pool: kinds of layers against pages of equal size, simulated.
 
 The real scheduler and memory core over a null driver in virtual time
-(``vmserve_bench.simulation``). All requests wait at the
-start; counted is how many run together while others wait.
+(``vmserve_bench.simulation``). All requests wait at the start; counted is how many run together
+while others wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from vmserve_bench.lab.table import SectionResult, Table
 from vmserve_bench.simulation import Asked, SimulatedEngine, SimulationConfig, asked, replay
 from vmserve_bench.simulation.devices import OPT_13B_A100
 from vmserve_bench.workloads.shapes import lognormal, shared_prefix, sharegpt
@@ -24,29 +23,18 @@ from vmserve.numbers.sizes import format_size
 CONTEXT = 16384
 #: Models with sliding windows, and their pools.
 POOLS = {"gemma-3-27b": 16 << 30, "gpt-oss-20b": 4 << 30}
+DOCUMENTS = {"mean_in": 5000, "mean_out": 300, "sigma_in": 0.6, "sigma_out": 0.5}
+PREFIXES = {"num_prefix_tokens": 2000, "num_question_tokens": 100, "num_output_tokens": 200}
 
 
 def mixed(num_requests: int, seed: int) -> list[Asked]:
     """Chats, long documents and requests with a prefix in common, a third of each, in turn."""
     each = num_requests // 3
-    documents = lognormal(
-        each,
-        seed + 1,
-        mean_in=5000,
-        mean_out=300,
-        sigma_in=0.6,
-        sigma_out=0.5,
-        max_total_tokens=CONTEXT,
-    )
-    prefixes = shared_prefix(
-        each,
-        seed + 2,
-        num_groups=4,
-        num_prefix_tokens=2000,
-        num_question_tokens=100,
-        num_output_tokens=200,
-    )
-    parts = {"chat": sharegpt(each, seed), "document": documents, "prefix": prefixes}
+    parts = {
+        "chat": sharegpt(each, seed),
+        "document": lognormal(each, seed + 1, **DOCUMENTS, max_total_tokens=CONTEXT),
+        "prefix": shared_prefix(each, seed + 2, num_groups=4, **PREFIXES),
+    }
     requests = [
         [
             replace(one, name=f"{name}-{one.name}", seed=1000 * index + one.seed, arrival_s=0.0)
@@ -57,8 +45,7 @@ def mixed(num_requests: int, seed: int) -> list[Asked]:
     return [one for three in zip(*requests, strict=True) for one in three]
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """How layers share pages. ``num_layers``: with those that only pad."""
 
     name: str
@@ -68,7 +55,7 @@ class Way:
     regime: str = "paged"
 
 
-def ways(shape: ModelShape) -> Iterable[Way]:
+def ways(shape: ModelShape) -> Iterator[Way]:
     """Ways of a model with sliding windows."""
     kinds = shape.layer_kinds()
     yield Way("one page for all layers", shape.num_layers)
@@ -87,21 +74,14 @@ def _padded(shape: ModelShape) -> tuple[int, tuple[LayerKind, ...]]:
     windows: list[int | None] = []
     for kind in equal_pages(shape.kinds()):
         assert kind.page_tokens == 16
-        num_layers = kind.page_bytes // (16 * kind.shape.token_bytes)
-        windows += [kind.shape.window] * num_layers
+        windows += [kind.shape.window] * (kind.page_bytes // (16 * kind.shape.token_bytes))
     return len(windows), layer_kinds(windows)
 
 
 def serve(shape: ModelShape, way: Way, limit_bytes: int, requests: list[Asked]) -> dict[str, Any]:
     """Serve all requests; count what ran together, what was preempted and what was cached."""
-    layout = plan_layout(
-        way.num_layers,
-        shape.kv_heads,
-        shape.head_dim,
-        shape.dtype,
-        4096,
-        page_tokens=way.page_tokens,
-    )
+    heads = (shape.kv_heads, shape.head_dim, shape.dtype)
+    layout = plan_layout(way.num_layers, *heads, 4096, page_tokens=way.page_tokens)
     config = SimulationConfig(
         layout=layout,
         limit_bytes=limit_bytes,
@@ -126,36 +106,24 @@ def serve(shape: ModelShape, way: Way, limit_bytes: int, requests: list[Asked]) 
     }
 
 
-def capacity(num_requests: int, seed: int) -> SectionResult:
-    """The section: every way of every model, and a table of each model."""
+def rows(num_requests: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Every way of every model."""
     requests = mixed(num_requests, seed)
-    rows = [
-        {"model": model, "way": way.name, **serve(PRESETS[model], way, limit_bytes, requests)}
-        for model, limit_bytes in POOLS.items()
-        for way in ways(PRESETS[model])
-    ]
-    return SectionResult({"rows": rows}, tuple(_table(model, rows) for model in POOLS))
+    for model, limit_bytes in POOLS.items():
+        for way in ways(PRESETS[model]):
+            served = serve(PRESETS[model], way, limit_bytes, requests)
+            yield {"model": model, "way": way.name, "pool_bytes": limit_bytes, **served}
 
 
-def _table(model: str, rows: list[dict[str, Any]]) -> Table:
-    return Table(
-        title=f"{model}, a pool of {format_size(POOLS[model])}",
-        columns=(
-            *("way", "tokens/page", "requests at once", "most", "steps", "preemptions"),
-            "prompt tokens cached",
-        ),
-        rows=tuple(
-            (
-                row["way"],
-                f"{row['page_tokens']}",
-                f"{row['requests_at_once']:.1f}",
-                f"{row['most_at_once']}",
-                f"{row['steps']:,}",
-                f"{row['preemptions']}",
-                f"{row['cached_tokens']:.1%}",
-            )
-            for row in rows
-            if row["model"] == model
-        ),
-        note="requests at once: the mean of the steps while others waited.",
-    )
+TITLE = "{}, in a fixed pool"
+COLUMNS = {
+    "way": "{way}",
+    "pool": lambda row: format_size(row["pool_bytes"]),
+    "tokens/page": "{page_tokens}",
+    "requests at once": "{requests_at_once:.1f}",
+    "most": "{most_at_once}",
+    "steps": "{steps:,}",
+    "preemptions": "{preemptions}",
+    "prompt tokens cached": "{cached_tokens:.1%}",
+}
+NOTE = "requests at once: the mean of the steps while others waited."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,19 +17,12 @@ def kinds_memory(kinds: Sequence[KindPages], max_len: int, block_tokens: int) ->
 
     ``kinds``: the first sees all tokens; one with a state is the last.
     """
-    described: list[tuple[_core.PageDriver, int, dict[str, Any]]] = []
     whole = sum(kind.page_bytes for kind in kinds)
+    common = {"num_groups": 1, "block_tokens": block_tokens, "max_seqs": 1, "num_slots": 1}
+    described = []
     for kind in kinds:
         most = _LIMIT_PAGES * whole // kind.page_bytes
-        own = {
-            "num_groups": 1,
-            "block_tokens": block_tokens,
-            "max_seqs": 1,
-            "num_slots": 1,
-            "max_len": max_len,
-            "limit_pages": most,
-            "max_pages": most,
-        }
+        own = {**common, "max_len": max_len, "limit_pages": most, "max_pages": most}
         if kind.page_tokens:
             own["blocks_per_page"] = kind.page_tokens // block_tokens
             own["token_bytes"] = kind.page_bytes // kind.page_tokens
@@ -55,10 +47,10 @@ def counted_bytes(
     memory = kinds_memory(kinds, num_tokens, block_tokens)
     seq = memory.open(0, view)
     assert seq is not None
-    for length in range(max(1, num_tokens - 1), num_tokens + 1):
-        grow_to(memory, seq, length)
-        if length < num_tokens:
-            memory.complete(memory.begun_epoch)
+    if num_tokens > 1:
+        grow_to(memory, seq, num_tokens - 1)
+        memory.complete(memory.begun_epoch)
+    grow_to(memory, seq, num_tokens)
     memory.check()
     held = 0
     for kind, part in zip(kinds, memory.kinds, strict=True):

@@ -9,44 +9,29 @@
 
 from __future__ import annotations
 
-import argparse
-import datetime
-
-from vmserve_bench.lab.machine import machine_info
-from vmserve_bench.lab.report import keep, make_console, results_directory
+from vmserve_bench.lab import script
 from vmserve_bench.lab.suite import chosen
-from vmserve_bench.lab.table import SectionResult, markdown, print_table
 
-from benchmarks.kinds.capacity import capacity
-from benchmarks.kinds.waste import waste
+from benchmarks.kinds import capacity, waste
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--section", default=None)
-    parser.add_argument("--num-requests", type=int, default=450)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    if arguments.num_requests < 12:
+    parser = script.parser(__doc__, section=None, num_requests=450, seed=0)
+    args = parser.parse_args()
+    if args.num_requests < 12:
         parser.error("--num-requests: give 12 or more, or no prefix is shared")
-    console = make_console()
-    results: dict[str, SectionResult] = {}
-    for name in chosen("section", arguments.section, ("waste", "capacity")):
-        if name == "waste":
-            results[name] = waste()
-        else:
-            results[name] = capacity(arguments.num_requests, arguments.seed)
-        for table in results[name].tables:
-            print_table(console, table)
-    data = {
-        "benchmark": "kinds",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "num_requests": arguments.num_requests,
-        "seed": arguments.seed,
-        "machine": machine_info(("vmserve",)),
-        "results": {name: dict(result.data) for name, result in results.items()},
-    }
-    keep(results_directory(__file__, device="counted"), data, markdown(results, data))
+    results, tables = {}, []
+    for name in chosen("section", args.section, ("waste", "capacity")):
+        section = waste if name == "waste" else capacity
+        rows = list(
+            waste.rows() if name == "waste" else capacity.rows(args.num_requests, args.seed)
+        )
+        results[name] = {"rows": rows}
+        for model in dict.fromkeys(row["model"] for row in rows):
+            own = (row for row in rows if row["model"] == model)
+            title = section.TITLE.format(model)
+            tables.append(script.table(title, section.COLUMNS, own, section.NOTE))
+    script.publish(__file__, args, tables, {"results": results}, device="counted")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Count what a conversation of several turns computes again, by kinds of layers.
 
-    PYTHONPATH=. python benchmarks/kinds/turns.py [--turns N] [--prompt-tokens N]
+    PYTHONPATH=. python benchmarks/kinds/turns.py [--turns N] [--models NAME ...]
 
 Each turn sends all that was said and adds some. The checkpoints are small and random, so these are
 counts and no times.
@@ -8,27 +8,25 @@ counts and no times.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
 from importlib.resources import files
 from pathlib import Path
 
+from vmserve_bench.lab import script
+
 from tests.models import checkpoints
 from vmserve import LLM, SamplingParams
 
-_CONTEXT = 16_384
+_CONTEXT = {"max_position_embeddings": 16_384}
 _MODELS = {
-    "qwen3.5": checkpoints.qwen3_next("qwen3_5_text", max_position_embeddings=_CONTEXT),
-    "gemma3": checkpoints.gemma3(
-        num_hidden_layers=4, sliding_window=24, max_position_embeddings=_CONTEXT
-    ),
-    "gpt-oss": checkpoints.gpt_oss(
-        num_hidden_layers=4, sliding_window=20, max_position_embeddings=_CONTEXT
-    ),
-    "llama": checkpoints.llama(max_position_embeddings=_CONTEXT),
+    "qwen3.5": checkpoints.qwen3_next("qwen3_5_text", **_CONTEXT),
+    "gemma3": checkpoints.gemma3(num_hidden_layers=4, sliding_window=24, **_CONTEXT),
+    "gpt-oss": checkpoints.gpt_oss(num_hidden_layers=4, sliding_window=20, **_CONTEXT),
+    "llama": checkpoints.llama(**_CONTEXT),
 }
+_TOKENIZER = str(files("vmserve") / "assets" / "embedded")
 
 
 def converse(llm: LLM, rng: random.Random, turns: int, num_tokens: int) -> dict[str, int]:
@@ -46,17 +44,13 @@ def converse(llm: LLM, rng: random.Random, turns: int, num_tokens: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--prompt-tokens", type=int, default=3000)
-    args = parser.parse_args()
-    tokenizer = str(files("vmserve") / "assets" / "embedded")
+    args = script.parser(__doc__, turns=12, prompt_tokens=3000, models=tuple(_MODELS)).parse_args()
     rng = random.Random(0)
-    for name, config in _MODELS.items():
+    size = {"kv_cache_memory": "64MiB", "max_model_len": 8192}
+    for name in args.models:
         with tempfile.TemporaryDirectory() as directory:
-            checkpoints.save(config, Path(directory))
-            with LLM(directory, tokenizer=tokenizer, kv_cache_memory="64MiB",
-                     max_model_len=8192) as llm:  # fmt: skip
+            checkpoints.save(_MODELS[name], Path(directory))
+            with LLM(directory, tokenizer=_TOKENIZER, **size) as llm:
                 counts = converse(llm, rng, args.turns, args.prompt_tokens)
         print(json.dumps({"model": name, **counts}), flush=True)
 

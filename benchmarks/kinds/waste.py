@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from vmserve_bench.lab.table import SectionResult, Table
+from vmserve_bench.lab import script
 
 from benchmarks.kinds.counted import counted_bytes
 from vmserve import _core
 from vmserve.cli.planning.report import PRESETS
-from vmserve.memory.kind_pages import (
-    KindPages,
-    KindShape,
-    equal_pages,
-    held_bytes,
-    kind_pages,
-    needed_bytes,
-)
+from vmserve.memory.kind_pages import KindPages, equal_pages, held_bytes, kind_pages, needed_bytes
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY
 from vmserve.numbers.sizes import format_size
 
@@ -29,16 +23,10 @@ PAGES: dict[str, tuple[int, int | None]] = {
     "4 KiB": (HOST_GRANULARITY, None),
     "2 MiB": (CUDA_GRANULARITY, None),
 }
-_WAYS = ("slots", "blocks", "whole", "equal")
 
 
-def waste(lengths: Sequence[int] = LENGTHS) -> SectionResult:
-    """The section: rows of every model, page and length, and a table of each model."""
-    rows = list(_rows(lengths))
-    return SectionResult({"rows": rows}, tuple(_table(model, rows) for model in MODELS))
-
-
-def _rows(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
+def rows(lengths: Sequence[int] = LENGTHS) -> Iterator[dict[str, Any]]:
+    """What is held by every model, page and length."""
     for model in MODELS:
         shapes = PRESETS[model].kinds()
         for pages, (granularity, page_tokens) in PAGES.items():
@@ -48,7 +36,7 @@ def _rows(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
                 held = {
                     "slots": counted_bytes(kinds, length, _core.View.VIRTUAL),
                     "blocks": counted_bytes(kinds, length, _core.View.PAGED),
-                    "whole": _whole(kinds, length),
+                    "whole": sum(_without_window(kind).held_bytes(length) for kind in kinds),
                     "equal": held_bytes(equal_pages(shapes), length),
                 }
                 yield {
@@ -62,46 +50,31 @@ def _rows(lengths: Sequence[int]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def _whole(kinds: Sequence[KindPages], length: int) -> int:
-    """Bytes held if one page has all layers, so that windows give nothing up."""
-    return sum(
-        KindPages(_without_window(kind.shape), kind.page_bytes, kind.page_tokens)
-        .in_blocks(16)
-        .held_bytes(length)
-        for kind in kinds
-    )
+def _without_window(kind: KindPages) -> KindPages:
+    """The kind if one page has all layers, so that windows give nothing up."""
+    shape = replace(kind.shape, window=None, head_slack_tokens=0)
+    return KindPages(shape, kind.page_bytes, kind.page_tokens).in_blocks(16)
 
 
-def _without_window(shape: KindShape) -> KindShape:
-    return KindShape(
-        num_layers=shape.num_layers, token_bytes=shape.token_bytes, state_bytes=shape.state_bytes
-    )
+def held(way: str) -> script.Cell:
+    def cell(row: dict[str, Any]) -> str:
+        if way == "whole" and row["whole_bytes"] == row["blocks_bytes"]:
+            return ""
+        more = way in ("slots", "blocks") and row[f"{way}_bytes"] > row["equal_bytes"]
+        return f"{format_size(row[f'{way}_bytes'])} ({row[f'{way}_waste']:.1%}){'*' * more}"
+
+    return cell
 
 
-def _table(model: str, rows: Sequence[dict[str, Any]]) -> Table:
-    return Table(
-        title=f"{model}: held by one request, and the share that it wastes",
-        columns=(
-            *("pages", "tokens/page", "tokens", "needed", "slots", "block tables"),
-            *("one page for all layers", "vLLM's groups"),
-        ),
-        rows=tuple(
-            (
-                row["pages"],
-                f"{row['page_tokens']}",
-                f"{row['num_tokens']:,}",
-                format_size(row["needed_bytes"]),
-                *(_cell(row, way) for way in _WAYS),
-            )
-            for row in rows
-            if row["model"] == model
-        ),
-        note="* more than vLLM's groups hold. One page for all layers: where it holds more.",
-    )
-
-
-def _cell(row: dict[str, Any], way: str) -> str:
-    if way == "whole" and row["whole_bytes"] == row["blocks_bytes"]:
-        return ""
-    mark = "*" if way in ("slots", "blocks") and row[f"{way}_bytes"] > row["equal_bytes"] else ""
-    return f"{format_size(row[f'{way}_bytes'])} ({row[f'{way}_waste']:.1%}){mark}"
+TITLE = "{}: held by one request, and the share that it wastes"
+COLUMNS: dict[str, script.Cell] = {
+    "pages": "{pages}",
+    "tokens/page": "{page_tokens}",
+    "tokens": "{num_tokens:,}",
+    "needed": lambda row: format_size(row["needed_bytes"]),
+    "slots": held("slots"),
+    "block tables": held("blocks"),
+    "one page for all layers": held("whole"),
+    "vLLM's groups": held("equal"),
+}
+NOTE = "* more than vLLM's groups hold. One page for all layers: where it holds more."

@@ -9,14 +9,13 @@ at once, or from half as many clients, which ask again when they have their answ
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import random
 import statistics
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-from vmserve_bench.lab.report import make_console
-from vmserve_bench.lab.table import Table, print_table
+from vmserve_bench.lab import script
 from vmserve_bench.simulation.engine import SimulatedEngine, SimulationConfig
 from vmserve_bench.simulation.requests import VOCAB_SIZE, Asked
 
@@ -38,11 +37,8 @@ _KERNELS = KernelCosts(call=1e-5, sequence=2e-6, read=5e-8, pair=2e-8)
 #: Seconds to read the weights, and of a token: where many tokens cost much more than one, and
 #: where they cost next to nothing more.
 _DEVICES = {"CPU": (1.5e-3, 1.5e-4), "GPU": (8e-3, 2e-5)}
-
-
-class Job(NamedTuple):
-    prompt: int
-    answer: int
+#: Tokens of a prompt and of its answer.
+Job = tuple[int, int]
 
 
 class Outcome(NamedTuple):
@@ -51,28 +47,8 @@ class Outcome(NamedTuple):
     num_preemptions: int
 
 
-class _Client:
-    """What a pool needs of a client."""
-
-    def __init__(self, engine: SimulatedEngine, least: int) -> None:
-        self.config = SimpleNamespace(kv_cache_memory=LEAST)
-        self.resolved = SimpleNamespace(kv_limit_bytes=least)
-        self.lender: Any = None
-        self._engine = engine
-
-    def lend(self, order: Lend) -> None:
-        self._engine.engine.lend(order.limit_bytes, reclaim=order.reclaim)
-        if not self._engine.has_unfinished:
-            self.flush()
-
-    def flush(self) -> None:
-        if self._engine.engine.lease is not None:
-            for holding, is_answer in self._engine.engine.memory_news():
-                self.lender.told(MemoryReport(holding, is_answer))
-
-
 class Engine:
-    """One engine and the requests that it still gets."""
+    """One engine and the requests that it still gets; to a pool it is a client."""
 
     def __init__(
         self, device: str, limit: int, jobs: list[Job], pool: vmserve.KVPool | None
@@ -89,23 +65,32 @@ class Engine:
         self.sim = SimulatedEngine(config)
         self._jobs = list(enumerate(jobs))
         self._random = random.Random(len(jobs))
-        self._client: _Client | None = None
+        self.lender: Any = None
         if pool is not None:
             least = self.sim.engine.kv_bounds()[1]
             self.sim.memory.set_limit(least)
-            self._client = _Client(self.sim, least)
-            pool.join_now(cast("ClientCore", self._client), pool.unused_name("engine"))
+            self.config = SimpleNamespace(kv_cache_memory=LEAST)
+            self.resolved = SimpleNamespace(kv_limit_bytes=least)
+            pool.join_now(cast("ClientCore", self), pool.unused_name("engine"))
 
-    def add(self, count: int) -> None:
-        for number, job in self._jobs[:count]:
-            prompt = tuple(self._random.randrange(VOCAB_SIZE) for _ in range(job.prompt))
-            name = str(number)
-            self.sim.add(Asked(name=name, prompt=prompt, outputs=(job.answer,), seed=number))
-        del self._jobs[:count]
+    def lend(self, order: Lend) -> None:
+        """Carry out an order of the pool."""
+        self.sim.engine.lend(order.limit_bytes, reclaim=order.reclaim)
+        if not self.sim.has_unfinished:
+            self.flush()
 
     def flush(self) -> None:
-        if self._client is not None:
-            self._client.flush()
+        """Tell the pool what is new."""
+        if self.sim.engine.lease is not None:
+            for holding, is_answer in self.sim.engine.memory_news():
+                self.lender.told(MemoryReport(holding, is_answer))
+
+    def add(self, count: int) -> None:
+        for number, (num_prompt, num_answer) in self._jobs[:count]:
+            prompt = tuple(self._random.randrange(VOCAB_SIZE) for _ in range(num_prompt))
+            asked = Asked(name=f"{number}", prompt=prompt, outputs=(num_answer,), seed=number)
+            self.sim.add(asked)
+        del self._jobs[:count]
 
     def step(self, *, asks_again: bool) -> None:
         self.flush()  # which carries out orders, as a service does before each step
@@ -139,49 +124,47 @@ def serve(device: str, jobs: list[list[Job]], *, shares: bool, asks_again: bool)
     return outcome
 
 
-def row(device: str, split: tuple[int, int], seeds: int, *, asks_again: bool) -> tuple[str, ...]:
-    rates, tokens, preemptions = [], [], []
+def measured(device: str, split: tuple[int, int], asks_again: bool, seeds: int) -> dict[str, Any]:
+    """Means over the seeds, pool : halves."""
+    outcomes = []
     for seed in range(seeds):
         chance = random.Random(seed)
-        factor = 2 if asks_again else 1
         jobs = [
             [
-                Job(chance.randrange(*_PROMPTS), chance.randrange(*_ANSWERS))
-                for _ in range(factor * n)
+                (chance.randrange(*_PROMPTS), chance.randrange(*_ANSWERS))
+                for _ in range(2 * count if asks_again else count)
             ]
-            for n in split
+            for count in split
         ]
-        halves, pool = (
-            serve(device, jobs, shares=shares, asks_again=asks_again) for shares in (False, True)
-        )
-        rates.append(halves.seconds / pool.seconds)
-        tokens.append(pool.num_tokens / halves.num_tokens)
-        preemptions.append((halves.num_preemptions, pool.num_preemptions))
-    before, after = (statistics.mean(each) for each in zip(*preemptions, strict=True))
-    return (
-        device,
-        f"{split[0]} : {split[1]}",
-        "clients" if asks_again else "at once",
-        f"{statistics.mean(rates):.3f} ({min(rates):.3f} to {max(rates):.3f})",
-        f"{statistics.mean(tokens):.3f}",
-        f"{before:.1f}, {after:.1f}",
-    )
+        ways = (serve(device, jobs, shares=each, asks_again=asks_again) for each in (False, True))
+        outcomes.append(tuple(ways))
+    speeds = [halves.seconds / pool.seconds for halves, pool in outcomes]
+    mean = statistics.mean
+    return {
+        "device": device,
+        "split": f"{split[0]} : {split[1]}",
+        "come": "clients" if asks_again else "at once",
+        "speed": f"{mean(speeds):.3f} ({min(speeds):.3f} to {max(speeds):.3f})",
+        "tokens": mean(pool.num_tokens / halves.num_tokens for halves, pool in outcomes),
+        "before": mean(halves.num_preemptions for halves, _ in outcomes),
+        "after": mean(pool.num_preemptions for _, pool in outcomes),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--devices", nargs="+", choices=_DEVICES, default=list(_DEVICES))
-    args = parser.parse_args()
-    rows = tuple(
-        row(device, split, args.seeds, asks_again=asks_again)
-        for device in args.devices
-        for split in ((32, 32), (60, 4))
-        for asks_again in (False, True)
-    )
-    head = ("device", "requests", "come", "speed, pool : halves", "tokens", "preemptions")
+    args = script.parser(__doc__, seeds=8, devices=tuple(_DEVICES)).parse_args()
+    cases = itertools.product(args.devices, ((32, 32), (60, 4)), (False, True))
+    columns = {
+        "device": "{device}",
+        "requests": "{split}",
+        "come": "{come}",
+        "speed, pool : halves": "{speed}",
+        "tokens": "{tokens:.3f}",
+        "preemptions": "{before:.1f}, {after:.1f}",
+    }
+    rows = (measured(*case, args.seeds) for case in cases)
     note = "Tokens computed, pool : halves; preemptions with halves and with a pool."
-    print_table(make_console(), Table("two engines over a pool, simulated", head, rows, note))
+    script.show(script.table("two engines over a pool, simulated", columns, rows, note))
 
 
 if __name__ == "__main__":

@@ -2,37 +2,32 @@
 
     python benchmarks/persist/run.py MODEL [MODEL ...] [--beside-llama-cpp]
 
-For each model, in turns: the time to the first token of a prompt of 4,096 tokens in a new process,
-with a directory that has it and without; then steady traffic (8 streams with prompts of their own)
-in one process, with --kv-persist on and off. Tokens of both must be equal. Beside llama.cpp: the
-first token of the same prompt in its server, which restores a slot from a file (built by
-benchmarks/peers, models in GGUF files alone).
+For each model: the time to the first token in a new process, with a directory that has the prompt
+and without; then steady traffic in one process, with --kv-persist on and off. Beside llama.cpp:
+the first token in its server, which restores a slot from a file (models in GGUF files alone).
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
+import itertools
 import json
 import random
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab import script
 from vmserve_bench.lab.measure import pss_bytes
-from vmserve_bench.lab.report import keep, make_console, results_directory
 from vmserve_bench.lab.rounds import compare
 from vmserve_bench.lab.statistics import median
-from vmserve_bench.lab.table import SectionResult, Table, markdown, print_table
 
 from vmserve import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 ONE = SamplingParams(temperature=0, max_tokens=1)
+WAYS = ("computed", "restored")
 
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
@@ -40,8 +35,8 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
     return [rng.randrange(100, 2000) for _ in range(num_tokens)]
 
 
-def first_token(model: str, directory: str, num_tokens: int) -> None:
-    """In a process of its own: prints the seconds to the first token, and what followed."""
+def first_token(model: str, directory: str, num_tokens: int) -> dict[str, Any]:
+    """In a process of its own: the seconds to the first token, and what followed."""
     options: dict[str, Any] = {"kv_persist": directory} if directory else {}
     with LLM(model, kv_cache_memory="1GiB", **options) as llm:
         llm.generate([prompt(40, 1)], GREEDY)  # threads and buffers are there
@@ -49,51 +44,39 @@ def first_token(model: str, directory: str, num_tokens: int) -> None:
         [result] = llm.generate([prompt(num_tokens, 2)], ONE)
         seconds = time.perf_counter() - began
         [again] = llm.generate([prompt(num_tokens, 2)], GREEDY)
-        print(
-            json.dumps(
-                {
-                    "seconds": seconds,
-                    "cached": result.metrics.num_cached_tokens,
-                    "tokens": list(again.outputs[0].token_ids),
-                    "pss_bytes": pss_bytes(),
-                }
-            )
-        )
-
-
-def in_new_process(model: str, directory: str, num_tokens: int) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--first-token", model, directory, str(num_tokens)]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return dict(json.loads(done.stdout.splitlines()[-1]))
+        return {
+            "seconds": seconds,
+            "cached": result.metrics.num_cached_tokens,
+            "tokens": list(again.outputs[0].token_ids),
+            "pss_bytes": pss_bytes(),
+        }
 
 
 def restarts(model: str, num_tokens: int, rounds: int) -> dict[str, Any]:
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     with tempfile.TemporaryDirectory() as directory:
-        filled = in_new_process(model, directory, num_tokens)
-        found: dict[str, list[dict[str, Any]]] = {"computed": [], "restored": []}
-        for _ in range(rounds):
-            found["computed"].append(in_new_process(model, "", num_tokens))
-            found["restored"].append(in_new_process(model, directory, num_tokens))
+        measure = ("--first-token", model)
+        filled = script.in_new_process(__file__, *measure, directory, num_tokens)
+        for way in script.turns(WAYS, rounds):
+            where = directory if way == "restored" else ""
+            found[way].append(script.in_new_process(__file__, *measure, where, num_tokens))
     wrong = sum(run["tokens"] != filled["tokens"] for runs in found.values() for run in runs)
-    seconds = {name: median([run["seconds"] for run in runs]) for name, runs in found.items()}
-    return {"runs": found, "wrong": wrong, "seconds": seconds}
-
-
-def first_row(name: str, told: dict[str, Any], cached: int) -> tuple[str, ...]:
-    computed, restored = told["seconds"]["computed"], told["seconds"]["restored"]
-    times = f"{computed:.3f}", f"{restored:.3f}", f"{computed / restored:.1f}"
-    return (name, *times, str(cached), str(told["wrong"]))
+    return {"runs": found, "wrong": wrong, "cached": found["restored"][0]["cached"]}
 
 
 def steady(model: str, num_pairs: int) -> dict[str, Any]:
     """Every batch has prompts that nobody asked before; what is written is read by nobody."""
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    num_batches = 0
+    numbers = itertools.count(100, 100)
 
     def batch(llm: LLM) -> None:
-        nonlocal num_batches
-        num_batches += 1
-        llm.generate([prompt(192, 100 * num_batches + i) for i in range(8)], params)
+        first = next(numbers)
+        llm.generate([prompt(192, first + i) for i in range(8)], params)
+
+    def wait_for_writer() -> None:
+        """What steps left no time for must not be written in the other's time."""
+        while on.stats()["persist_waiting_blocks"]:
+            time.sleep(0.01)
 
     with (
         tempfile.TemporaryDirectory() as directory,
@@ -106,79 +89,63 @@ def steady(model: str, num_pairs: int) -> dict[str, Any]:
             pairs=num_pairs,
             warmup=1,
             labels=("off", "on"),
-            setup=lambda: wait_for_writer(on),
+            setup=wait_for_writer,
         )
         written = on.stats()["persist_written_blocks_total"]
-    return {
-        "ratio": result.ratio,
-        "low": result.ratio_low,
-        "high": result.ratio_high,
-        "written": written,
-    }
+    bounds = {"low": result.ratio_low, "high": result.ratio_high}
+    return {"ratio": result.ratio, **bounds, "written": written}
 
 
-def wait_for_writer(llm: LLM) -> None:
-    """What steps left no time for must not be written in the other's time."""
-    while llm.stats()["persist_waiting_blocks"]:
-        time.sleep(0.01)
+RESTARTS = {
+    "model": "{model}",
+    "computed, s": "{seconds[computed]:.3f}",
+    "restored, s": "{seconds[restored]:.3f}",
+    "times": lambda row: f"{row['seconds']['computed'] / row['seconds']['restored']:.1f}",
+    "cached": "{cached}",
+    "wrong": "{wrong}",
+}
+STEADY = {
+    "model": "{model}",
+    "time": lambda row: script.interval(row["ratio"], row["low"], row["high"]),
+    "blocks written": "{written:,}",
+}
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--first-token"]:
-        first_token(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+        print(json.dumps(first_token(sys.argv[2], sys.argv[3], int(sys.argv[4]))))
         return
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = script.parser(
+        __doc__, tokens=4096, rounds=3, pairs=10, beside_llama_cpp=False, discard=False
+    )
     parser.add_argument("models", nargs="+")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=10)
-    parser.add_argument("--beside-llama-cpp", action="store_true")
-    parser.add_argument("--discard", action="store_true", help="keep no results")
-    options = parser.parse_args()
-    first: list[tuple[str, ...]] = []
-    cost: list[tuple[str, ...]] = []
-    data: dict[str, Any] = {}
-    if options.beside_llama_cpp:  # before minutes go into measuring
+    args = parser.parse_args()
+    args.out = "-" if args.discard else ""
+    if args.beside_llama_cpp:  # before minutes go into measuring
         import slot_files  # noqa: PLC0415 - needs httpx, cmake
 
         environment = slot_files.installed()
-    for model in options.models:
+    first, cost, data = [], [], {}
+    for model in args.models:
         name = Path(model).name
-        told = restarts(model, options.tokens, options.rounds)
-        first.append(first_row(name, told, told["runs"]["restored"][0]["cached"]))
-        data[name] = {"restarts": told}
-        if options.beside_llama_cpp:
-            prompts = prompt(options.tokens, 2), prompt(40, 1)
-            slots = slot_files.restarts(environment, model, *prompts, options.rounds)
-            data[name]["llama.cpp"] = slots
-            first.append(first_row(f"{name}, llama.cpp", slots, slots["cached"]))
-        paid = steady(model, options.pairs)
-        data[name]["steady"] = paid
-        interval = f"{paid['low']:.3f} to {paid['high']:.3f}"
-        cost.append((name, f"{paid['ratio']:.3f}", interval, f"{paid['written']:,}"))
-    tables = (
-        Table(
-            f"first token of {options.tokens} after a restart",
-            ("model", "computed, s", "restored, s", "times", "cached", "wrong"),
-            tuple(first),
-        ),
-        Table(
-            "steady traffic, on to off", ("model", "time", "99 %", "blocks written"), tuple(cost)
-        ),
-    )
-    console = make_console()
-    for table in tables:
-        print_table(console, table)
-    if not options.discard:
-        described = {
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "machine": machine_info(),
-            # Where a model lay tells nothing to a reader.
-            "arguments": {**vars(options), "models": [Path(each).name for each in options.models]},
-            "data": data,
-        }
-        result = {"persist": SectionResult(data, tables)}
-        keep(results_directory(__file__), described, markdown(result, described))
+        parts = {"restarts": restarts(model, args.tokens, args.rounds)}
+        if args.beside_llama_cpp:
+            prompts = prompt(args.tokens, 2), prompt(40, 1)
+            parts["llama.cpp"] = slot_files.restarts(environment, model, *prompts, args.rounds)
+        for part, each in parts.items():
+            each["seconds"] = {
+                way: median([run["seconds"] for run in each["runs"][way]]) for way in WAYS
+            }
+            suffix = "" if part == "restarts" else f", {part}"
+            first.append({**each, "model": name + suffix})
+        parts["steady"] = steady(model, args.pairs)
+        cost.append({**parts["steady"], "model": name})
+        data[name] = parts
+    tables = [
+        script.table(f"first token of {args.tokens} after a restart", RESTARTS, first),
+        script.table("steady traffic, on to off", STEADY, cost),
+    ]
+    script.publish(__file__, args, tables, {"data": data})
 
 
 if __name__ == "__main__":

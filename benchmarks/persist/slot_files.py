@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +14,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
 from environments import SERVER, Environment, NotInstalledError, ensure, ensure_server
 from report import one_line
-from serving import POLL_S, ServerFailedError, server
-from vmserve_bench.lab.machine import free_port
-from vmserve_bench.lab.statistics import median
+from vmserve_bench.lab import script
+from vmserve_bench.lab.llama_server import llama_serving
 
+from vmserve.errors import VmserveError
 from vmserve.models import resolve_model
 
 __all__ = ["installed", "restarts"]
 
-#: Where benchmarks/peers keeps what it builds.
-CACHE = Path(
-    os.environ.get("VMSERVE_PEERS_CACHE", Path(tempfile.gettempdir()) / "vmserve-peers")
-).resolve()
-START_SECONDS = 120.0
-NUM_THREADS = 2
-FILE = "prompt.bin"
+OPTIONS = (
+    *("--threads", "2", "--threads-batch", "2", "--parallel", "1"),
+    *("--cache-ram", "0", "--no-webui", "--log-disable"),
+)
+COMPLETE = {"n_predict": 1, "temperature": 0, "cache_prompt": True, "id_slot": 0}
 
 
 def installed() -> Environment:
     """llama.cpp and its server, built now if they are not there; ends the process if that fails."""
     try:
-        return ensure_server("llama.cpp", ensure("llama.cpp", CACHE, print), CACHE, print)
+        found = ensure("llama.cpp", script.PEERS_CACHE, print)
+        return ensure_server("llama.cpp", found, script.PEERS_CACHE, print)
     except NotInstalledError as error:
         raise SystemExit(f"run.py: {one_line(str(error))}") from None
 
@@ -53,61 +49,30 @@ def restarts(
     if file.suffix != ".gguf":
         raise SystemExit(f"{model}: llama.cpp reads GGUF files, give one")
     found: dict[str, list[dict[str, Any]]] = {"computed": [], "restored": []}
+    num_bytes = 0
     with tempfile.TemporaryDirectory() as directory:
-        arguments = [str(environment.tools[SERVER]), "-m", str(file), "--slot-save-path", directory]
-        arguments += ["--threads", str(NUM_THREADS), "--threads-batch", str(NUM_THREADS)]
-        arguments += ["--parallel", "1", "--ctx-size", str(len(prompt) + 256)]
-        arguments += ["--cache-ram", "0", "--no-webui", "--log-disable"]
-        for number in range(rounds):
-            with running(arguments, dict(environment.variables)) as client:
-                complete(client, warmup)
-                found["computed"].append(first_token(client, prompt, restore=False))
-                if number == 0:
-                    told = ask(client, "/slots/0?action=save", {"filename": FILE})
-                    num_bytes = told["n_written"]
-            with running(arguments, dict(environment.variables)) as client:
-                complete(client, warmup)
-                found["restored"].append(first_token(client, prompt, restore=True))
-    tokens = {run["token"] for runs in found.values() for run in runs}
+        command = [str(environment.tools[SERVER]), "-m", str(file), *OPTIONS]
+        command += ["--slot-save-path", directory, "--ctx-size", str(len(prompt) + 256)]
+        for way in ["computed", "restored"] * rounds:
+            with llama_serving(*command, variables=environment.variables) as client:
+                ask(client, "/completion", {"prompt": warmup, **COMPLETE})
+                found[way].append(first_token(client, prompt, restore=way == "restored"))
+                if not num_bytes:
+                    num_bytes = slot(client, "save")["n_written"]
     return {
         "runs": found,
-        "seconds": {name: median([run["seconds"] for run in runs]) for name, runs in found.items()},
         "cached": min(run["cached"] for run in found["restored"]),
-        "wrong": len(tokens) - 1,
+        "wrong": len({run["token"] for runs in found.values() for run in runs}) - 1,
         "file_bytes": num_bytes,
     }
-
-
-@contextmanager
-def running(arguments: list[str], variables: dict[str, str]) -> Iterator[httpx.Client]:
-    port = free_port()
-    arguments = [*arguments, "--host", "127.0.0.1", "--port", str(port)]
-    url = f"http://127.0.0.1:{port}"
-    with (
-        server(arguments, variables) as process,
-        httpx.Client(base_url=url, timeout=600.0) as client,
-    ):
-        deadline = time.monotonic() + START_SECONDS
-        while not is_ready(client):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise ServerFailedError("llama-server did not start")
-            time.sleep(POLL_S)
-        yield client
-
-
-def is_ready(client: httpx.Client) -> bool:
-    try:
-        return client.get("/health").is_success
-    except httpx.HTTPError:
-        return False
 
 
 def first_token(client: httpx.Client, prompt: list[int], *, restore: bool) -> dict[str, Any]:
     began = time.perf_counter()
     if restore:
-        ask(client, "/slots/0?action=restore", {"filename": FILE})
+        slot(client, "restore")
     restored = time.perf_counter() - began
-    reply = complete(client, prompt)
+    reply = ask(client, "/completion", {"prompt": prompt, **COMPLETE})
     return {
         "seconds": time.perf_counter() - began,
         "restore_seconds": restored,
@@ -116,13 +81,12 @@ def first_token(client: httpx.Client, prompt: list[int], *, restore: bool) -> di
     }
 
 
-def complete(client: httpx.Client, prompt: list[int]) -> dict[str, Any]:
-    body = {"prompt": prompt, "n_predict": 1, "temperature": 0, "cache_prompt": True, "id_slot": 0}
-    return ask(client, "/completion", body)
+def slot(client: httpx.Client, action: str) -> dict[str, Any]:
+    return ask(client, f"/slots/0?action={action}", {"filename": "prompt.bin"})
 
 
 def ask(client: httpx.Client, path: str, body: dict[str, Any]) -> dict[str, Any]:
     reply = client.post(path, json=body)
     if not reply.is_success:
-        raise ServerFailedError(f"{path}: {reply.status_code}: {reply.text[:300]}")
+        raise VmserveError(f"{path}: {reply.status_code}: {reply.text[:300]}")
     return dict(reply.json())

@@ -25,9 +25,9 @@ from vmserve_bench.ab.results import (
     write,
 )
 from vmserve_bench.ab.variants import Variant
-from vmserve_bench.lab.report import dump, make_console, make_directory, results_directory, watch
+from vmserve_bench.lab import script
+from vmserve_bench.lab.report import dump, make_directory, results_directory, watch
 from vmserve_bench.lab.statistics import median
-from vmserve_bench.lab.table import Table, print_table
 
 from vmserve.errors import VmserveError
 
@@ -42,97 +42,60 @@ SIZES = {
     "mix": (16, 2048),
 }
 FIXED = ("virtual", "paged")
+NAMES = (*FIXED, "auto")
 #: Runs of each engine in a round, of which the fastest one counts.
 TRIES = 3
-#: Rounds that an engine serves: then each is made anew, somewhere else in memory. With one, rounds
-#: have nothing in common, as intervals take for granted.
-RENEW_EVERY = 1
 #: What regret is counted in: the time that users wait, and the processor's.
 COUNTED = ("elapsed_s", "cpu_s")
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="little of everything")
-    parser.add_argument("--rounds", type=int, help="of each kind; default 24, 2 with --quick")
-    parser.add_argument("--workloads", nargs="+", choices=tuple(SIZES), default=list(SIZES))
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = script.parser(
+        __doc__, quick=False, rounds=0, workloads=tuple(SIZES), model=None, raw=False, seed=0,
+        output=None,
+    )  # fmt: skip
     parser.add_argument(
         "--same",
         choices=FIXED,
         help="engines of this regime under all three names: the regret that is shown then is noise",
     )
-    parser.add_argument("--model", help="a model directory; default: the embedded model")
-    parser.add_argument("--raw", action="store_true", help="keep every sample in results.json")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="default: results/<date>-<cpu>")
     options = parser.parse_args(arguments)
-    if options.rounds is None:
-        options.rounds = 2 if options.quick else 24
+    options.rounds = options.rounds or (2 if options.quick else 24)
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     return options
 
 
-def settings_of(options: argparse.Namespace) -> Settings:
-    return Settings(rounds=options.rounds, seed=options.seed, renew_every=RENEW_EVERY, tries=TRIES)
-
-
-def measure(options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[WorkloadResult]]:
+def measure(
+    options: argparse.Namespace, settings: Settings
+) -> tuple[list[dict[str, Any]], list[WorkloadResult]]:
     """Describe the variants and serve each kind of traffic with all of them."""
-    settings = settings_of(options)
-    variants = [Variant(name, {"kv_regime": options.same or name}) for name in (*FIXED, "auto")]
+    variants = [Variant(name, {"kv_regime": options.same or name}) for name in NAMES]
     common = {} if options.model is None else {"model": options.model}
     results = []
-    with Engines(variants, common) as engines:
+    with (
+        Engines(variants, common) as engines,
+        watch(len(options.workloads) * len(variants) * settings.num_runs) as progress,
+    ):
         described = describe_variants(variants, engines)
-        with watch(len(options.workloads) * len(variants) * settings.num_runs) as progress:
-            for name in options.workloads:
-                num_requests, max_len = SIZES[name]
-                few = max(2, num_requests // 8)
-                [source] = sources(
-                    [name], None, None, num_requests=few if options.quick else num_requests
-                )
-                length = 256 if options.quick else max_len
-                [workload] = make_workloads(source, LoadOptions(), max_len=length, scale=None)
-                results.append(run_workload(engines, workload, settings, progress))
+        for name in options.workloads:
+            num_requests, max_len = SIZES[name]
+            if options.quick:
+                num_requests, max_len = max(2, num_requests // 8), 256
+            [source] = sources([name], None, None, num_requests=num_requests)
+            [workload] = make_workloads(source, LoadOptions(), max_len=max_len, scale=None)
+            results.append(run_workload(engines, workload, settings, progress))
     return described, results
 
 
-def regrets_of(result: WorkloadResult, metric: str) -> Regret:
-    times = {name: [float(v or 0) for v in result.values(name, metric)] for name in FIXED}
-    return regret([float(v or 0) for v in result.values("auto", metric)], times)
+def regrets_of(result: WorkloadResult) -> dict[str, Regret]:
+    def times(name: str, metric: str) -> list[float]:
+        return [float(value or 0) for value in result.values(name, metric)]
 
-
-def table(results: list[WorkloadResult]) -> Table:
-    rows = []
-    for result in results:
-        tokens = {
-            name: median(result.values(name, "output_tokens_per_s")) or 0.0
-            for name in (*FIXED, "auto")
-        }
-        time, cpu = (regrets_of(result, metric) for metric in COUNTED)
-        rows.append(
-            (
-                result.workload.name,
-                *(f"{value:,.0f}" for value in tokens.values()),
-                time.better,
-                percent(time),
-                time.outcome,
-                percent(cpu),
-                cpu.outcome,
-            )
-        )
-    return Table(
-        "regret of auto",
-        (
-            "workload", "virtual, tokens/s", "paged", "auto", "better one",
-            "regret in time, 95 %", f"at most {LIMIT:.0%}?",
-            "in processor time", f"at most {LIMIT:.0%}?",
-        ),
-        tuple(rows),
-        "Regret: time of auto over that of the better fixed regime, less 1. PASS only where the "
-        f"interval excludes more than {LIMIT:.0%}, FAIL only where it excludes less.",
-    )  # fmt: skip
+    return {
+        metric: regret(times("auto", metric), {name: times(name, metric) for name in FIXED})
+        for metric in COUNTED
+    }
 
 
 def percent(found: Regret) -> str:
@@ -141,40 +104,61 @@ def percent(found: Regret) -> str:
     return f"{found.value:+.1%} [{found.low:+.1%}, {found.high:+.1%}]"
 
 
+COLUMNS: dict[str, script.Cell] = {
+    "workload": "{workload}",
+    "virtual, tokens/s": "{virtual:,.0f}",
+    "paged": "{paged:,.0f}",
+    "auto": "{auto:,.0f}",
+    "better one": "{elapsed_s.better}",
+    "regret in time, 95 %": lambda row: percent(row["elapsed_s"]),
+    f"at most {LIMIT:.0%}?": "{elapsed_s.outcome}",
+    "in processor time": lambda row: percent(row["cpu_s"]),
+    f"is that at most {LIMIT:.0%}?": "{cpu_s.outcome}",
+}
+NOTE = (
+    "Regret: time of auto over that of the better fixed regime, less 1. PASS only where the "
+    f"interval excludes more than {LIMIT:.0%}, FAIL only where it excludes less."
+)
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    console = make_console()
     if busy := busy_warning():
-        console.print(busy)
-    described, results = measure(options)
-    for result in results:
-        print_table(console, workload_table(result))
-    summary = table(results)
-    print_table(console, summary)
-    directory = options.output or results_directory(__file__)
+        print(busy)
+    # Engines are made anew for every round, somewhere else in memory: rounds have nothing in common
+    # then, as intervals take for granted.
+    settings = Settings(rounds=options.rounds, seed=options.seed, renew_every=1, tries=TRIES)
+    described, results = measure(options, settings)
+    regrets = {result.workload.name: regrets_of(result) for result in results}
+    rows = [
+        {
+            "workload": result.workload.name,
+            **{name: median(result.values(name, "output_tokens_per_s")) or 0.0 for name in NAMES},
+            **regrets[result.workload.name],
+        }
+        for result in results
+    ]
+    tables = [script.table("regret of auto", COLUMNS, rows, NOTE), *map(workload_table, results)]
+    script.show(*tables)
+    directory = Path(options.output) if options.output else results_directory(__file__)
     make_directory(directory)
     given = {name: str(value) for name, value in vars(options).items() if name != "output"}
-    settings = settings_of(options)
     measured = document(given, described, settings, results, [])
     measured["regrets"] = {
-        result.workload.name: {metric: regrets_of(result, metric).to_dict() for metric in COUNTED}
-        for result in results
+        name: {metric: found.to_dict() for metric, found in each.items()}
+        for name, each in regrets.items()
     }
-    machine = measured["machine"]
-    where = f"{machine['cpu']}, {machine['num_usable_cores']} cores"
-    head = f"{measured['date']}, {where}, revision {(machine['git_revision'] or 'unknown')[:12]}"
     how = ", --quick" * options.quick + (f", --same {options.same}" if options.same else "")
-    tables = [summary, *(workload_table(result) for result in results)]
-    text = "\n".join([f"{head}{how}.\n", *(one.to_markdown() for one in tables)])
+    head = f"{script.heading(measured['date'], measured['machine'])}{how}.\n"
+    text = "\n".join([head, *(table.to_markdown() for table in tables)])
     (directory / "tables.md").write_text(text, encoding="utf-8")
-    written = write(measured, directory)
+    write(measured, directory)
     if not options.raw:  # the report has been drawn; these are megabytes
         for one in (one for workload in measured["workloads"] for one in workload["rounds"]):
             del one["runs"]
         (directory / "results.json").write_text(dump(measured), encoding="utf-8")
-    for path in [*written, directory / "tables.md"]:
-        console.print(f"written: {path}")
-    return 1 if any(regrets_of(result, "elapsed_s").outcome == "FAIL" for result in results) else 0
+    print(f"written: {directory}")
+    return any(found["elapsed_s"].outcome == "FAIL" for found in regrets.values())
 
 
 if __name__ == "__main__":

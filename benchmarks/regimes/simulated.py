@@ -11,58 +11,39 @@ by ``virtual``, ``paged`` and ``auto``; the mix has all kinds at once. Writes
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import random
 from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from vmserve_bench.lab.machine import machine_info
-from vmserve_bench.lab.report import keep, make_console, results_directory
-from vmserve_bench.lab.table import SectionResult, Table, markdown, print_table
+from vmserve_bench.lab import script
 from vmserve_bench.simulation import SimulatedEngine, SimulationConfig
 from vmserve_bench.simulation.devices import OPT_13B_A100, described
 from vmserve_bench.simulation.requests import Asked, asked
-from vmserve_bench.workloads.shapes import RequestShape, lognormal, shared_prefix, sharegpt
+from vmserve_bench.workloads.shapes import lognormal, shared_prefix, sharegpt
 
 KINDS = ("chat", "long", "shared-prefix", "beam", "n", "mix")
 REGIMES = ("virtual", "paged", "auto")
 #: Requests at once; long streams come one at a time.
 CLIENTS = 256
-
-
-def long_streams(count: int, seed: int) -> list[RequestShape]:
-    """Long prompts and answers within the model's context, like summaries of papers."""
-    return lognormal(
-        count, seed, mean_in=1400, mean_out=300, sigma_in=0.2, sigma_out=0.5, max_total_tokens=2048
-    )
+#: Long prompts and answers within the model's context, like summaries of papers.
+STREAMS = {"mean_in": 1400, "mean_out": 300, "sigma_in": 0.2, "sigma_out": 0.5}
+PREFIXES = {"num_prefix_tokens": 400, "num_question_tokens": 60, "num_output_tokens": 120}
+#: Student's t for 95 %, by the number of values.
+T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}
 
 
 def kinds(seed: int, part: int) -> dict[str, list[Asked]]:
     """The traffic of one round, or the ``part``-th part of it."""
-    chat = asked(sharegpt(160 // part, seed), seed=seed)
-    beams = asked(sharegpt(12 // part, seed + 1), seed=seed + 1, beam_width=4)
-    samples = asked(sharegpt(48 // part, seed + 2), seed=seed + 2, n=4)
-    prefixes = asked(
-        shared_prefix(
-            192 // part,
-            seed,
-            num_groups=4,
-            num_prefix_tokens=400,
-            num_question_tokens=60,
-            num_output_tokens=120,
-        ),
-        seed=seed + 3,
-    )
-    streams = asked(long_streams(max(2, 4 // part), seed + 4), seed=seed + 4)
+    streams = lognormal(max(2, 4 // part), seed + 4, **STREAMS, max_total_tokens=2048)
+    prefixes = shared_prefix(192 // part, seed, num_groups=4, **PREFIXES)
     every = {
-        "chat": chat,
-        "long": streams,
-        "shared-prefix": prefixes,
-        "beam": beams,
-        "n": samples,
+        "chat": asked(sharegpt(160 // part, seed), seed=seed),
+        "long": asked(streams, seed=seed + 4),
+        "shared-prefix": asked(prefixes, seed=seed + 3),
+        "beam": asked(sharegpt(12 // part, seed + 1), seed=seed + 1, beam_width=4),
+        "n": asked(sharegpt(48 // part, seed + 2), seed=seed + 2, n=4),
     }
     mix = [
         replace(one, name=f"{kind}-{one.name}", seed=index * 1000 + one.seed)
@@ -77,7 +58,6 @@ def serve(requests: list[Asked], regime: str, clients: int) -> dict[str, float]:
     """Serve the requests; return seconds of virtual time, and counters that explain them."""
     config = SimulationConfig.of(OPT_13B_A100, regime=regime, max_num_seqs=CLIENTS)
     left = deque(replace(one, arrival_s=0.0) for one in requests)
-    virtual = total = 0
     with SimulatedEngine(config) as engine:
         while left or engine.has_unfinished:
             while left and len(engine.open_names) < clients:
@@ -85,83 +65,71 @@ def serve(requests: list[Asked], regime: str, clients: int) -> dict[str, float]:
             engine.step()
         failed = [one.name for one in engine.run.requests if one.end != "finished"]
         assert not failed, failed
-        for step in engine.run.steps:
-            virtual += step.num_virtual
-            total += step.num_seqs
-        stats = engine.memory.stats()
+        steps, stats = engine.run.steps, engine.memory.stats()
         return {
             "seconds": engine.now,
-            "virtual_share": virtual / total,
+            "virtual_share": sum(s.num_virtual for s in steps) / sum(s.num_seqs for s in steps),
             "conversions": stats.converted_to_virtual_total + stats.converted_to_paged_total,
             "preemptions": engine.scheduler.num_preemptions_total,
         }
 
 
 def interval(ratios: list[float]) -> str:
-    """Mean and 95 % interval (Student's t) of a few seeds' ratios."""
-    t = {1: float("inf"), 2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}
-    values = np.array(ratios)
-    half = t.get(len(values), 2.0) * values.std(ddof=1) / len(values) ** 0.5
-    return f"{values.mean():.3f} [{values.mean() - half:.3f}, {values.mean() + half:.3f}]"
+    """Mean and 95 % interval of a few seeds' ratios."""
+    mean = float(np.mean(ratios))
+    half = T.get(len(ratios), 2.0) * float(np.std(ratios, ddof=1)) / len(ratios) ** 0.5
+    return script.interval(mean, mean - half, mean + half)
+
+
+def row(kind: str, runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
+    virtual, paged, auto = ([one["seconds"] for one in runs[regime]] for regime in REGIMES)
+    return {
+        "kind": kind,
+        "virtual": np.mean(virtual),
+        "paged": np.mean(paged),
+        "auto": np.mean(auto),
+        "to_virtual": interval([a / b for a, b in zip(virtual, auto, strict=True)]),
+        "to_paged": interval([a / b for a, b in zip(paged, auto, strict=True)]),
+        "share": np.mean([one["virtual_share"] for one in runs["auto"]]),
+        "conversions": np.mean([one["conversions"] for one in runs["auto"]]),
+    }
+
+
+COLUMNS = {
+    "traffic": "{kind}",
+    "virtual": "{virtual:.1f}",
+    "paged": "{paged:.1f}",
+    "auto": "{auto:.1f}",
+    "auto is faster than virtual by": "{to_virtual}",
+    "and than paged by": "{to_paged}",
+    "in the virtual view": "{share:.0%}",
+    "conversions": "{conversions:.0f}",
+}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=4, help="Rounds of traffic, two or more.")
-    parser.add_argument("--quick", action="store_true", help="little of everything")
-    parser.add_argument("--workloads", nargs="+", choices=KINDS, default=list(KINDS))
-    arguments = parser.parse_args()
-    if arguments.seeds < 2:
+    parser = script.parser(__doc__, seeds=4, quick=False, workloads=KINDS)
+    args = parser.parse_args()
+    if args.seeds < 2:
         parser.error("--seeds: give two or more, or there is no interval")
-    part = 12 if arguments.quick else 1
-    runs: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for seed in range(arguments.seeds):
-        every = kinds(seed * 100, part)
-        for kind, requests in ((kind, every[kind]) for kind in arguments.workloads):
-            clients = 1 if kind == "long" else CLIENTS
-            for regime in REGIMES:
-                result = serve(requests, regime, clients)
-                runs.setdefault(kind, {}).setdefault(regime, []).append(result)
-    rows = []
-    for kind, by_regime in runs.items():
-        seconds = {regime: [one["seconds"] for one in each] for regime, each in by_regime.items()}
-        pairs = list(zip(*seconds.values(), strict=True))
-        rows.append(
-            (
-                kind,
-                *(f"{np.mean(seconds[regime]):.1f}" for regime in REGIMES),
-                interval([virtual / auto for virtual, _, auto in pairs]),
-                interval([paged / auto for _, paged, auto in pairs]),
-                f"{np.mean([one['virtual_share'] for one in by_regime['auto']]):.0%}",
-                f"{np.mean([one['conversions'] for one in by_regime['auto']]):.0f}",
-            )
-        )
-    table = Table(
-        "simulated: OPT-13B on an A100 40GB, seconds until all requests have ended",
-        (
-            "traffic",
-            *REGIMES,
-            "auto is faster than virtual by",
-            "and than paged by",
-            "in the virtual view",
-            "conversions",
-        ),
-        tuple(rows),
-        f"Means of {arguments.seeds} rounds, with 95 % intervals of the paired ratios.",
-    )
-    print_table(make_console(), table)
-    write(table, {"device": described(OPT_13B_A100), "runs": runs})
-
-
-def write(table: Table, data: dict[str, Any]) -> None:
-    results = {"regimes-simulated": SectionResult(data, (table,))}
-    record = {
-        "benchmark": "regimes-simulated",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": machine_info(("vmserve", "numpy")),
-        **data,
+    traffic = [kinds(seed * 100, 12 if args.quick else 1) for seed in range(args.seeds)]
+    runs = {
+        kind: {
+            regime: [
+                serve(each[kind], regime, 1 if kind == "long" else CLIENTS) for each in traffic
+            ]
+            for regime in REGIMES
+        }
+        for kind in args.workloads
     }
-    keep(results_directory(__file__, device="simulated"), record, markdown(results, record))
+    table = script.table(
+        "simulated: OPT-13B on an A100 40GB, seconds until all requests have ended",
+        COLUMNS,
+        (row(kind, by_regime) for kind, by_regime in runs.items()),
+        f"Means of {args.seeds} rounds, with 95 % intervals of the paired ratios.",
+    )
+    measured = {"device": described(OPT_13B_A100), "runs": runs}
+    script.publish(__file__, args, [table], measured, device="simulated")
 
 
 if __name__ == "__main__":

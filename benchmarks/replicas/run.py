@@ -7,24 +7,28 @@ Servers on loopback, each in turn, closed loop. Under 6 minutes with the default
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
+from vmserve_bench.lab import script
 from vmserve_bench.lab.server import serving
+from vmserve_bench.lab.table import Table
 
 CLIENTS = 16
 PREFIX_TOKENS, SUFFIX_TOKENS, ANSWER_TOKENS = 1024, 16, 8
 #: Of the embedded model 256 MiB of KV: each of two engines can keep half of them, and half as much.
 PREFIXES = 64
-KV_CACHE = "384MiB"
 #: From the first request of a load to that of the next.
 LOAD = 1_000_000
+COMMON = (
+    *("--port", "0", "--kv-cache-memory", "384MiB", "--max-model-len", "1280"),
+    *("--max-num-seqs", "16", "--admin-api-key", "admin"),
+)
 FLEET = ("--data-parallel-size", "2")
 SUBJECTS = {
     "one engine": (),
@@ -39,25 +43,21 @@ def _tokens(seed: str, count: int) -> list[int]:
     return [chance.randrange(10, 250) for _ in range(count)]
 
 
+def _after(prefix: str, number: int) -> list[int]:
+    return _tokens(prefix, PREFIX_TOKENS) + _tokens(f"{number}", SUFFIX_TOKENS)
+
+
 def _many(number: int) -> list[int]:
     # All come once, so that what is not counted fills the caches.
     first = number % LOAD
     which = first if first < PREFIXES else random.Random(number).randrange(PREFIXES)
-    return _tokens(f"prefix {which}", PREFIX_TOKENS) + _tokens(f"{number}", SUFFIX_TOKENS)
-
-
-def _hot(number: int) -> list[int]:
-    return _tokens("prefix", PREFIX_TOKENS) + _tokens(f"{number}", SUFFIX_TOKENS)
-
-
-def _none(number: int) -> list[int]:
-    return _tokens(f"{number}", 200)
+    return _after(f"prefix {which}", number)
 
 
 WORKLOADS: dict[str, Callable[[int], list[int]]] = {
     "many prefixes": _many,
-    "one hot prefix": _hot,
-    "no prefixes": _none,
+    "one hot prefix": lambda number: _after("prefix", number),
+    "no prefixes": lambda number: _tokens(f"{number}", 200),
 }
 
 
@@ -77,11 +77,10 @@ async def _load(
         while time.perf_counter() < end or not done:
             body = {"prompt": prompt_of(next(numbers)), "max_tokens": ANSWER_TOKENS}
             reply = await http.post("/v1/completions", json={**body, "ignore_eos": True})
-            reply.raise_for_status()
             now = time.perf_counter()
+            usage = reply.raise_for_status().json()["usage"]
             if begin <= now < end or (now >= end and not done):  # one at least
                 span = max(seconds, now - begin)
-                usage = reply.json()["usage"]
                 done += 1
                 num_prompt += usage["prompt_tokens"]
                 num_cached += usage["prompt_tokens_details"]["cached_tokens"]
@@ -91,54 +90,48 @@ async def _load(
     return done / span, num_cached / max(1, num_prompt)
 
 
-def _measure(given: argparse.Namespace) -> None:
-    size = ("--kv-cache-memory", KV_CACHE, "--max-model-len", "1280", "--max-num-seqs", "16")
-    common = ["--port", "0", *size, "--admin-api-key", "admin"]
-    common += ["--model", given.model] if given.model else []
+def main() -> None:
+    args = script.parser(
+        __doc__, model=None, seconds=5.0, rounds=2,
+        workloads=tuple(WORKLOADS), subjects=tuple(SUBJECTS),
+    ).parse_args()  # fmt: skip
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     choices: list[float] = []
-    for number in range(given.rounds):
-        for subject in given.subjects:
-            with serving(*common, *SUBJECTS[subject]) as (_, url):
-                for workload in given.workloads:
-                    prompt_of = WORKLOADS[workload]
-                    got = asyncio.run(_load(url, prompt_of, given.seconds, number * LOAD))
-                    found.setdefault((workload, subject), []).append(got)
-                    admin = {"authorization": "Bearer admin"}
-                    reset = httpx.post(f"{url}/reset_prefix_cache", headers=admin)
-                    reset.raise_for_status()
-                figures = httpx.get(f"{url}/v1/kv").json()
-                if subject == "prefix":
-                    total = figures["router_choices_total"]
-                    choices.append(figures["router_choice_seconds_total"] / total)
-    print(
-        "| requests/s (prompt tokens cached) | "
-        + " | ".join(given.subjects)
-        + " | prefix / round-robin |"
-    )
-    print("|---|" + "---:|" * (len(given.subjects) + 1))
-    for workload in given.workloads:
-        rates, cached = (
-            {
-                each: statistics.median(got[part] for got in found[workload, each])
-                for each in given.subjects
-            }
-            for part in (0, 1)
-        )
-        cells = [f"{rates[each]:.1f} ({cached[each]:.0%})" for each in given.subjects]
-        ratio = ""
-        if {"prefix", "round-robin"} <= set(rates):
-            ratio = f"{rates['prefix'] / rates['round-robin']:.2f}"
-        print(f"| {workload} | {' | '.join(cells)} | {ratio} |")
+    model = ("--model", args.model) if args.model else ()
+    for subject in script.turns(args.subjects, args.rounds):
+        with serving(*COMMON, *model, *SUBJECTS[subject]) as (_, url):
+            for workload in args.workloads:
+                runs = found.setdefault((workload, subject), [])
+                load = _load(url, WORKLOADS[workload], args.seconds, len(runs) * LOAD)
+                runs.append(asyncio.run(load))
+                admin = {"authorization": "Bearer admin"}
+                httpx.post(f"{url}/reset_prefix_cache", headers=admin).raise_for_status()
+            figures = httpx.get(f"{url}/v1/kv").json()
+        if subject == "prefix":
+            total = figures["router_choices_total"]
+            choices.append(figures["router_choice_seconds_total"] / total)
+
+    def middle(workload: str, subject: str) -> tuple[float, ...]:
+        """Requests a second, and the part that was cached: medians of rounds."""
+        return tuple(map(statistics.median, zip(*found[workload, subject], strict=True)))
+
+    def ratio(workload: str) -> str:
+        if not {"prefix", "round-robin"} <= set(args.subjects):
+            return ""
+        return f"{middle(workload, 'prefix')[0] / middle(workload, 'round-robin')[0]:.2f}"
+
+    def cells(workload: str) -> Iterator[str]:
+        yield workload
+        for subject in args.subjects:
+            yield "{:.1f} ({:.0%})".format(*middle(workload, subject))
+        yield ratio(workload)
+
+    columns = ("workload", *args.subjects, "prefix / round-robin")
+    rows = tuple(tuple(cells(workload)) for workload in args.workloads)
+    script.show(Table("requests/s (prompt tokens cached)", columns, rows))
     if choices:
         print(f"\na choice by prefix: {1000 * statistics.mean(choices):.3f} ms in the mean")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model")
-    parser.add_argument("--seconds", type=float, default=5)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
-    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    _measure(parser.parse_args())
+    main()

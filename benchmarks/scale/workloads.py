@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 from vmserve_bench.simulation.fleet import PIECE_TOKENS, Job
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from vmserve_bench.ab.jobs import Job as Request
 
@@ -27,17 +27,19 @@ class Workload:
     """``prefixes``: how many there are; 0: none are shared. ``is_chat``: conversations."""
 
     name: str
-    title: str
     prefixes: int = 0
     is_chat: bool = False
 
-    def jobs(self, num: int, rate: float, seed: int) -> Iterator[Job]:
+    def jobs(self, num: int, rate: float, seed: int = 0) -> Iterable[Job]:
         """Poisson arrivals; prefixes are equally likely, and a prompt's own pieces are its own."""
         rng = np.random.default_rng([seed, num])
         fresh = count(self.prefixes * PREFIX_PIECES)
-        if self.is_chat:
-            yield from self._conversations(num, rate, rng, fresh)
-            return
+        kind = self._conversations if self.is_chat else self._requests
+        return kind(num, rate, rng, fresh)
+
+    def _requests(
+        self, num: int, rate: float, rng: np.random.Generator, fresh: count[int]
+    ) -> Iterator[Job]:
         shared = [
             list(range(group * PREFIX_PIECES, (group + 1) * PREFIX_PIECES))
             for group in range(self.prefixes)
@@ -45,8 +47,8 @@ class Workload:
         arrivals = np.cumsum(rng.exponential(1 / rate, num)).tolist()
         groups = rng.integers(max(1, self.prefixes), size=num).tolist()
         for arrival, group in zip(arrivals, groups, strict=True):
-            prefix = shared[group] if shared else _take(fresh, PREFIX_PIECES)
-            yield Job([*prefix, *_take(fresh, QUESTION_PIECES)], NUM_OUTPUT, arrival)
+            prefix = shared[group] if shared else list(islice(fresh, PREFIX_PIECES))
+            yield Job([*prefix, *islice(fresh, QUESTION_PIECES)], NUM_OUTPUT, arrival)
 
     def _conversations(
         self, num: int, rate: float, rng: np.random.Generator, fresh: count[int]
@@ -57,18 +59,14 @@ class Workload:
         span = before + 1.1 * num / rate + NUM_TURNS * TURN_S
         num_starts = rng.poisson(span * rate / NUM_TURNS)
         for start in np.sort(rng.uniform(-before, span - before, num_starts)).tolist():
-            pieces = _take(fresh, FIRST_PIECES)
+            pieces = list(islice(fresh, FIRST_PIECES))
             for turn in range(NUM_TURNS):
-                pieces = pieces + _take(fresh, QUESTION_PIECES)
-                answer = _take(fresh, NUM_OUTPUT // PIECE_TOKENS)
+                pieces = [*pieces, *islice(fresh, QUESTION_PIECES)]
+                answer = list(islice(fresh, NUM_OUTPUT // PIECE_TOKENS))
                 jobs.append(Job(pieces, NUM_OUTPUT, start + turn * TURN_S, answer))
                 pieces = pieces + answer
         jobs = sorted((job for job in jobs if job.arrival >= 0), key=lambda job: job.arrival)
         return jobs[:num]
-
-
-def _take(fresh: count[int], num: int) -> list[int]:
-    return [next(fresh) for _ in range(num)]
 
 
 def of_trace(requests: Sequence[Request]) -> Iterator[Job]:
@@ -90,9 +88,10 @@ def of_trace(requests: Sequence[Request]) -> Iterator[Job]:
 
 
 def workloads(prefixes: int) -> list[Workload]:
+    """``prefixes``: of the workload with many."""
     return [
-        Workload("many", f"{prefixes:,} prefixes", prefixes),
-        Workload("hot", "one prefix", 1),
-        Workload("none", "no prefix", 0),
-        Workload("chat", "conversations", is_chat=True),
+        Workload("many", prefixes),
+        Workload("hot", 1),
+        Workload("none"),
+        Workload("chat", is_chat=True),
     ]

@@ -6,20 +6,16 @@ import json
 import select
 import socket
 import time
-from collections.abc import Sequence
 from typing import Any
 
-Request = tuple[str, dict[str, Any]]
 
-
-def stream_all(path: str, requests: Sequence[Request]) -> tuple[int, float]:
+def stream_all(path: str, target: str, bodies: list[dict[str, Any]]) -> tuple[int, float]:
     """All at once over the Unix socket at ``path``: how many events came, and the seconds until
     the first one. Raises ``RuntimeError`` for an answer that is no whole stream."""
-    began, first, num_events = time.perf_counter(), 0.0, 0
-    open_now: dict[int, socket.socket] = {}
-    num_done = 0
+    began, first, num_events, num_done = time.perf_counter(), 0.0, 0, 0
     with select.epoll() as poll:
-        for target, body in requests:
+        open_now = {}
+        for body in bodies:
             sock = _send(path, target, {**body, "stream": True})
             open_now[sock.fileno()] = sock
             poll.register(sock, select.EPOLLIN)
@@ -33,8 +29,8 @@ def stream_all(path: str, requests: Sequence[Request]) -> tuple[int, float]:
                 if not data:
                     poll.unregister(number)
                     open_now.pop(number).close()
-    if num_done != len(requests):
-        raise RuntimeError(f"{num_done} of {len(requests)} streams came to their end")
+    if num_done != len(bodies):
+        raise RuntimeError(f"{num_done} of {len(bodies)} streams came to their end")
     return num_events, first
 
 

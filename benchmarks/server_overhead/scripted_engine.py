@@ -14,15 +14,7 @@ import threading
 import time
 
 from vmserve.client.codec import decode_to_engine, encode
-from vmserve.client.messages import (
-    Abort,
-    Add,
-    Launch,
-    Ping,
-    Pong,
-    Shutdown,
-    StepUpdate,
-)
+from vmserve.client.messages import Abort, Add, Launch, Ping, Pong, Shutdown, StepUpdate
 from vmserve.client.service import ready_message
 from vmserve.client.transports.framing import receive_frame, send_frame
 from vmserve.config import EngineConfig

@@ -4,44 +4,39 @@
         [--draft PATH --modes off,auto,draft-model,auto+draft]
         [--llama-server PATH --gguf FILE] [--out DIRECTORY]
 
-Each variant is an engine of its own in this process. The same conversations are answered greedily
-by each, in turns of a drawn order; the ratio of neighbouring runs counts. Prompts are in the prefix
-cache from the first, untimed run on, so the times are those of answers. The answers of all variants
-have to be the same. With ``--llama-server``, llama.cpp's server answers them too, without drafts
-and with its n-gram lookup, in turns as well. Writes ``results/<date>-<cpu>/`` beside this file, or
-prints only with ``--out -``.
+Each variant is an engine of its own in this process, or with ``--llama-server`` a server of
+llama.cpp; they run in turns, and all of ours must say the same. ``--out -`` keeps nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
-from vmserve_bench.lab.machine import free_port, machine_info
-from vmserve_bench.lab.report import keep, results_directory
-from vmserve_bench.lab.rounds import ManyResult, compare_many
-from vmserve_bench.lab.table import markdown_table
+from vmserve_bench.lab import script
+from vmserve_bench.lab.llama_server import llama_serving
+from vmserve_bench.lab.rounds import compare_many
 from vmserve_bench.workloads.texts import TEXTS, conversations
 
 import vmserve
 
-MODES = ("off", "prompt-lookup", "auto")
 #: Lookup of llama.cpp: as it comes (matches of 12 tokens, drafts of 48), as short as ours, and by
 #: the statistics of its ``llama-lookup``.
+SIMPLE = ("--spec-type", "ngram-simple")
 LLAMA_MODES = {
     "none": (),
-    "ngram-simple": ("--spec-type", "ngram-simple"),
+    "ngram-simple": SIMPLE,
     "ngram-simple 4/8": (
-        *("--spec-type", "ngram-simple"),
+        *SIMPLE,
         *("--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "8"),
     ),
     "ngram-cache": ("--spec-type", "ngram-cache"),
@@ -68,26 +63,22 @@ class Engine:
             quantization=args.quantization,
             kv_cache_memory="512MiB",
         )
-        self._max_tokens, self._temperature = args.max_tokens, args.temperature
+        self._params = partial(
+            vmserve.SamplingParams, temperature=args.temperature, max_tokens=args.max_tokens
+        )
         self.answers: list[list[int]] = []
-        #: Nanoseconds of this process, of each call.
         self.cpu_ns: list[int] = []
 
     def answer(self, prompts: Prompts, streams: int) -> None:
         began = time.process_time_ns()
         self.answers = []
-        params = [
-            vmserve.SamplingParams(
-                temperature=self._temperature, seed=i, max_tokens=self._max_tokens
-            )
-            for i in range(len(prompts))
-        ]
+        params = [self._params(seed=i) for i in range(len(prompts))]
         for i in range(0, len(prompts), streams):
             done = self.llm.generate(prompts[i : i + streams], params[i : i + streams])
             self.answers += [each.outputs[0].token_ids for each in done]
         self.cpu_ns.append(time.process_time_ns() - began)
 
-    def counts(self) -> dict[str, float]:
+    def totals(self) -> Mapping[str, float]:
         stats = self.llm.stats()
         return {name: stats[key] for name, key in _COUNTERS.items()}
 
@@ -95,203 +86,118 @@ class Engine:
 class LlamaServer:
     """llama.cpp's server with one way of speculating."""
 
-    def __init__(self, args: argparse.Namespace, mode: str, streams: int) -> None:
-        port = free_port()
-        command = [args.llama_server, "-m", args.gguf, "--port", str(port), "-np", str(streams)]
-        command += ["-c", str(args.max_model_len * streams), "-t", str(args.threads)]
-        command += LLAMA_MODES[mode]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600)
-        self._max_tokens, self._temperature = args.max_tokens, args.temperature
-        self.num_tokens = self._drafted = self._accepted = 0
-        deadline = time.monotonic() + 120
-        while True:
-            with contextlib.suppress(httpx.TransportError):
-                if self._client.get("/health").status_code == 200:
-                    return
-            if time.monotonic() > deadline or self._process.poll() is not None:
-                self.close()
-                raise SystemExit(f"{' '.join(command)} does not serve")
-            time.sleep(0.2)
+    def __init__(self, args: argparse.Namespace, client: httpx.Client) -> None:
+        self._body = {"n_predict": args.max_tokens, "temperature": args.temperature}
+        self._client = client
+        self._totals: Counter[str] = Counter()
+        self.cpu_ns: list[int] = []
 
     def answer(self, prompts: Prompts, streams: int) -> None:
+        def complete(seed: int, prompt: list[int]) -> Any:
+            body = {**self._body, "prompt": prompt, "seed": seed, "cache_prompt": True}
+            return self._client.post("/completion", json=body).raise_for_status().json()
+
         with ThreadPoolExecutor(streams) as pool:
-            replies = list(pool.map(self._complete, range(len(prompts)), prompts))
-        self.num_tokens = sum(each["tokens_predicted"] for each in replies)
-        self._drafted = sum(each["timings"].get("draft_n", 0) for each in replies)
-        self._accepted = sum(each["timings"].get("draft_n_accepted", 0) for each in replies)
+            for reply in pool.map(complete, range(len(prompts)), prompts):
+                self._totals["drafted"] += reply["timings"].get("draft_n", 0)
+                self._totals["accepted"] += reply["timings"].get("draft_n_accepted", 0)
+                self._totals["generated"] += reply["tokens_predicted"]
 
-    def _complete(self, seed: int, prompt: list[int]) -> Any:
-        body = {
-            "prompt": prompt,
-            "n_predict": self._max_tokens,
-            "temperature": self._temperature,
-            "seed": seed,
-            "cache_prompt": True,
-        }
-        return self._client.post("/completion", json=body).raise_for_status().json()
-
-    def last(self) -> dict[str, float]:
-        return {
-            "drafted": self._drafted,
-            "accepted": self._accepted,
-            "generated": self.num_tokens,
-        }
-
-    def close(self) -> None:
-        self._client.close()
-        self._process.terminate()
-        self._process.wait()
+    def totals(self) -> Mapping[str, float]:
+        return self._totals.copy()
 
 
 def main() -> None:
-    args = parse()
+    args = script.parser(
+        __doc__, model=None, draft=None, quantization="none", max_model_len=2048,
+        modes="off,prompt-lookup,auto", workloads=",".join(TEXTS), streams="1,8", conversations=8,
+        max_tokens=192, temperature=0.0, rounds=6, llama_server=None, gguf=None, threads=2, out="",
+    ).parse_args()  # fmt: skip
     engines = {mode: Engine(args, mode) for mode in args.modes.split(",")}
     tokenizer = next(iter(engines.values())).llm.engine.tokenizer
     results: list[Result] = []
-    for workload in args.workloads.split(","):
+    sizes = map(int, args.streams.split(","))
+    for workload, streams in itertools.product(args.workloads.split(","), sizes):
         prompts = [
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": message}], add_generation_prompt=True
             )[1]
             for message in conversations(workload)[: args.conversations]
         ]
-        for streams in map(int, args.streams.split(",")):
-            measured = ours(engines, args, workload, prompts, streams)
-            if args.llama_server:
-                measured += llama(args, workload, prompts, streams)
-            print(table(measured), flush=True)
-            results += measured
-    text = table(results)
-    print(text)
-    if args.out != "-":
-        paths = (
-            "model",
-            "draft",
-            "gguf",
-            "llama_server",
-            "out",
-        )  # where they are says nothing elsewhere
-        names = {name: Path(path).name for name in paths if (path := getattr(args, name))}
-        arguments = {**vars(args), **names}
-        described = {"arguments": arguments, "machine": machine_info(), "results": results}
-        keep(results_directory(__file__, root=args.out), described, text + "\n")
+        # Twice: what an engine learns of prices it has learnt in the first run.
+        for _, engine in itertools.product(range(2), engines.values()):
+            engine.answer(prompts, streams)
+        first, *others = engines.values()
+        assert all(each.answers == first.answers for each in others), "answers differ"
+        about = {"workload": workload, "streams": streams}
+        measured = list(timed("vmserve", about, engines, prompts, args.rounds))
+        if args.llama_server:
+            with contextlib.ExitStack() as stack:
+                size = ("-np", f"{streams}", "-c", f"{args.max_model_len * streams}")
+                words = (args.llama_server, "-m", args.gguf, *size, "-t", f"{args.threads}")
+                servers = {
+                    mode: LlamaServer(args, stack.enter_context(llama_serving(*words, *lookup)))
+                    for mode, lookup in LLAMA_MODES.items()
+                }
+                for server in servers.values():
+                    server.answer(prompts, streams)
+                measured += timed("llama.cpp", about, servers, prompts, args.rounds)
+        script.show(script.table("so far", COLUMNS, measured))
+        results += measured
+    table = script.table("speculation", COLUMNS, results)
+    script.publish(__file__, args, [table], {"results": results})
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--model", default=None, help="a directory or a GGUF file")
-    parser.add_argument("--draft", help="of the modes draft-model and auto+draft: a small model")
-    parser.add_argument("--quantization", default="none")
-    parser.add_argument("--max-model-len", type=int, default=2048)
-    parser.add_argument("--modes", default=",".join(MODES), help="the first is the baseline")
-    parser.add_argument("--workloads", default=",".join(TEXTS))
-    parser.add_argument("--streams", default="1,8")
-    parser.add_argument("--conversations", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=192)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--llama-server", help="a server of llama.cpp to compare with")
-    parser.add_argument("--gguf", help="the model for it")
-    parser.add_argument("--threads", type=int, default=2, help="of llama.cpp's server")
-    parser.add_argument("--out", default="", help="a directory, or - to print only")
-    return parser.parse_args()
-
-
-def ours(
-    engines: dict[str, Engine],
-    args: argparse.Namespace,
-    workload: str,
-    prompts: Prompts,
-    streams: int,
-) -> list[Result]:
-    calls = {mode: partial(engine.answer, prompts, streams) for mode, engine in engines.items()}
-    for call in calls.values():
-        call()
-    # Counts of the second time: what an engine learns of prices it has learnt.
-    counts: dict[str, dict[str, float]] = {}
-    for mode, call in calls.items():
-        before = engines[mode].counts()
-        call()
-        counts[mode] = {name: n - before[name] for name, n in engines[mode].counts().items()}
-    first, *others = engines.values()
-    assert all(each.answers == first.answers for each in others), "answers differ"
-    for engine in engines.values():
-        engine.cpu_ns.clear()
-    timed = compare_many(calls, rounds=args.rounds, warmup=0)
-    rows = described("vmserve", workload, streams, timed, counts)
-    for row, engine in zip(rows, engines.values(), strict=True):
-        ratios = [a / b for a, b in zip(first.cpu_ns, engine.cpu_ns, strict=True)]
-        row["faster_cpu"] = statistics.median(ratios)
-        tokens = counts[row["mode"]]["generated"]
-        row["cpu_ms_a_token"] = statistics.median(engine.cpu_ns) / tokens / 1e6
-    return rows
-
-
-def llama(args: argparse.Namespace, workload: str, prompts: Prompts, streams: int) -> list[Result]:
-    with contextlib.ExitStack() as stack:
-        servers = {}
-        for mode in LLAMA_MODES:
-            servers[mode] = LlamaServer(args, mode, streams)
-            stack.callback(servers[mode].close)
-        calls: dict[str, Callable[[], object]] = {
-            mode: partial(server.answer, prompts, streams) for mode, server in servers.items()
-        }
-        timed = compare_many(calls, rounds=args.rounds, warmup=1)
-        counts = {mode: server.last() for mode, server in servers.items()}
-    return described("llama.cpp", workload, streams, timed, counts)
-
-
-def described(
-    engine: str,
-    workload: str,
-    streams: int,
-    timed: ManyResult,
-    counts: dict[str, dict[str, float]],
-) -> list[Result]:
+def timed(
+    engine: str, about: Result, variants: Mapping[str, Any], prompts: Prompts, rounds: int
+) -> Iterator[Result]:
     """A row of results for each mode; ``faster`` and its interval: against the first."""
-
-    def row(mode: str, seconds: float, faster: float, low: float, high: float) -> Result:
-        counted = counts[mode]
-        return {
+    before = {mode: each.totals() for mode, each in variants.items()}
+    for each in variants.values():
+        each.cpu_ns.clear()
+    calls = {
+        mode: partial(each.answer, prompts, about["streams"]) for mode, each in variants.items()
+    }
+    against = compare_many(calls, rounds=rounds, warmup=0).against
+    [baseline, *_] = variants
+    seconds = {baseline: next(iter(against.values())).median_a_s}
+    faster = {baseline: (1.0, 1.0, 1.0)}
+    for mode, result in against.items():
+        seconds[mode] = result.median_b_s
+        faster[mode] = (1 / result.ratio, 1 / result.ratio_high, 1 / result.ratio_low)
+    for mode, variant in variants.items():
+        after = variant.totals()
+        generated, accepted, drafted = (
+            (after[name] - before[mode][name]) / rounds
+            for name in ("generated", "accepted", "drafted")
+        )
+        row = {
             "engine": engine,
-            "workload": workload,
-            "streams": streams,
+            **about,
             "mode": mode,
-            "tokens_per_second": counted["generated"] / seconds,
-            "faster": faster,
-            "low": low,
-            "high": high,
-            "tokens_a_step": counted["generated"] / (counted["generated"] - counted["accepted"]),
-            "accepted": counted["accepted"] / counted["drafted"] if counted["drafted"] else None,
+            "tokens_per_second": generated / seconds[mode],
+            **dict(zip(("faster", "low", "high"), faster[mode], strict=True)),
+            "tokens_a_step": generated / (generated - accepted),
+            "accepted": accepted / drafted if drafted else None,
         }
-
-    paired = list(timed.against.items())
-    rows = [row(timed.baseline, paired[0][1].median_a_s, 1.0, 1.0, 1.0)]
-    for mode, result in paired:
-        bounds = (1 / result.ratio, 1 / result.ratio_high, 1 / result.ratio_low)
-        rows.append(row(mode, result.median_b_s, *bounds))
-    return rows
+        if variant.cpu_ns:
+            pairs = zip(variants[baseline].cpu_ns, variant.cpu_ns, strict=True)
+            row["faster_cpu"] = statistics.median(a / b for a, b in pairs)
+            row["cpu_ms_a_token"] = statistics.median(variant.cpu_ns) / generated / 1e6
+        yield row
 
 
-def table(results: list[Result]) -> str:
-    head = ("answers", "streams", "engine", "drafts", "tokens/s", "times off", "99 %")
-    head += ("by processor time", "tokens a step", "accepted")
-
-    def cells() -> Iterator[tuple[str, ...]]:
-        for r in results:
-            cpu = f"{r['faster_cpu']:.2f}" if "faster_cpu" in r else "–"
-            accepted = "–" if r["accepted"] is None else f"{r['accepted']:.0%}"
-            yield (
-                r["workload"], str(r["streams"]), r["engine"], r["mode"],
-                f"{r['tokens_per_second']:,.0f}", f"{r['faster']:.2f}",
-                f"{r['low']:.2f}–{r['high']:.2f}", cpu,
-                f"{r['tokens_a_step']:.2f}", accepted,
-            )  # fmt: skip
-
-    return "\n".join(markdown_table(head, cells(), 4))
+COLUMNS: dict[str, script.Cell] = {
+    "answers": "{workload}",
+    "streams": "{streams}",
+    "engine": "{engine}",
+    "drafts": "{mode}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "times off": lambda row: script.interval(row["faster"], row["low"], row["high"], 2),
+    "by processor time": lambda row: f"{row['faster_cpu']:.2f}" if "faster_cpu" in row else "–",
+    "tokens a step": "{tokens_a_step:.2f}",
+    "accepted": lambda row: "–" if row["accepted"] is None else f"{row['accepted']:.0%}",
+}
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ SMOKES = [
         said=('"mapper": "thread".* "median_host_ms": ([^,]+).*"slowest_step": ([^}]+)',),
     ),
     smoke(
-        "benchmarks/kinds/turns.py --turns 2 --prompt-tokens 100",
+        "benchmarks/kinds/turns.py --turns 2 --prompt-tokens 100 --models qwen3.5 llama",
         said=(
             '"qwen3.5", "prompt_tokens": ([0-9]+), "computed_tokens": ([0-9]+)',
             '"llama", "prompt_tokens": ([0-9]+), "computed_tokens": ([0-9]+)',
@@ -115,9 +115,6 @@ SMOKES = [
     smoke(
         "-m benchmarks.kinds.run --num-requests 12",
         kept=("results/waste/rows/*/blocks_bytes", "results/capacity/rows/*/most_at_once"),
-    ),
-    smoke(
-        "-m benchmarks.kinds.run --num-requests 3", refused=".*--num-requests: give 12 or more.*"
     ),
     smoke(
         "benchmarks/kv_dtype/run.py --smoke --threads 1",
@@ -186,7 +183,7 @@ SMOKES = [
     smoke(
         "benchmarks/replicas/run.py --seconds 0.3 --rounds 1 --workloads 'no prefixes' "
         "--subjects prefix",
-        said=(r"\| no prefixes \| ([\d.]+) \(\d+%\) \|", r"a choice by prefix: ([\d.]+) ms"),
+        said=(r"│ no prefixes │ +([\d.]+) \(\d+%\) │", r"a choice by prefix: ([\d.]+) ms"),
         cores=2,
     ),
     smoke(
