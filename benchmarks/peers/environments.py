@@ -6,6 +6,7 @@ here, the processor's instructions stay the same.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -14,25 +15,14 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parent / "requirements"
-#: By engine: the environment that it runs in.
-ENVIRONMENTS = {
-    "transformers": "transformers",
-    "llama.cpp": "llama-cpp",
-    "openvino": "openvino",
-    "vllm": "vllm",
-}
 #: Drawn in by others and used by nothing here. The registry's builds of them are for torch with
 #: CUDA; beside torch for processors, importing one fails and takes its importer with it.
-UNUSED = {
-    "openvino-export": ("torchvision",),
-    "vllm": ("torchaudio", "torchcodec", "torchvision"),
-    "vllm-zen": ("torchaudio", "torchcodec", "torchvision"),
-}
+UNUSED = ("torchaudio", "torchcodec", "torchvision")
 #: The bindings alone: the libraries come from :func:`build_llama_cpp`, which builds a server too.
 #: A variable, as pip 23 ignores ``--config-settings`` for what a requirement file names.
 BINDINGS_ONLY = {"CMAKE_ARGS": "-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF"}
@@ -40,10 +30,7 @@ CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
     "-DBUILD_SHARED_LIBS=ON",
     "-DGGML_CCACHE=OFF",
-    "-DLLAMA_BUILD_TESTS=OFF",
-    "-DLLAMA_BUILD_EXAMPLES=OFF",
-    "-DLLAMA_BUILD_APP=OFF",
-    "-DLLAMA_BUILD_UI=OFF",
+    *(f"-DLLAMA_BUILD_{each}=OFF" for each in ("TESTS", "EXAMPLES", "APP", "UI")),
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_BUILD_NUMBER=1",
@@ -58,8 +45,6 @@ ISA_OPTIONS = {
 }
 LIBRARY, SERVER = "llama", "llama-server"
 TAIL_CHARS = 600
-#: Chooses vmserve's kernels.
-ISA_VARIABLE = "VMSERVE_CPU_ISA"
 
 Say = Callable[[str], None]
 
@@ -73,66 +58,59 @@ class Environment:
     """``python`` runs the engine's worker. ``tools``: programs beside it, by name."""
 
     python: Path
-    variables: Mapping[str, str]
-    tools: Mapping[str, Path]
+    variables: Mapping[str, str] = field(default_factory=dict)
+    tools: Mapping[str, Path] = field(default_factory=dict)
 
 
 def ensure(engine: str, cache_dir: Path, say: Say, isa: str = "") -> Environment:
     """The engine's environment, made now if it is not there. Raises NotInstalledError."""
     if engine == "vmserve":
-        return Environment(Path(sys.executable), {ISA_VARIABLE: isa} if isa else {}, {})
-    name = ENVIRONMENTS[engine]
-    if engine == "vllm" and is_zen(processor()):
-        name = "vllm-zen"
-    if engine == "transformers" and is_installed_here(name):
-        return Environment(Path(sys.executable), {}, {})
+        return Environment(Path(sys.executable), {"VMSERVE_CPU_ISA": isa} if isa else {})
+    if engine == "transformers" and is_installed_here(engine):
+        return Environment(Path(sys.executable))
     if engine == "llama.cpp":
-        python = ensure_packages(name, cache_dir, say, ("--no-binary", "llama-cpp-python"))
-        library = build_llama_cpp(LIBRARY, cache_dir, python, say, isa)
-        variables = {"LLAMA_CPP_LIB_PATH": str(library), "LD_LIBRARY_PATH": str(library)}
-        return Environment(python, variables, {})
-    return Environment(ensure_packages(name, cache_dir, say), {}, {})
+        python = ensure_packages("llama-cpp", cache_dir, say, ("--no-binary", "llama-cpp-python"))
+        library = str(build_llama_cpp(LIBRARY, cache_dir, python, say, isa))
+        return Environment(python, {"LLAMA_CPP_LIB_PATH": library, "LD_LIBRARY_PATH": library})
+    name = "vllm-zen" if engine == "vllm" and is_zen(processor()) else engine
+    return Environment(ensure_packages(name, cache_dir, say))
 
 
 def is_installed_here(name: str) -> bool:
     """Whether this interpreter has what ``requirements/<name>.txt`` pins, version by version."""
-    for line in (REQUIREMENTS / f"{name}.txt").read_text(encoding="utf-8").splitlines():
-        package, _, version = line.partition("==")
-        try:
-            if metadata.version(package).partition("+")[0] != version:
-                return False
-        except metadata.PackageNotFoundError:
-            return False
-    return True
+    lines = (REQUIREMENTS / f"{name}.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines)
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        return all(metadata.version(each).split("+")[0] == pins[each] for each in pins)
+    return False
 
 
 def ensure_server(
     engine: str, found: Environment, cache_dir: Path, say: Say, isa: str = ""
 ) -> Environment:
     """The same with the program that serves. Raises NotInstalledError."""
-    if engine == "llama.cpp":
-        directory = build_llama_cpp(SERVER, cache_dir, found.python, say, isa)
-        return replace(found, tools={SERVER: directory / SERVER})
-    return found
+    if engine != "llama.cpp":
+        return found
+    directory = build_llama_cpp(SERVER, cache_dir, found.python, say, isa)
+    return replace(found, tools={SERVER: directory / SERVER})
 
 
 def ensure_packages(name: str, cache_dir: Path, say: Say, options: Sequence[str] = ()) -> Path:
     """The interpreter of an environment with what ``requirements/<name>.txt`` names."""
     requirements = REQUIREMENTS / f"{name}.txt"
     directory = cache_dir / "envs" / name
-    python = directory / "bin" / "python"
+    python, stamped = directory / "bin" / "python", directory / "stamp.json"
     wanted = stamp(requirements.read_text(encoding="utf-8"), *options)
-    if python.exists() and is_stamped(directory, wanted):
+    if python.exists() and is_stamped(stamped, wanted):
         return python
     say(f"installing {name} into {directory}")
     log = cache_dir / "logs" / f"{name}.log"
     if not python.exists():
         run([sys.executable, "-m", "venv", str(directory)], log)
-    install = [str(python), "-m", "pip", "install", *options, "-r", str(requirements)]
-    run(install, log, BINDINGS_ONLY)
-    if name in UNUSED:
-        run([str(python), "-m", "pip", "uninstall", "-y", *UNUSED[name]], log)
-    put_stamp(directory, wanted)
+    pip = [str(python), "-m", "pip"]
+    run([*pip, "install", *options, "-r", str(requirements)], log, BINDINGS_ONLY)
+    run([*pip, "uninstall", "-y", *UNUSED], log)
+    stamped.write_text(json.dumps(wanted), encoding="utf-8")
     return python
 
 
@@ -142,39 +120,30 @@ def build_llama_cpp(target: str, cache_dir: Path, python: Path, say: Say, isa: s
     """
     directory = cache_dir / "llama.cpp"
     build = directory / (f"build-{isa}" if isa else "build")
+    stamped = build / f"stamp-{target}.json"
     cmake_options = (*CMAKE_OPTIONS, *ISA_OPTIONS[isa])
-    requirement = next(
-        line
-        for line in (REQUIREMENTS / "llama-cpp.txt").read_text(encoding="utf-8").splitlines()
-        if line.startswith("llama-cpp-python==")
-    )
+    lines = (REQUIREMENTS / "llama-cpp.txt").read_text(encoding="utf-8").splitlines()
+    [requirement] = (line for line in lines if line.startswith("llama-cpp-python=="))
     wanted = stamp(requirement, *cmake_options, processor())
-    if is_stamped(build, wanted, target):
+    if is_stamped(stamped, wanted):
         return build / "bin"
     say(f"building {target} of llama.cpp in {build} (once, some minutes)")
     directory.mkdir(parents=True, exist_ok=True)
     log = cache_dir / "logs" / "llama-cpp-build.log"
-    for tool in ("cmake", "g++"):
-        if shutil.which(tool) is None:
-            raise NotInstalledError(f"building llama.cpp needs {tool}, which is not here")
-    source = unpacked(directory, python, requirement, log)
+    if missing := [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]:
+        raise NotInstalledError(f"building llama.cpp needs {' and '.join(missing)}")
+    package = f"llama_cpp_python-{requirement.partition('==')[2]}"
+    source = directory / package / "vendor" / "llama.cpp"
+    if not source.is_dir():
+        download = [str(python), "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
+        run([*download, "-d", str(directory), requirement], log)
+        with tarfile.open(directory / f"{package}.tar.gz") as archive:
+            archive.extractall(directory, filter="data")
     run(["cmake", "-S", str(source), "-B", str(build), *cmake_options], log)
     jobs = str(len(os.sched_getaffinity(0)))
     run(["cmake", "--build", str(build), "-j", jobs, "--target", target], log)
-    put_stamp(build, wanted, target)
+    stamped.write_text(json.dumps(wanted), encoding="utf-8")
     return build / "bin"
-
-
-def unpacked(directory: Path, python: Path, requirement: str, log: Path) -> Path:
-    """llama.cpp's source inside that of the package, downloaded and unpacked once."""
-    version = requirement.partition("==")[2]
-    source = directory / f"llama_cpp_python-{version}" / "vendor" / "llama.cpp"
-    if not source.is_dir():
-        command = [str(python), "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
-        run([*command, "-d", str(directory), requirement], log)
-        with tarfile.open(directory / f"llama_cpp_python-{version}.tar.gz") as archive:
-            archive.extractall(directory, filter="data")
-    return source
 
 
 def stamp(*parts: str) -> dict[str, str]:
@@ -183,17 +152,8 @@ def stamp(*parts: str) -> dict[str, str]:
     return {"python": sys.version.split()[0], "made_from": digest}
 
 
-def is_stamped(directory: Path, wanted: Mapping[str, str], name: str = "") -> bool:
-    path = stamp_path(directory, name)
+def is_stamped(path: Path, wanted: Mapping[str, str]) -> bool:
     return path.exists() and json.loads(path.read_text(encoding="utf-8")) == wanted
-
-
-def put_stamp(directory: Path, made_from: Mapping[str, str], name: str = "") -> None:
-    stamp_path(directory, name).write_text(json.dumps(made_from), encoding="utf-8")
-
-
-def stamp_path(directory: Path, name: str) -> Path:
-    return directory / (f"stamp-{name}.json" if name else "stamp.json")
 
 
 def processor() -> str:
@@ -216,9 +176,8 @@ def run(command: Sequence[str], log: Path, added: Mapping[str, str] | None = Non
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         began = output.tell()
-        done = subprocess.run(
-            command, stdout=output, stderr=output, check=False, env={**os.environ, **(added or {})}
-        )
+        environment = {**os.environ, **(added or {})}
+        done = subprocess.run(command, stdout=output, stderr=output, check=False, env=environment)
     if done.returncode != 0:
         told = log.read_bytes()[began:].decode(errors="replace").strip()[-TAIL_CHARS:]
         what = " ".join(Path(part).name if part.startswith("/") else part for part in command[:5])

@@ -13,20 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from environments import Environment
-from subjects import Subject, is_continuous
+from subjects import Subject
 from vmserve_bench.lab.measure import MemorySamples, watch
 
 Json = dict[str, Any]
 
 HERE = Path(__file__).resolve().parent
-MODULES = {
-    "vmserve": "vmserve_engine",
-    "transformers": "transformers_engine",
-    "llama.cpp": "llama_cpp_engine",
-    "openvino": "openvino_engine",
-    "vllm": "vllm_engine",
-}
-CONTINUOUS = "transformers_continuous_engine"
 ERROR_TAIL_CHARS = 3000
 
 
@@ -49,11 +41,7 @@ def variables(
     How idle threads wait is each engine's own choice: llama.cpp's spin between the nodes of its
     graph, and take twice to eight times as long where ``OMP_WAIT_POLICY`` has them sleep.
     """
-    found = {
-        "OMP_NUM_THREADS": str(num_threads),
-        "HF_HUB_OFFLINE": "1",
-        **environment.variables,
-    }
+    found = {"OMP_NUM_THREADS": str(num_threads), "HF_HUB_OFFLINE": "1", **environment.variables}
     if subject.engine == "vllm":
         found |= {
             "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
@@ -62,18 +50,17 @@ def variables(
             "VLLM_LOGGING_LEVEL": "WARNING",
             "VLLM_NO_USAGE_STATS": "1",
             "DO_NOT_TRACK": "1",
+            "LD_PRELOAD": preloaded(environment.python.parent.parent / "lib"),
         }
-        if libraries := preloaded(environment.python.parent.parent / "lib"):
-            found["LD_PRELOAD"] = ":".join(libraries)
     return found
 
 
-def preloaded(directory: Path) -> list[str]:
+def preloaded(directory: Path) -> str:
     """What vLLM's guide has users load: an allocator that the system may have, and the OpenMP that
     its package brings into ``directory``, but does not load."""
-    allocator = find_library("tcmalloc_minimal")
     openmp = directory / "libiomp5.so"
-    return [*([allocator] if allocator else []), *([str(openmp)] if openmp.exists() else [])]
+    found = [find_library("tcmalloc_minimal"), str(openmp) if openmp.exists() else None]
+    return ":".join(filter(None, found))
 
 
 def run_engine(
@@ -86,11 +73,14 @@ def run_engine(
     environment = {**inherited(), **added}
     if subject.engine == "vllm":
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    module = CONTINUOUS if is_continuous(subject) else MODULES[subject.engine]
+    module = f"{subject.engine.replace('.', '_')}_engine"
     job = {**job, "module": module, "spawned_monotonic": time.monotonic()}
     samples = MemorySamples()
     result = {"workloads": {}} | run_script("worker.py", python, job, environment, limit_s, samples)
-    add_memory(result, samples)
+    for measured in result["workloads"].values():
+        start = measured.pop("start_monotonic")
+        inside = samples.peak(start, start + measured["elapsed_s"])
+        measured["peak_pss_bytes"] = max(inside, measured.pop("end_pss_bytes"))
     return result
 
 
@@ -105,9 +95,8 @@ def run_script(
     """What ``script`` writes about a job, with ``error`` where it did not end well."""
     with tempfile.TemporaryDirectory(prefix="peers-benchmark-") as directory:
         job_path, result_path = Path(directory, "job.json"), Path(directory, "result.json")
-        error_path = Path(directory, "output.txt")
         job_path.write_text(json.dumps(job), encoding="utf-8")
-        with error_path.open("w") as output:
+        with Path(directory, "output.txt").open("w+", errors="replace") as output:
             process = subprocess.Popen(
                 [str(python), str(HERE / script), str(job_path), str(result_path)],
                 env=dict(environment),
@@ -116,23 +105,13 @@ def run_script(
                 stderr=output,
             )
             finished = watch(process, samples, limit_s)
+            output.seek(0)
+            tail = output.read()[-ERROR_TAIL_CHARS:].strip()
         result: Json = {}
         if result_path.exists():
             result = json.loads(result_path.read_text(encoding="utf-8"))
         if not finished:
             result["error"] = f"stopped after {limit_s:.0f} s"
         elif process.returncode != 0:
-            tail = error_path.read_text(errors="replace")[-ERROR_TAIL_CHARS:].strip()
             result["error"] = f"exit code {process.returncode}: {tail}"
     return result
-
-
-def add_memory(result: Json, samples: MemorySamples) -> None:
-    """The largest proportional size seen while a workload ran, or read at its end; the last one
-    before it.
-    """
-    for measured in result["workloads"].values():
-        start = measured.pop("start_monotonic")
-        inside = samples.peak(start, start + measured["elapsed_s"])
-        measured["loaded_pss_bytes"] = samples.last_before(start)
-        measured["peak_pss_bytes"] = max(inside, measured.pop("end_pss_bytes"))

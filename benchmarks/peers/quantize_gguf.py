@@ -13,19 +13,10 @@ try:
 except ImportError as error:
     sys.exit(f"quantize_gguf.py: {error}: it runs in llama.cpp's environment, which run.py makes")
 
-FILE_TYPES = {
-    "bf16": llama_cpp.LLAMA_FTYPE_MOSTLY_BF16,
-    "f16": llama_cpp.LLAMA_FTYPE_MOSTLY_F16,
-    "q8_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0,
-    "q4_0": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0,
-    "q4_1": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1,
-    "q4_k_m": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M,
-}
-
 
 def main(source: str, target: str, kind: str) -> None:
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = FILE_TYPES[kind]
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
     params.nthread = len(os.sched_getaffinity(0))
     params.allow_requantize = True
     status = llama_cpp.llama_model_quantize(source.encode(), target.encode(), params)

@@ -11,28 +11,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from engines.transformers_engine import load
 from worker import die_with_parent
 
 Job = dict[str, Any]
 
 
-def main(job_path: str, result_path: str) -> None:
-    die_with_parent()
-    job = json.loads(Path(job_path).read_text(encoding="utf-8"))
-    Path(result_path).write_text(json.dumps(check_tokens(job)), encoding="utf-8")
+def check_tokens(job: Job) -> Job:
+    """Compare engines' tokens with single-request greedy decoding in float32.
+
+    A difference is judged by its margin: how much the reference preferred its own token, in
+    logits (whose standard deviation is about 1). Random weights make near-ties, which
+    rounding may decide either way; what follows a first difference is not comparable.
+    """
+    model = load(job["model"], "float32", job["num_threads"])
+    found: dict[str, list[Job | None]] = {}
+    for check in job["checks"]:
+        for index, request in enumerate(check["requests"]):
+            answers = {name: each[index] for name, each in check["candidates"].items()
+                       if is_whole(each, index, request)}  # fmt: skip
+            if answers:
+                expected, logits = generate(model, request, job["pad_id"])
+            for name, tokens in answers.items():
+                found.setdefault(name, []).append(first_divergence(expected, tokens, logits))
+    return {name: summary(reports) for name, reports in found.items()}
 
 
-def load_transformers(job: Job) -> Any:
-    torch.set_num_threads(job["num_threads"])
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        job["model"], dtype=getattr(torch, job["dtype"])
-    ).eval()
-    # Without an EOS nothing ends early and no logit is masked to prevent it.
-    model.generation_config.eos_token_id = None
-    return model
+def is_whole(answers: list[list[int]], index: int, request: Job) -> bool:
+    """Text from a server lacks special tokens, which random weights make now and then: such an
+    answer is not compared.
+    """
+    return index < len(answers) and len(answers[index]) == request["num_output_tokens"]
+
+
+def summary(reports: list[Job | None]) -> Job:
+    different = [each for each in reports if each is not None]
+    return {
+        "num_requests": len(reports),
+        "num_identical": len(reports) - len(different),
+        "max_margin": max((each["margin"] for each in different), default=None),
+        "divergences": different,
+    }
 
 
 def generate(model: Any, request: Job, pad_id: int) -> tuple[list[int], Any]:
@@ -52,24 +71,8 @@ def generate(model: Any, request: Job, pad_id: int) -> tuple[list[int], Any]:
     return output.sequences[0, ids.shape[1] :].tolist(), output.logits
 
 
-def check_tokens(job: Job) -> Job:
-    """Compare engines' tokens with single-request greedy decoding in ``job["dtype"]``.
-
-    A difference is judged by its margin: how much the reference preferred its own token, in
-    logits (whose standard deviation is about 1). Random weights make near-ties, which
-    rounding may decide either way; what follows a first difference is not comparable.
-    """
-    model = load_transformers(job)
-    reports: dict[str, list[Job]] = {name: [] for name in job["candidates"]}
-    for index, request in enumerate(job["requests"]):
-        expected, logits = generate(model, request, job["pad_id"])
-        for name, tokens in job["candidates"].items():
-            reports[name].append(first_divergence(expected, tokens[index], logits))
-    return {"candidates": reports}
-
-
-def first_divergence(expected: list[int], tokens: list[int], logits: Any) -> Job:
-    """First difference of ``tokens`` from ``expected``, with its margin; None if equal.
+def first_divergence(expected: list[int], tokens: list[int], logits: Any) -> Job | None:
+    """First difference of ``tokens`` from ``expected``; None if they are equal.
 
     ``logits[position][0]`` holds the reference's logits at that position.
     """
@@ -78,8 +81,10 @@ def first_divergence(expected: list[int], tokens: list[int], logits: Any) -> Job
             row = logits[position][0]
             margin = float(row[wanted]) - float(row[got])
             return {"num_tokens": len(expected), "position": position, "margin": margin}
-    return {"num_tokens": len(expected), "position": None, "margin": None}
+    return None
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    die_with_parent()
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    Path(sys.argv[2]).write_text(json.dumps(check_tokens(job)), encoding="utf-8")

@@ -1,19 +1,20 @@
-"""The results as text.
+"""The results as text and as a picture.
 
 python report.py RESULTS.json ...    (the ratios of all of them, as a README's tables)
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from summary import MEMORY, METRICS, MIN_REPEATS, Metric, medians
+from summary import METRICS, MIN_REPEATS, Metric
 from vmserve_bench.lab.table import markdown_table
 
 Json = dict[str, Any]
@@ -25,150 +26,104 @@ NUM_FOR_TAILS = 6
 def markdown(results: Json) -> str:
     machine = results["machine"]
     extensions = ", ".join(machine["cpu_extensions"]) or "no vector extensions that matter here"
+    where = f"{machine['cpu']} ({extensions}), {results['num_threads']} threads"
+    revision = (machine["git_revision"] or "unknown")[:12]
+    repeats = f"{results['num_repeats']} interleaved repeats"
     lines = [
-        f"# vmserve and its peers, {results['date']}",
+        f"# vmserve and its peers, {results['date']}{', a smoke run' * results['smoke']}",
         "",
-        (
-            f"{machine['cpu']} ({extensions}), {results['num_threads']} threads; vmserve at "
-            f"revision {(machine['git_revision'] or 'unknown')[:12]}; medians of "
-            f"{results['num_repeats']} interleaved repeats"
-            f"{', a smoke run' if results['smoke'] else ''}."
-        ),
+        f"{where}; vmserve at revision {revision}; medians of {repeats}, with their range.",
     ]
-    told = [f"- {name}: {text}" for name, text in computes_in(results)]
-    lines += ["", "Computes in (servers: by the arguments in the JSON file):", "", *told] * bool(
-        told
-    )
+    facts = {run["subject"]: computes_in(run["facts"]) for run in results["runs"] if "facts" in run}
+    if facts:
+        lines += ["", "Computes in (servers: by the arguments in the JSON file):", ""]
+        lines += [f"- {name}: {told}" for name, told in facts.items()]
     for model, values in results["values"].items():
-        lines += ["", f"## Model {model}", "", traffic_line(results["workloads"][model]), ""]
-        lines += measured_table(values)
-        lines += kept_up(values)
-        lines += memory_table(values)
-        lines += offline_table(results.get("offline", {}).get(model, {}))
-        lines += comparison_tables(results["comparisons"].get(model, []))
-        lines += checks(results["checks"].get(model, {}))
-    lines += problems(results)
+        lines += ["", f"## Model {model}", ""]
+        lines += [traffic(*each) for each in results["workloads"][model].items()]
+        lines += ["", *measured_table(values)]
+        if checks := results["checks"].get(model):
+            lines += ["", "Tokens against transformers in float32, one request at a time:", ""]
+            lines += [check_line(name, each) for name, each in checks.items()]
+    lines += ["", *ratios(results)]
+    absent = [(each["name"], each["reason"]) for each in results["absent"]]
+    for run in results["runs"]:
+        if "error" in run:
+            server = ", server" if run.get("is_server") else ""
+            what = f"{run['subject']}, {run['model']}, repeat {run['repeat'] + 1}{server}"
+            absent.append((what, run["error"]))
+    if absent:
+        lines += ["", "## Not measured", ""]
+        lines += [f"- {name}: {one_line(reason)}" for name, reason in absent]
     return "\n".join(lines) + "\n"
 
 
-def computes_in(results: Json) -> list[tuple[str, str]]:
-    found = {}
-    for run in results["runs"]:
-        facts = run.get("facts")
-        if facts:
-            told = facts["computes_in"]
-            if "kv_cache" in facts:
-                told += f"; KV cache {facts['kv_cache']}"
-            for name, value in facts.get("settings", {}).items():
-                told += f"; {name.replace('_', ' ')} {value}"
-            found[run["subject"]] = told
-    return list(found.items())
+def computes_in(facts: Json) -> str:
+    others = (f"{name.replace('_', ' ')} {value}" for name, value in facts.items()
+              if name not in ("computes_in", "more"))  # fmt: skip
+    return "; ".join([facts["computes_in"], *others])
 
 
-def traffic_line(workloads: Json) -> str:
-    parts = [
-        f"{name}: {each['num_requests']} requests, {each['num_input_tokens']} tokens in, "
-        f"{each['num_output_tokens']} out"
-        + (f", over {each['last_arrival_s']:.0f} s" if each["last_arrival_s"] else "")
-        for name, each in workloads.items()
-    ]
-    return "; ".join(parts) + "."
+def traffic(name: str, told: Json) -> str:
+    text = f"- {name}: {told['num_requests']} requests, {told['num_input_tokens']} tokens in, "
+    text += f"{told['num_output_tokens']} out"
+    if told["last_arrival_s"]:
+        text += f", over {told['last_arrival_s']:.0f} s"
+    if name == "offline":
+        use = (f"{share:.0%} of {size}" for size, share in told["static_batch_use"].items())
+        text += f"; rows of a static batch that yield a requested token: {', '.join(use)}"
+    return text
 
 
-def present(
-    values: Mapping[str, Mapping[str, Any]], metrics: Sequence[Metric] = METRICS
-) -> list[Metric]:
-    """Metrics that any engine has."""
-    return [m for m in metrics if any(m.name in each for each in values.values())]
+def check_line(name: str, told: Json) -> str:
+    text = f"- {name}: {told['num_identical']} of {told['num_requests']} requests identical"
+    if told["max_margin"] is not None:
+        text += f"; widest margin at a first difference {told['max_margin']:.2g} logits"
+    return text
 
 
-def measured_table(
-    values: Mapping[str, Any], among: Sequence[Metric] = METRICS, first: str = "engine"
-) -> list[str]:
-    metrics = present(values, among)
-    titles = (f"{m.title}, {m.unit}" if among is METRICS else m.title for m in metrics)
+def present(values: Iterable[Mapping[str, Any]], compared: bool = True) -> list[Metric]:
+    """Metrics that any of them has: all, or those that are compared."""
+    found = set().union(*values)
+    return [m for m in METRICS if m.name in found and (m.better or not compared)]
+
+
+def measured_table(values: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    """A row per metric, a column per engine."""
+
+    def cell(metric: Metric, repeats: Mapping[str, float]) -> str:
+        if not repeats:
+            return "-"
+        each = [value * metric.scale for value in repeats.values()]
+        least, middle, most = (shown(f(each)) for f in (min, statistics.median, max))
+        return middle if least == most else f"{middle} ({least} to {most})"
+
     rows = (
-        [subject, *(shown(m, middle.get(m.name)) for m in metrics)]
-        for subject, middle in medians(values).items()
+        [
+            ", ".join(filter(None, (m.title, m.unit))),
+            *(cell(m, each.get(m.name, {})) for each in values.values()),
+        ]
+        for m in present(values.values(), compared=False)
     )
-    return markdown_table([first, *titles], rows)
+    return markdown_table(["", *values], rows)
 
 
-def kept_up(values: Mapping[str, Any]) -> list[str]:
-    """Requests unfinished when the last one came: the sign of a queue."""
-    left = {
-        subject: middle["served_unfinished"]
-        for subject, middle in medians(values).items()
-        if "served_unfinished" in middle
-    }
-    if not left:
-        return []
-    told = ", ".join(f"{subject} {count:.0f}" for subject, count in left.items())
-    return [
-        "",
-        f"Requests unfinished when the last one arrived (many: it did not keep up): {told}.",
-    ]
+def shown(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def memory_table(values: Mapping[str, Any]) -> list[str]:
-    if not present(values, MEMORY):
-        return []
-    return ["", *measured_table(values, MEMORY, "PSS, MiB, peak while")]
-
-
-def offline_table(found: Mapping[str, Any]) -> list[str]:
-    """Table of the offline workload: range, busy cores, memory."""
-    if not found.get("rows"):
-        return []
-
-    def mebibytes(size: int | None) -> str:
-        return "n/a" if size is None else f"{size / 2**20:.0f}"
-
-    head = ("offline", "output tokens/s", "range", "busy cores", "load, s")
-    head += ("PSS loaded, MiB", "PSS peak, MiB", "RSS peak, MiB")
-    rows = []
-    for row in found["rows"]:
-        rates = row["tokens_per_s"]
-        memory = (row[f"{each}_bytes"] for each in ("loaded_pss", "peak_pss", "peak_rss"))
-        cells = (f"{statistics.median(rates):.1f}", f"{min(rates):.1f} to {max(rates):.1f}")
-        cells += (f"{row['median_busy_cores']:.2f}", f"{row['median_load_s']:.1f}")
-        rows.append([row["subject"], *cells, *map(mebibytes, memory)])
-    used = ", ".join(f"{use:.0%} in one of {n}" for n, use in found["static_batch_use"].items())
-    return [
-        "",
-        *markdown_table(head, rows),
-        "",
-        f"Decode rows of a static batch that yield a requested token: {used}.",
-    ]
-
-
-def comparison_tables(comparisons: Sequence[Json]) -> list[str]:
-    lines: list[str] = []
-    for ours in dict.fromkeys(each["vmserve"] for each in comparisons):
-        rows = [each for each in comparisons if each["vmserve"] == ours]
-        metrics = present({each["peer"]: each["metrics"] for each in rows})
-        lines += ["", f"How many times better {ours} is (above 1: ahead{interval(rows)}):", ""]
-        cells = ([each["peer"], *ratios(each, metrics)] for each in rows)
-        lines += markdown_table(["than", *(m.title for m in metrics)], cells)
-    return lines
-
-
-def interval(rows: Sequence[Json]) -> str:
-    """Interval in brackets."""
-    counts = [each["num_repeats"] for row in rows for each in row["metrics"].values()]
-    most = max(counts, default=0)
-    if most < MIN_REPEATS:
-        return f"; {most} repeats: no interval" if most > 1 else "; one repeat: no interval"
-    told = f"; [95 % interval: bootstrap over {most} repeats"
-    # A resample of one repeat alone is then likelier than the tail that is cut off.
-    return f"{told}, so few that it is about their range]" if most < NUM_FOR_TAILS else f"{told}]"
-
-
-def shown(metric: Metric, value: float | None) -> str:
-    if value is None:
-        return "-"
-    scaled = value * metric.scale
-    return f"{scaled:,.0f}" if scaled >= 1000 else f"{scaled:.3g}"
+def ratios(results: Json) -> list[str]:
+    """How many times better vmserve is: a row per model, variant and peer."""
+    rows = [(model, each) for model, found in results["comparisons"].items() for each in found]
+    metrics = present(each["metrics"] for _, each in rows)
+    cells = (
+        [model, each["vmserve"].removeprefix("vmserve "), each["peer"]]
+        + [times(each["metrics"].get(m.name)) for m in metrics]
+        for model, each in rows
+    )
+    head = ["model", "variant", "than", *(m.title for m in metrics)]
+    note = f"Above 1: vmserve is ahead; {interval([each for _, each in rows])}."
+    return [note, "", *markdown_table(head, cells, 3)] if rows else []
 
 
 def times(result: Json | None) -> str:
@@ -178,32 +133,15 @@ def times(result: Json | None) -> str:
     return text if result["low"] is None else f"{text} [{result['low']:.2f}, {result['high']:.2f}]"
 
 
-def ratios(comparison: Json, metrics: Sequence[Metric]) -> list[str]:
-    return [times(comparison["metrics"].get(m.name)) for m in metrics]
-
-
-def checks(found: Mapping[str, Json]) -> list[str]:
-    if not found:
-        return []
-    lines = ["", "Tokens against transformers in float32, one request at a time:", ""]
-    for name, each in found.items():
-        text = f"- {name}: {each['num_identical']} of {each['num_requests']} requests identical"
-        if each["max_margin"] is not None:
-            text += f"; widest margin at a first difference {each['max_margin']:.2g} logits"
-        lines.append(text)
-    return lines
-
-
-def problems(results: Json) -> list[str]:
-    """List engines that are missing from tables, and why."""
-    found = [f"- {each['name']}: {one_line(each['reason'])}" for each in results["absent"]]
-    found += [
-        f"- {run['subject']}, {run['model']}, repeat {run['repeat'] + 1}"
-        f"{', server' if run.get('is_server') else ''}: {one_line(run['error'])}"
-        for run in results["runs"]
-        if "error" in run
-    ]
-    return ["", "## Not measured", "", *found] if found else []
+def interval(rows: Sequence[Json]) -> str:
+    """What stands in brackets."""
+    counts = [each["num_repeats"] for row in rows for each in row["metrics"].values()]
+    most = max(counts, default=0)
+    if most < MIN_REPEATS:
+        return f"{most} repeats: no interval" if most > 1 else "one repeat: no interval"
+    told = f"[95 % interval: bootstrap over {most} repeats"
+    # A resample of one repeat alone is then likelier than the tail that is cut off.
+    return f"{told}, so few that it is about their range]" if most < NUM_FOR_TAILS else f"{told}]"
 
 
 def one_line(text: str) -> str:
@@ -214,20 +152,34 @@ def one_line(text: str) -> str:
     return re.sub(r"(/[\w.+-]+)+/", "", line)[:300]
 
 
-def overview(results: Json) -> list[str]:
-    """Rows of one file's comparisons: the factors by which vmserve is better."""
-    rows = [(model, each) for model, found in results["comparisons"].items() for each in found]
-    metrics = present({str(place): each["metrics"] for place, (_, each) in enumerate(rows)})
-    cells = (
-        [model, each["vmserve"].removeprefix("vmserve "), each["peer"], *ratios(each, metrics)]
-        for model, each in rows
-    )
-    lines = markdown_table(["model", "variant", "than", *(m.title for m in metrics)], cells, 3)
-    note = interval([each for _, each in rows]).removeprefix("; ")
-    return [f"Above 1: vmserve is ahead; {note}.", "", *lines]
+def draw(results: Json, path: Path) -> None:
+    """A row per model, a column per compared metric: bars of medians with the range."""
+    # Late: its pages would count half in the memory of engines that load them too.
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    columns = {model: present(each.values()) for model, each in results["values"].items()}
+    shape = (len(columns), max(map(len, columns.values())))
+    figure = Figure(figsize=(2.3 * shape[1] + 2.0, 3.0 * shape[0]), layout="constrained")
+    grid = figure.subplots(*shape, squeeze=False)
+    for (model, values), axes in zip(results["values"].items(), grid, strict=True):
+        for metric, axis in itertools.zip_longest(columns[model], axes):
+            if metric is None:
+                axis.set_visible(False)
+                continue
+            for name, each in values.items():
+                scaled = [value * metric.scale for value in each.get(metric.name, {}).values()]
+                color = "#1f6f4a" if name.startswith("vmserve") else "#9aa5b1"
+                axis.barh(name, statistics.median(scaled or [0.0]), color=color)
+                axis.plot([min(scaled, default=0.0), max(scaled, default=0.0)], [name] * 2, "k-")
+            title = f"{model}: {metric.title}\n{metric.unit}, {metric.better} is better"
+            axis.set_title(title, fontsize=7)
+            axis.tick_params(labelsize=6)
+            axis.invert_yaxis()
+    figure.savefig(path)
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         read = json.loads(Path(name).read_text(encoding="utf-8"))
-        print(f"\n{Path(name).name}, {read['date']}\n", *overview(read), sep="\n")
+        where = name.removesuffix("/results.json").rpartition("/")[2]
+        print(f"\n{where}, {read['date']}\n", *ratios(read), sep="\n")

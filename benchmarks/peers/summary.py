@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from subjects import Subject
@@ -17,81 +17,87 @@ Json = dict[str, Any]
 MIN_REPEATS = 3
 NUM_RESAMPLES = 10_000
 CONFIDENCE = 0.95
+MIB = 2.0**-20
 
 
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """``scale``: what the table shows is the value times this, in ``unit``."""
+class Metric(NamedTuple):
+    """``scale``: what the table shows is the value times this, in ``unit``. ``better``: "more" or
+    "less", of those that are compared.
+    """
 
     name: str
     title: str
-    unit: str
-    higher_is_better: bool
+    unit: str = ""
     scale: float = 1.0
+    better: str = ""
 
 
 METRICS = (
-    Metric("offline_tokens_per_s", "offline", "output tokens/s", True),
-    Metric("decode_tokens_per_s", "decode, one stream", "tokens/s", True),
-    Metric("streams_tokens_per_s", "decode, streams", "tokens/s", True),
-    Metric("prefill_tokens_per_s", "prefill", "prompt tokens/s", True),
-    Metric("served_ttft_p50_s", "served, TTFT p50", "ms", False, 1e3),
-    Metric("served_ttft_p99_s", "served, TTFT p99", "ms", False, 1e3),
-    Metric("served_tpot_p50_s", "served, TPOT p50", "ms", False, 1e3),
-    Metric("served_itl_p50_s", "served, ITL p50", "ms", False, 1e3),
-    Metric("served_itl_p99_s", "served, ITL p99", "ms", False, 1e3),
-    Metric("peak_pss_bytes", "peak PSS", "MiB", False, 2.0**-20),
-    Metric("served_peak_pss_bytes", "served, peak PSS", "MiB", False, 2.0**-20),
-    Metric("first_token_s", "start to first token", "s", False),
-    Metric("server_first_token_s", "server's start to first token", "s", False),
-)
-#: The peak during each workload, in a table beside that of the figures. What an engine does not
-#: give back after one, the next ones in the same process have too.
-MEMORY = (
-    Metric("file_bytes", "its files", "MiB", False, 2.0**-20),
-    Metric("loaded_pss_bytes", "loaded", "MiB", False, 2.0**-20),
+    Metric("offline_tokens_per_s", "offline", "output tokens/s", better="more"),
+    Metric("decode_tokens_per_s", "decode, one stream", "tokens/s", better="more"),
+    Metric("streams_tokens_per_s", "decode, streams", "tokens/s", better="more"),
+    Metric("prefill_tokens_per_s", "prefill", "prompt tokens/s", better="more"),
+    Metric("served_ttft_p50_s", "served, TTFT p50", "ms", 1e3, "less"),
+    Metric("served_ttft_p99_s", "served, TTFT p99", "ms", 1e3, "less"),
+    Metric("served_tpot_p50_s", "served, TPOT p50", "ms", 1e3, "less"),
+    Metric("served_itl_p50_s", "served, ITL p50", "ms", 1e3, "less"),
+    Metric("served_itl_p99_s", "served, ITL p99", "ms", 1e3, "less"),
+    Metric("served_unfinished", "unfinished when the last one arrived", "requests"),
+    Metric("peak_pss_bytes", "peak PSS", "MiB", MIB, "less"),
+    # What an engine does not give back after one workload, the next ones in the process have too.
     *(
-        Metric(f"{name}_peak_pss_bytes", name, "MiB", False, 2.0**-20)
-        for name in ("offline", "decode", "prefill", "served", "streams")
+        Metric(f"{name}_peak_pss_bytes", f"{name}, peak PSS", "MiB", MIB)
+        for name in ("offline", "decode", "prefill", "streams")
     ),
-    Metric("pss_per_file_and_kv", "most of: peak / (files + KV)", "", False),
+    Metric("served_peak_pss_bytes", "served, peak PSS", "MiB", MIB, "less"),
+    Metric("loaded_pss_bytes", "PSS loaded", "MiB", MIB),
+    Metric("file_bytes", "files", "MiB", MIB),
+    Metric("pss_per_file_and_kv", "most of: peak PSS / (files + KV)"),
+    Metric("peak_rss_bytes", "peak RSS", "MiB", MIB),
+    Metric("offline_busy_cores", "offline, busy cores"),
+    Metric("load_s", "load", "s"),
+    Metric("first_token_s", "start to first token", "s", better="less"),
+    Metric("server_first_token_s", "server's start to first token", "s", better="less"),
 )
-#: Workloads whose tokens are all in the KV cache at once, or those of one request after the other.
-SIMULTANEOUS = ("decode", "prefill", "streams")
 
 
 def metrics_of(run: Json, workloads: Mapping[str, Sequence[Json]]) -> dict[str, float]:
-    """Metrics of one run of one engine; those that it did not reach are left out."""
+    """Metrics of one run of one engine; those that it did not reach are left out.
+
+    ``pss_per_file_and_kv`` is the largest ratio of workloads whose tokens are all in the KV cache
+    at once, or those of one request after the other.
+    """
     found: dict[str, float] = {}
     measured = run["workloads"]
-    if "offline" in measured:
+    if offline := measured.get("offline"):
         num_tokens = sum(each["num_output_tokens"] for each in workloads["offline"])
-        found["offline_tokens_per_s"] = num_tokens / measured["offline"]["elapsed_s"]
-    if "decode" in measured:
+        found["offline_tokens_per_s"] = num_tokens / offline["elapsed_s"]
+        found["offline_busy_cores"] = offline["cpu_s"] / offline["elapsed_s"]
+    if decode := measured.get("decode"):
         found["decode_tokens_per_s"] = statistics.median(
-            (len(times) - 1) / (times[-1] - times[0]) for times in measured["decode"]["times_s"]
+            (len(times) - 1) / (times[-1] - times[0]) for times in decode["times_s"]
         )
-    if "prefill" in measured:
+    if prefill := measured.get("prefill"):
+        answers = zip(prefill["due_s"], prefill["times_s"], strict=True)
         found["prefill_tokens_per_s"] = statistics.median(
             len(request["prompt_token_ids"]) / (times[0] - due)
-            for request, due, times in zip(
-                workloads["prefill"],
-                measured["prefill"]["due_s"],
-                measured["prefill"]["times_s"],
-                strict=True,
-            )
+            for request, (due, times) in zip(workloads["prefill"], answers, strict=True)
         )
-    if "served" in measured:
-        found |= latencies(measured["served"])
-    if "streams" in measured:
-        found["streams_tokens_per_s"] = streams_rate(measured["streams"]["times_s"])
+    if served := measured.get("served"):
+        found |= latencies(served)
+    if streams := measured.get("streams"):
+        found["streams_tokens_per_s"] = streams_rate(streams["times_s"])
     peaks = {name: each["peak_pss_bytes"] for name, each in measured.items()}
     found |= {f"{name}_peak_pss_bytes": peak for name, peak in peaks.items()}
-    if run.get("file_bytes"):
-        found |= memory_beside_files(run)
-    peaks.pop("served", None)
-    if peaks:
-        found["peak_pss_bytes"] = max(peaks.values())
+    if in_process := [peak for name, peak in peaks.items() if name != "served"]:
+        found["peak_pss_bytes"] = max(in_process)
+    if file_bytes := run.get("file_bytes"):
+        found["file_bytes"] = file_bytes
+        at_once = [name for name in ("decode", "prefill", "streams") if name in peaks]
+        ratios = [peaks[name] / (file_bytes + run["kv_bytes"][name]) for name in at_once]
+        found |= {"pss_per_file_and_kv": max(ratios)} if ratios else {}
+    for name in ("loaded_pss_bytes", "peak_rss_bytes", "load_s"):
+        found |= {name: run[name]} if name in run else {}
     if "first_token_s" in run:
         name = "server_first_token_s" if run.get("is_server") else "first_token_s"
         found[name] = run["first_token_s"]
@@ -102,24 +108,6 @@ def streams_rate(times: Sequence[Sequence[float]]) -> float:
     """Tokens per second while all decode: from the last first token to the first last one."""
     start, end = max(each[0] for each in times), min(each[-1] for each in times)
     return sum(start < instant <= end for each in times for instant in each) / (end - start)
-
-
-def memory_beside_files(run: Json) -> dict[str, float]:
-    """Size of the engine's files, memory when they are loaded, and the largest ratio of a peak to
-    the files with the KV cache, over workloads.
-    """
-    file_bytes, measured = run["file_bytes"], run["workloads"]
-    found = {"file_bytes": float(file_bytes)}
-    if "loaded_pss_bytes" in run:
-        found["loaded_pss_bytes"] = run["loaded_pss_bytes"]
-    ratios = [
-        measured[name]["peak_pss_bytes"] / (file_bytes + run["kv_bytes"][name])
-        for name in SIMULTANEOUS
-        if name in measured
-    ]
-    if ratios:
-        found["pss_per_file_and_kv"] = max(ratios)
-    return found
 
 
 def latencies(served: Json) -> dict[str, float]:
@@ -147,81 +135,32 @@ def latencies(served: Json) -> dict[str, float]:
 def collect(
     runs: Sequence[Json],
     workloads: Mapping[str, Mapping[str, Sequence[Json]]],
-    subjects: Sequence[str] = (),
+    subjects: Sequence[str],
 ) -> Json:
     """``[model][subject][metric][repeat]``: a value of every repeat that has one.
 
     ``workloads``: by model, what its runs were asked. ``subjects``: names, in the order wanted.
     """
     found: Json = {}
-    order = {name: place for place, name in enumerate(subjects)}
-    for run in sorted(runs, key=lambda run: order.get(run["subject"], len(order))):
+    for run in sorted(runs, key=lambda run: subjects.index(run["subject"])):
         values = found.setdefault(run["model"], {}).setdefault(run["subject"], {})
         for name, value in metrics_of(run, workloads[run["model"]]).items():
             values.setdefault(name, {})[str(run["repeat"])] = value
-    return found
-
-
-def medians(values: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Json:
-    """``[subject][metric]``, the median over repeats."""
-    return {
-        subject: {name: statistics.median(each.values()) for name, each in metrics.items()}
-        for subject, metrics in values.items()
-    }
-
-
-def offline_rows(runs: Sequence[Json], requests: Sequence[Json], model: str) -> list[Json]:
-    """Offline figures of each engine: speed, its range, busy cores, loading, memory."""
-    num_tokens = sum(each["num_output_tokens"] for each in requests)
-    found: dict[str, list[tuple[Json, Json]]] = {}
-    for run in runs:
-        if run["model"] == model and "offline" in run["workloads"]:
-            found.setdefault(run["subject"], []).append((run, run["workloads"]["offline"]))
-    return [
-        {
-            "subject": subject,
-            "tokens_per_s": [num_tokens / one["elapsed_s"] for _, one in each],
-            "median_busy_cores": statistics.median(
-                one["cpu_s"] / one["elapsed_s"] for _, one in each
-            ),
-            "median_load_s": statistics.median(run["load_s"] for run, _ in each),
-            "loaded_pss_bytes": max(
-                (one["loaded_pss_bytes"] for _, one in each if one["loaded_pss_bytes"]),
-                default=None,
-            ),
-            "peak_pss_bytes": max(one["peak_pss_bytes"] for _, one in each),
-            "peak_rss_bytes": max(run["peak_rss_bytes"] for run, _ in each),
-        }
-        for subject, each in found.items()
-    ]
-
-
-def static_batch_use(
-    output_lengths: Sequence[int], batch_sizes: Sequence[int] = (16, 32)
-) -> dict[str, float]:
-    """Share of a static batch's decode rows that yield a requested token, by batch size."""
-    found = {}
-    for size in batch_sizes:
-        batches = [output_lengths[at : at + size] for at in range(0, len(output_lengths), size)]
-        computed = sum(len(batch) * max(batch) for batch in batches)
-        found[str(size)] = sum(output_lengths) / computed
-    return found
+    return {model: found[model] for model in workloads if model in found}
 
 
 def advantage(
     metric: Metric, ours: Mapping[str, float], theirs: Mapping[str, float], seed: int = 0
-) -> Json | None:
+) -> Json:
     """Factor by which vmserve's median is better; above 1 vmserve is ahead.
 
-    Values by repeat; only repeats that both have count. The interval is the percentile bootstrap
-    over repeats, resampled together, as both met the same state of the machine. None where there
-    is nothing in common.
+    Values by repeat; only repeats that both have count, one at least. The interval is the
+    percentile bootstrap over repeats, resampled together, as both met the same state of the
+    machine.
     """
     common = sorted(set(ours) & set(theirs))
-    if not common:
-        return None
     pairs = np.array([[ours[each], theirs[each]] for each in common])
-    if not metric.higher_is_better:
+    if metric.better == "less":
         pairs = pairs[:, ::-1]
     ratio = float(np.median(pairs[:, 0]) / np.median(pairs[:, 1]))
     low = high = None
@@ -237,16 +176,14 @@ def advantage(
 def compare(values: Mapping[str, Any], subjects: Sequence[Subject]) -> list[Json]:
     """Compare every variant of vmserve with every peer that does the same work, by metric."""
     found = []
-    for ours in subjects:
-        for theirs in subjects:
-            is_pair = ours.engine == "vmserve" != theirs.engine and ours.is_comparable(theirs)
-            if not is_pair or ours.name not in values or theirs.name not in values:
-                continue
-            metrics = {}
-            for metric in METRICS:
-                mine = values[ours.name].get(metric.name, {})
-                result = advantage(metric, mine, values[theirs.name].get(metric.name, {}))
-                if result is not None:
-                    metrics[metric.name] = result
+    present = [each for each in subjects if each.name in values]
+    for ours, theirs in itertools.product(present, present):
+        if ours.engine == "vmserve" != theirs.engine and ours.is_comparable(theirs):
+            mine, others = values[ours.name], values[theirs.name]
+            metrics = {
+                m.name: advantage(m, mine[m.name], others[m.name])
+                for m in METRICS
+                if m.better and set(mine.get(m.name, ())) & set(others.get(m.name, ()))
+            }
             found.append({"vmserve": ours.name, "peer": theirs.name, "metrics": metrics})
     return found

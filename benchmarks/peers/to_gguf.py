@@ -13,68 +13,57 @@ from typing import Any
 
 import gguf
 import numpy as np
-from gguf.quants import quantize
-from gguf_layout import as_float32, gguf_name, neighbours, read_tensors
+from gguf.quants import dequantize, quantize
+from gguf.utility import SafetensorsLocal
 
-TYPES = {
-    "bf16": gguf.GGMLQuantizationType.BF16,
-    "f16": gguf.GGMLQuantizationType.F16,
-    "q8_0": gguf.GGMLQuantizationType.Q8_0,
-}
-FILE_TYPES = {
-    "bf16": gguf.LlamaFileType.MOSTLY_BF16,
-    "f16": gguf.LlamaFileType.MOSTLY_F16,
-    "q8_0": gguf.LlamaFileType.MOSTLY_Q8_0,
-}
-
-
-def encoded(bits: np.ndarray, kind: str) -> np.ndarray:
-    """A matrix in the file's type; bfloat16 and q8_0 as bytes."""
-    if kind == "bf16":
-        return np.ascontiguousarray(bits).view(np.uint8)
-    if kind == "f16":
-        return as_float32(bits).astype(np.float16)
-    return quantize(as_float32(bits), TYPES[kind])
+Kind = gguf.GGMLQuantizationType
 
 
 def write(model: Path, target: Path, kind: str) -> None:
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     writer = gguf.GGUFWriter(str(target), "llama")
-    write_shape(writer, config, kind)
+    writer.add_name("random llama")
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"])
+    for what, value in {
+        "vocab_size": config["vocab_size"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "block_count": config["num_hidden_layers"],
+        "feed_forward_length": config["intermediate_size"],
+        "head_count": config["num_attention_heads"],
+        "head_count_kv": config["num_key_value_heads"],
+        "rope_dimension_count": config["head_dim"],
+        "key_length": config["head_dim"],
+        "value_length": config["head_dim"],
+        "rope_freq_base": config["rope_theta"],
+        "layer_norm_rms_eps": config["rms_norm_eps"],
+    }.items():
+        getattr(writer, f"add_{what}")(value)
     write_vocabulary(writer, model, config)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for name, bits in read_tensors(model / "model.safetensors").items():
-        new = gguf_name(name)
-        role = new.split(".")[-2]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, tensor in SafetensorsLocal(model / "model.safetensors").tensors.items():
+        if tensor.dtype != "BF16":
+            raise ValueError(f"{name} is {tensor.dtype}, not BF16")
+        values = dequantize(tensor.mmap_bytes(), Kind.BF16).reshape(tensor.shape)
+        role = name.split(".")[-2]
         if role in heads:
-            bits = neighbours(bits, heads[role])
-        if bits.ndim == 1:
-            writer.add_tensor(new, as_float32(bits))
-        else:
-            data = encoded(bits, kind)
-            is_raw = data.dtype == np.uint8
-            writer.add_tensor(new, data, raw_dtype=TYPES[kind] if is_raw else None)
+            values = neighbours(values, heads[role])
+        stored = Kind.F32 if values.ndim == 1 else Kind[kind.upper()]
+        new = names.get_name(name, try_suffixes=(".weight",))
+        writer.add_tensor(new, quantize(values, stored), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def write_shape(writer: Any, config: dict[str, Any], kind: str) -> None:
-    writer.add_name("random llama")
-    writer.add_file_type(FILE_TYPES[kind])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["head_dim"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
-    writer.add_rope_freq_base(config["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+def neighbours(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """Rows of each head from (first half, second half) to pairs: llama.cpp's rotary embedding turns
+    neighbours where Hugging Face's turns halves.
+    """
+    halves = weight.reshape(num_heads, 2, -1, weight.shape[1])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weight.shape)
 
 
 def write_vocabulary(writer: Any, model: Path, config: dict[str, Any]) -> None:
@@ -82,21 +71,12 @@ def write_vocabulary(writer: Any, model: Path, config: dict[str, Any]) -> None:
     content = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
     ids = content["model"]["vocab"]
     special = {each["content"] for each in content["added_tokens"]}
-    words = [""] * config["vocab_size"]
-    for word, token_id in ids.items():
-        words[token_id] = word
-    kinds = [
-        gguf.TokenType.UNKNOWN
-        if word == "<unk>"
-        else gguf.TokenType.CONTROL
-        if word in special
-        else gguf.TokenType.NORMAL
-        for word in words
-    ]
+    words = sorted(ids, key=ids.__getitem__)
+    types = dict.fromkeys(special, gguf.TokenType.CONTROL) | {"<unk>": gguf.TokenType.UNKNOWN}
     writer.add_tokenizer_model("llama")
     writer.add_token_list([word if word in special else f"\u2581{word}" for word in words])
     writer.add_token_scores([-float(token_id) for token_id in range(len(words))])
-    writer.add_token_types(kinds)
+    writer.add_token_types([types.get(word, gguf.TokenType.NORMAL) for word in words])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     writer.add_pad_token_id(config["pad_token_id"])

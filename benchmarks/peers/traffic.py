@@ -6,16 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from model_shape import SPECIAL_IDS, LlamaShape
+from models import SPECIAL_IDS
 from vmserve_bench.workloads.shapes import RequestShape, lognormal, prompt_token_ids
 
 Json = dict[str, Any]
 
 #: Prompts are drawn by place: a new one comes last.
 WORKLOADS = ("offline", "decode", "prefill", "served", "streams")
-#: Requests per second on average, by model. With the lengths below, two cores without bfloat16
-#: arithmetic keep up with every engine: queues form and empty again.
-RATES = {"8m": 2.0, "125m": 2.0, "1b": 0.1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,94 +36,62 @@ class Sizes:
     stream_tokens: int = 128
 
 
-#: By model: a request to the larger ones is short enough that their rate is one they sustain, and
-#: the largest one's workloads that a run of an engine takes about a minute.
-FULL: Mapping[str, Sizes] = {
+#: Of ``125m`` and of a file's model: two cores without bfloat16 arithmetic sustain the rate.
+MIDDLE = Sizes(served_mean_in=64.0, served_mean_out=20.0)
+#: By model, where others; a run of an engine with the largest one takes about a minute.
+FULL = {
     "8m": Sizes(),
-    "125m": replace(Sizes(), served_mean_in=64.0, served_mean_out=20.0),
     "1b": Sizes(
-        num_requests=6,
-        mean_in=48.0,
-        mean_out=16.0,
-        num_decodes=1,
-        decode_context=64,
-        decode_tokens=24,
-        num_prefills=1,
-        prefill_tokens=256,
-        num_served=6,
-        served_mean_in=32.0,
-        served_mean_out=12.0,
-        stream_context=32,
-        stream_tokens=16,
+        num_requests=6, mean_in=48.0, mean_out=16.0,
+        num_decodes=1, decode_context=64, decode_tokens=24,
+        num_prefills=1, prefill_tokens=256,
+        num_served=6, served_mean_in=32.0, served_mean_out=12.0,
+        stream_context=32, stream_tokens=16,
     ),
-}
-#: Whose sizes and rate a model of a file has.
-DEFAULT_SIZES = "125m"
+}  # fmt: skip
 SMOKE = Sizes(
-    num_requests=6,
-    mean_in=12.0,
-    mean_out=8.0,
-    num_decodes=1,
-    decode_context=32,
-    decode_tokens=8,
-    num_prefills=1,
-    prefill_tokens=64,
-    num_served=4,
-    served_mean_in=12.0,
-    served_mean_out=8.0,
-    num_streams=4,
-    stream_context=16,
-    stream_tokens=8,
-)
+    num_requests=6, mean_in=12.0, mean_out=8.0,
+    num_decodes=1, decode_context=32, decode_tokens=8,
+    num_prefills=1, prefill_tokens=64,
+    num_served=4, served_mean_in=12.0, served_mean_out=8.0,
+    num_streams=4, stream_context=16, stream_tokens=8,
+)  # fmt: skip
 
 
 def make_workloads(
     names: list[str], sizes: Sizes, vocab_size: int, seed: int, rate: float, repeat: int = 0
 ) -> dict[str, list[Json]]:
-    """Requests by workload. Only arrivals of ``served`` depend on the repeat.
+    """Requests by workload. Only arrivals of ``served`` depend on the repeat: what one drawn
+    sequence of arrivals happens to do would else be taken for a property of the engines.
 
     ``arrival_s`` 0 is "at once". Requests of ``decode`` and ``prefill`` run one at a time
     (``is_sequential``); no two requests share a prompt, so that no prefix cache helps anyone.
     """
-    offline = lognormal(
-        sizes.num_requests,
-        seed,
-        mean_in=sizes.mean_in,
-        mean_out=sizes.mean_out,
-        sigma_in=sizes.sigma,
-        sigma_out=sizes.sigma,
-    )
-    served = served_shapes(sizes, seed + 1, rate, repeat)
-    decode = [RequestShape(sizes.decode_context, sizes.decode_tokens + 1)] * sizes.num_decodes
-    prefill = [RequestShape(sizes.prefill_tokens, 1)] * sizes.num_prefills
-    streams = [RequestShape(sizes.stream_context, sizes.stream_tokens + 1)] * sizes.num_streams
-    shapes = {"offline": offline, "decode": decode, "prefill": prefill, "served": served}
-    shapes["streams"] = streams
+    s = sizes
+    sigmas = {"sigma_in": s.sigma, "sigma_out": s.sigma}
+    served = {"mean_in": s.served_mean_in, "mean_out": s.served_mean_out, "request_rate": rate}
+    asked = lognormal(s.num_served, seed + 1, **served)
+    drawn = lognormal(s.num_served, seed + 1 + 100 * repeat, **served)
+    shapes = {
+        "offline": lognormal(
+            s.num_requests, seed, mean_in=s.mean_in, mean_out=s.mean_out, **sigmas
+        ),
+        "decode": [RequestShape(s.decode_context, s.decode_tokens + 1)] * s.num_decodes,
+        "prefill": [RequestShape(s.prefill_tokens, 1)] * s.num_prefills,
+        "served": [
+            replace(shape, arrival_s=other.arrival_s)
+            for shape, other in zip(asked, drawn, strict=True)
+        ],
+        "streams": [RequestShape(s.stream_context, s.stream_tokens + 1)] * s.num_streams,
+    }
     found = {
         name: requests_of(shapes[name], vocab_size, 1000 * seed + place)
         for place, name in enumerate(WORKLOADS)
         if name in names
     }
-    for name in {"decode", "prefill"} & set(found):
-        for request in found[name]:
-            request["is_sequential"] = True
+    for request in [*found.get("decode", []), *found.get("prefill", [])]:
+        request["is_sequential"] = True
     return found
-
-
-def served_shapes(sizes: Sizes, seed: int, rate: float, repeat: int) -> list[RequestShape]:
-    """The same lengths in every repeat, each with arrivals of its own: what one drawn sequence
-    of arrivals happens to do would else be taken for a property of the engines.
-    """
-
-    def drawn(at: int) -> list[RequestShape]:
-        means = {"mean_in": sizes.served_mean_in, "mean_out": sizes.served_mean_out}
-        return lognormal(sizes.num_served, at, request_rate=rate, **means)
-
-    arrivals = drawn(seed + 100 * repeat)
-    return [
-        replace(shape, arrival_s=other.arrival_s)
-        for shape, other in zip(drawn(seed), arrivals, strict=True)
-    ]
 
 
 def warmup_requests(vocab_size: int, seed: int) -> list[Json]:
@@ -139,51 +104,53 @@ def requests_of(shapes: list[RequestShape], vocab_size: int, seed: int) -> list[
     found = []
     for index, shape in enumerate(shapes):
         drawn = RequestShape(shape.num_input_tokens, shape.num_output_tokens, index=index)
-        found.append(
-            {
-                "prompt_token_ids": prompt_token_ids(drawn, vocab_size, seed, reserved=SPECIAL_IDS),
-                "num_output_tokens": shape.num_output_tokens,
-                "arrival_s": shape.arrival_s,
-            }
-        )
+        ids = prompt_token_ids(drawn, vocab_size, seed, reserved=SPECIAL_IDS)
+        told = {"num_output_tokens": shape.num_output_tokens, "arrival_s": shape.arrival_s}
+        found.append({"prompt_token_ids": ids, **told})
     return found
 
 
+def lengths(requests: list[Json]) -> list[int]:
+    """Tokens of each request, prompt and answer."""
+    return [len(each["prompt_token_ids"]) + each["num_output_tokens"] for each in requests]
+
+
 def longest(requests: list[Json]) -> int:
-    """Tokens of the longest request, prompt and answer."""
-    return max(len(each["prompt_token_ids"]) + each["num_output_tokens"] for each in requests)
+    return max(lengths(requests))
 
 
-def kv_values(shape: LlamaShape) -> int:
-    """Numbers that a token has in the KV cache."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+def kv_values(config: Mapping[str, Any]) -> int:
+    """Numbers that a token has in the KV cache of a Llama."""
+    kv_size = config["hidden_size"] * config["num_key_value_heads"] // config["num_attention_heads"]
+    return 2 * config["num_hidden_layers"] * kv_size
 
 
-def num_tokens(requests: list[Json]) -> int:
-    return sum(len(each["prompt_token_ids"]) + each["num_output_tokens"] for each in requests)
-
-
-def kv_gib(workloads: dict[str, list[Json]], shape: LlamaShape) -> int:
+def kv_gib(workloads: dict[str, list[Json]], config: Mapping[str, Any]) -> int:
     """Whole GiB of float32 KV cache that hold all tokens of the largest workload at once."""
-    most = max(num_tokens(requests) for requests in workloads.values())
-    return -(-most * kv_values(shape) * 4 // 2**30)
+    most = max(sum(lengths(requests)) for requests in workloads.values())
+    return -(-most * kv_values(config) * 4 // 2**30)
 
 
-def kv_bytes(requests: list[Json], shape: LlamaShape) -> int:
+def kv_bytes(requests: list[Json], config: Mapping[str, Any]) -> int:
     """A 16 bit KV cache of what is there at once, of requests that all arrive at the start."""
-    is_sequential = requests[0].get("is_sequential")
-    most = longest(requests) if is_sequential else num_tokens(requests)
-    return 2 * most * kv_values(shape)
+    at_once = max if requests[0].get("is_sequential") else sum
+    return 2 * at_once(lengths(requests)) * kv_values(config)
 
 
-def describe(workloads: dict[str, list[Json]]) -> Json:
+def describe(requests: list[Json]) -> Json:
+    """``static_batch_use``: the share of a static batch's decode rows that yield a requested
+    token, by batch size.
+    """
+    outputs = [each["num_output_tokens"] for each in requests]
+    use = {}
+    for size in (16, 32):
+        batches = [outputs[at : at + size] for at in range(0, len(outputs), size)]
+        use[str(size)] = sum(outputs) / sum(len(batch) * max(batch) for batch in batches)
     return {
-        name: {
-            "num_requests": len(requests),
-            "num_input_tokens": sum(len(each["prompt_token_ids"]) for each in requests),
-            "num_output_tokens": sum(each["num_output_tokens"] for each in requests),
-            "longest_tokens": longest(requests),
-            "last_arrival_s": max(each["arrival_s"] for each in requests),
-        }
-        for name, requests in workloads.items()
+        "num_requests": len(requests),
+        "num_input_tokens": sum(len(each["prompt_token_ids"]) for each in requests),
+        "num_output_tokens": sum(outputs),
+        "longest_tokens": longest(requests),
+        "last_arrival_s": max(each["arrival_s"] for each in requests),
+        "static_batch_use": use,
     }

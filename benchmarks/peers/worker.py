@@ -22,13 +22,11 @@ from typing import Any
 
 Json = dict[str, Any]
 
-PR_SET_PDEATHSIG = 1
-
 
 def main(job_path: str, result_path: str) -> None:
     die_with_parent()
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
-    engine = importlib.import_module(f"engines.{job['module']}").create(job)
+    engine = importlib.import_module(f"engines.{job['module']}").Engine(job)
     try:
         loaded = time.monotonic()
         engine.prepare(job["warmup"])
@@ -45,7 +43,9 @@ def main(job_path: str, result_path: str) -> None:
         for name, requests in job["workloads"].items():
             result["workloads"][name] = measured(engine, requests, job["num_checked"])
             result["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            write(Path(result_path), result)
+            partial = Path(f"{result_path}.partial")
+            partial.write_text(json.dumps(result), encoding="utf-8")
+            partial.replace(result_path)
     finally:
         engine.close()
 
@@ -59,10 +59,9 @@ def measured(engine: Any, requests: list[Json], num_checked: int) -> Json:
     answers = engine.run(requests)
     elapsed, cpu = time.monotonic() - start, time.process_time() - cpu
     for request, answer in zip(requests, answers, strict=True):
-        if len(answer["token_ids"]) != request["num_output_tokens"]:
-            raise RuntimeError(
-                f"{len(answer['token_ids'])} tokens came, {request['num_output_tokens']} were asked"
-            )
+        came, asked = len(answer["token_ids"]), request["num_output_tokens"]
+        if came != asked:
+            raise RuntimeError(f"{came} tokens came, {asked} were asked")
     return {
         "start_monotonic": start,
         "elapsed_s": elapsed,
@@ -74,17 +73,10 @@ def measured(engine: Any, requests: list[Json], num_checked: int) -> Json:
     }
 
 
-def write(path: Path, result: Json) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(result), encoding="utf-8")
-    partial.replace(path)
-
-
 def die_with_parent() -> None:
     """Let the kernel end this process if the one that measures it ends without warning."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def pss_bytes() -> int:

@@ -79,12 +79,6 @@ class MemorySamples:
         pairs = zip(self.instants, self.pss_bytes, strict=True)
         return max((pss for instant, pss in pairs if start <= instant <= end), default=0)
 
-    def last_before(self, instant: float) -> int | None:
-        """The latest sample up to an instant."""
-        pairs = zip(self.instants, self.pss_bytes, strict=True)
-        before = [pss for at, pss in pairs if at <= instant]
-        return before[-1] if before else None
-
 
 def watch(process: subprocess.Popen[bytes], samples: MemorySamples, limit_s: float) -> bool:
     """Sample until the process ends (True) or its time is up (killed, False)."""

@@ -1,1 +1,1 @@
-"""One module per engine, each with ``create(job)``; imported under that engine's interpreter."""
+"""One module per engine, each with a class ``Engine``; imported under that engine's interpreter."""

@@ -16,7 +16,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from engines.stepped import run_all
+from engines.stepped import Stepped
 
 Json = dict[str, Any]
 
@@ -29,26 +29,24 @@ CELLS = 256
 @dataclass
 class Running:
     number: int
+    request: Json
     slot: int
-    prompt: list[int]
-    num_wanted: int
-    #: Tokens of the prompt in the cache, then all of them.
+    #: Of the prompt, then of the answer too; so many of them are in the cache.
+    tokens: list[int]
     num_computed: int = 0
-    num_made: int = 0
-    last_token: int = 0
 
 
-class LlamaCppEngine:
+class Engine(Stepped):
     def __init__(self, job: Json) -> None:
-        self._options = dict(job["options"])
+        options = dict(job["options"])
         self._num_threads = job["num_threads"]
-        self._num_slots = int(self._options.pop("slots", job["max_num_seqs"]))
-        self._batch_tokens = int(self._options.pop("batch", BATCH_TOKENS))
-        self._ubatch_tokens = int(self._options.pop("ubatch", UBATCH_TOKENS))
-        self._is_unified = bool(self._options.pop("kv_unified", False))
-        if self._options:
-            raise ValueError(f"llama.cpp has no option {', '.join(self._options)} here")
-        self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        self._num_slots = int(options.pop("slots", job["max_num_seqs"]))
+        self._batch_tokens = int(options.pop("batch", BATCH_TOKENS))
+        self._ubatch_tokens = int(options.pop("ubatch", UBATCH_TOKENS))
+        self._is_unified = bool(options.pop("kv_unified", False))
+        if options:
+            raise ValueError(f"llama.cpp has no option {', '.join(options)} here")
+        self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
@@ -62,37 +60,27 @@ class LlamaCppEngine:
         self._shape = (0, 0)
         self._waiting: deque[tuple[int, Json]] = deque()
         self._running: list[Running] = []
-        self._free: list[int] = []
-        self._next_number = 0
+        self._free: list[int] = []  # slots
         self.facts = {
             "computes_in": f"{job['weights']} weights, by kernels for {job['isa'] or 'this CPU'}",
             "kv_cache": "f16",
             "slots": self._num_slots,
-            "system": llama_cpp.llama_print_system_info().decode(),
-            "versions": {"llama-cpp-python": llama_cpp.__version__},
+            "more": [llama_cpp.__version__, llama_cpp.llama_print_system_info().decode()],
         }
 
     def prepare(self, requests: list[Json]) -> None:
-        """A context with a stream for each sequence that runs at once, as long as the longest."""
-        sequential = bool(requests[0].get("is_sequential"))
-        longest = max(
-            len(each["prompt_token_ids"]) + each["num_output_tokens"] for each in requests
-        )
-        num_slots = 1 if sequential else min(self._num_slots, len(requests))
-        self._make_context(num_slots, -(-longest // CELLS) * CELLS)
-
-    def run(self, requests: list[Json]) -> list[Json]:
-        first = self._next_number
-        self._next_number += len(requests)
-        return run_all(self, requests, first)
-
-    def _make_context(self, num_slots: int, cells: int) -> None:
-        """A KV cache for so many sequences; the one there is stays where it is the same."""
-        if self._shape == (num_slots, cells):
+        """A context with a stream for each sequence that runs at once, as long as the longest; one
+        of that shape stays.
+        """
+        lengths = [len(each["prompt_token_ids"]) + each["num_output_tokens"] for each in requests]
+        is_alone = requests[0].get("is_sequential")
+        num_slots = 1 if is_alone else min(self._num_slots, len(requests))
+        shape = (num_slots, -(-max(lengths) // CELLS) * CELLS)
+        if self._shape == shape:
             return
         self._free_context()
         params = llama_cpp.llama_context_default_params()
-        params.n_ctx = num_slots * cells
+        params.n_ctx = shape[0] * shape[1]
         params.n_batch = self._batch_tokens
         params.n_ubatch = self._ubatch_tokens
         params.n_seq_max = num_slots
@@ -101,69 +89,47 @@ class LlamaCppEngine:
         params.no_perf = True
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:
-            raise RuntimeError(f"llama.cpp makes no context of {num_slots} x {cells} cells")
-        self._shape = (num_slots, cells)
-        self._free = list(range(num_slots))
+            raise RuntimeError(f"llama.cpp makes no context of {shape[0]} x {shape[1]} cells")
+        self._shape, self._free = shape, list(range(num_slots))
 
     def add(self, number: int, request: Json) -> None:
         self._waiting.append((number, request))
 
     def step(self) -> list[tuple[int, list[int]]]:
-        self._admit()
-        outputs: list[Running] = []
-        self._batch.n_tokens = 0
-        for one in self._running:
-            if one.num_computed >= len(one.prompt):
-                self._push(one, one.last_token, is_output=True)
-                outputs.append(one)
-        for one in self._running:
-            room = self._batch_tokens - self._batch.n_tokens
-            chunk = one.prompt[one.num_computed : one.num_computed + room]
-            for token in chunk:
-                is_last = one.num_computed + 1 == len(one.prompt)
-                self._push(one, token, is_output=is_last)
-                if is_last:
-                    outputs.append(one)
-        status = llama_cpp.llama_decode(self._context, self._batch)
-        if status != 0:
-            raise RuntimeError(f"llama_decode of {self._batch.n_tokens} tokens: status {status}")
-        return self._take(outputs)
-
-    def _admit(self) -> None:
         while self._waiting and self._free:
             number, request = self._waiting.popleft()
-            self._running.append(
-                Running(
-                    number,
-                    self._free.pop(),
-                    request["prompt_token_ids"],
-                    request["num_output_tokens"],
-                )
-            )
-
-    def _push(self, one: Running, token: int, *, is_output: bool) -> None:
-        batch, place = self._batch, self._batch.n_tokens
-        batch.token[place] = token
-        batch.pos[place] = one.num_computed
-        batch.n_seq_id[place] = 1
-        batch.seq_id[place][0] = one.slot
-        batch.logits[place] = is_output
-        batch.n_tokens += 1
-        one.num_computed += 1
+            tokens = list(request["prompt_token_ids"])
+            self._running.append(Running(number, request, self._free.pop(), tokens))
+        batch, outputs = self._batch, []
+        batch.n_tokens = 0
+        # First a token of each sequence that decodes, then prompts as far as there is room.
+        for one in sorted(self._running, key=lambda one: len(one.tokens) - one.num_computed > 1):
+            room = self._batch_tokens - batch.n_tokens
+            for token in one.tokens[one.num_computed : one.num_computed + room]:
+                at = batch.n_tokens
+                batch.token[at], batch.pos[at] = token, one.num_computed
+                batch.n_seq_id[at], batch.seq_id[at][0] = 1, one.slot
+                one.num_computed += 1
+                batch.logits[at] = one.num_computed == len(one.tokens)
+                batch.n_tokens += 1
+            if one.num_computed == len(one.tokens):
+                outputs.append(one)
+        status = llama_cpp.llama_decode(self._context, batch)
+        if status != 0:
+            raise RuntimeError(f"llama_decode of {batch.n_tokens} tokens: status {status}")
+        return self._take(outputs) if outputs else []
 
     def _take(self, outputs: list[Running]) -> list[tuple[int, list[int]]]:
         """The likeliest token of each, in the order in which the batch asked for logits."""
-        if not outputs:
-            return []
         logits = np.ctypeslib.as_array(
             llama_cpp.llama_get_logits(self._context), shape=(len(outputs), self._num_words)
         )
         found = []
         for one, token in zip(outputs, logits.argmax(axis=1).tolist(), strict=True):
-            one.last_token = token
-            one.num_made += 1
+            one.tokens.append(token)
             found.append((one.number, [token]))
-            if one.num_made == one.num_wanted:
+            num_made = len(one.tokens) - len(one.request["prompt_token_ids"])
+            if num_made == one.request["num_output_tokens"]:
                 self._running.remove(one)
                 self._free.append(one.slot)
                 memory = llama_cpp.llama_get_memory(self._context)
@@ -179,7 +145,3 @@ class LlamaCppEngine:
         self._free_context()
         llama_cpp.llama_batch_free(self._batch)
         llama_cpp.llama_model_free(self._model)
-
-
-def create(job: Json) -> LlamaCppEngine:
-    return LlamaCppEngine(job)

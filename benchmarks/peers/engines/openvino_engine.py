@@ -8,7 +8,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from engines.stepped import run_all
+from engines.stepped import Stepped
 
 Json = dict[str, Any]
 
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 BATCHED_TOKENS = 512
 
 
-class OpenVinoEngine:
+class Engine(Stepped):
     def __init__(self, job: Json) -> None:
         options = dict(job["options"])
         scheduler = openvino_genai.SchedulerConfig()
@@ -40,28 +40,17 @@ class OpenVinoEngine:
             job["files"]["openvino"], scheduler, "CPU", properties
         )
         self._handles: dict[int, Any] = {}
-        self._next_number = 0
         core = openvino.Core()
-        capabilities = core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")
         default_cache = core.get_property("CPU", "KV_CACHE_PRECISION").get_type_name()
         self.facts = {
             "computes_in": properties["INFERENCE_PRECISION_HINT"],
             "kv_cache": properties.get("KV_CACHE_PRECISION", default_cache),
-            "properties": properties,
-            "capabilities": list(capabilities),
-            "versions": {
-                "openvino": openvino.__version__,
-                "openvino-genai": openvino_genai.__version__,
+            "more": {
+                "properties": properties,
+                "capabilities": list(core.get_property("CPU", "OPTIMIZATION_CAPABILITIES")),
+                "versions": [openvino.__version__, openvino_genai.__version__],
             },
         }
-
-    def prepare(self, requests: list[Json]) -> None:
-        """Everything is there since the start."""
-
-    def run(self, requests: list[Json]) -> list[Json]:
-        first = self._next_number
-        self._next_number += len(requests)
-        return run_all(self, requests, first)
 
     def add(self, number: int, request: Json) -> None:
         config = openvino_genai.GenerationConfig()
@@ -79,15 +68,10 @@ class OpenVinoEngine:
             while handle.can_read():
                 [output] = handle.read().values()
                 tokens += output.generated_ids
-            if tokens:
-                found.append((number, tokens))
+            found.append((number, tokens))
             if handle.get_status() != openvino_genai.GenerationStatus.RUNNING:
                 del self._handles[number]
         return found
 
     def close(self) -> None:
         self._handles.clear()
-
-
-def create(job: Json) -> OpenVinoEngine:
-    return OpenVinoEngine(job)

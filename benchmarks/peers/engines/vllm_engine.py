@@ -11,12 +11,12 @@ import vllm
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from engines.stepped import run_all
+from engines.stepped import Stepped
 
 Json = dict[str, Any]
 
 
-class VllmEngine:
+class Engine(Stepped):
     def __init__(self, job: Json) -> None:
         options: Json = {
             # Without such instructions oneDNN refuses bfloat16, and vLLM takes plain linears.
@@ -28,30 +28,17 @@ class VllmEngine:
         }
         self._llm = vllm.LLM(model=job["model"], **(options | job["options"]))
         self._engine = self._llm.llm_engine
-        self._next_number = 0
         dtype = str(self._engine.model_config.dtype).removeprefix("torch.")
-        cache = self._engine.vllm_config.cache_config.cache_dtype
-        versions = {"vllm": vllm.__version__, "torch": torch.__version__}
-        if current_platform.is_zen_cpu():
-            versions["zentorch"] = metadata.version("zentorch")
+        cache = self._engine.vllm_config.cache_config
+        is_zen = current_platform.is_zen_cpu()
         self.facts = {
             "computes_in": dtype,
-            "kv_cache": dtype if cache == "auto" else cache,
-            "versions": versions,
-            "settings": {
-                "block_size": self._engine.vllm_config.cache_config.block_size,
-                "tcmalloc": "yes" if "tcmalloc" in os.environ.get("LD_PRELOAD", "") else "no",
-                "zentorch": "yes" if current_platform.is_zen_cpu() else "no",
-            },
+            "kv_cache": dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
+            "block_size": cache.block_size,
+            "tcmalloc": "yes" if "tcmalloc" in os.environ.get("LD_PRELOAD", "") else "no",
+            "zentorch": metadata.version("zentorch") if is_zen else "no",
+            "more": {"vllm": vllm.__version__, "torch": torch.__version__},
         }
-
-    def prepare(self, requests: list[Json]) -> None:
-        """Everything is there since the start."""
-
-    def run(self, requests: list[Json]) -> list[Json]:
-        first = self._next_number
-        self._next_number += len(requests)
-        return run_all(self, requests, first)
 
     def add(self, number: int, request: Json) -> None:
         params = vllm.SamplingParams(
@@ -65,14 +52,5 @@ class VllmEngine:
         self._engine.add_request(str(number), prompt, params)
 
     def step(self) -> list[tuple[int, list[int]]]:
-        return [
-            (int(output.request_id), list(output.outputs[0].token_ids))
-            for output in self._engine.step()
-        ]
-
-    def close(self) -> None:
-        """The process's end frees everything."""
-
-
-def create(job: Json) -> VllmEngine:
-    return VllmEngine(job)
+        outputs = self._engine.step()
+        return [(int(each.request_id), list(each.outputs[0].token_ids)) for each in outputs]
