@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SectionResult",
     "Table",
+    "heading",
     "interval",
     "markdown",
     "markdown_table",
@@ -66,12 +67,16 @@ class SectionResult:
     tables: tuple[Table, ...] = field(default=())
 
 
+def heading(date: str, machine: Mapping[str, Any]) -> str:
+    """When and where, for the top of tables."""
+    revision = (machine["git_revision"] or "unknown")[:12]
+    return f"{date}, {machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision}"
+
+
 def markdown(results: Mapping[str, SectionResult], described: Mapping[str, Any]) -> str:
     """The tables, with the machine and the date above them."""
-    machine = described["machine"]
-    revision = machine["git_revision"] or "unknown"
-    where = f"{machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision[:12]}"
-    lines = [f"{described['date']}, {where}{', --quick' if described.get('quick') else ''}."]
+    where = heading(described["date"], described["machine"])
+    lines = [f"{where}{', --quick' if described.get('quick') else ''}."]
     for name, result in results.items():
         lines.append(f"\n## {name}\n")
         lines += [table.to_markdown() for table in result.tables]
