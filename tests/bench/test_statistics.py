@@ -9,7 +9,6 @@ import pytest
 from numpy.typing import NDArray
 from vmserve_bench.lab.statistics import (
     MIN_PAIRS,
-    Comparison,
     compare_metrics,
     holm,
     paired_effects,
@@ -22,10 +21,6 @@ ROUNDS = 10
 def columns(values: NDArray[np.float64]) -> dict[str, list[float]]:
     """``[metrics, rounds]`` by name."""
     return dict(zip(METRICS, values.tolist(), strict=False))
-
-
-def verdicts(comparisons: list[Comparison]) -> list[str | None]:
-    return [comparison.verdict for comparison in comparisons]
 
 
 def noise(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float64]:
@@ -118,7 +113,7 @@ def test_only_headlines_are_judged_and_corrected() -> None:
     a = np.exp(0.01 * rng.standard_normal((8, ROUNDS)))
     b = np.exp(0.01 * rng.standard_normal((8, ROUNDS)))
     comparisons = compare_metrics(columns(a), columns(b), METRICS[:2])
-    assert verdicts(comparisons)[2:] == [None] * 6
+    assert [each.verdict for each in comparisons[2:]] == [None] * 6
     first, second = comparisons[:2]
     assert first.adjusted_p is not None
     assert max(first.adjusted_p, second.adjusted_p or 0.0) >= max(
