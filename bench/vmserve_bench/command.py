@@ -12,7 +12,7 @@ _COMMANDS = {
     "ab": Home("vmserve_bench.ab.command", "ab_command", help="HELP"),
     "alloc": Home("vmserve_bench.alloc.command", "alloc_command"),
     "compare": Home("vmserve_bench.compare", "compare_command"),
-    "kernels": Home("vmserve_bench.kernels.command", "kernels_command"),
+    "kernels": Home("vmserve_bench.kernels.sections", "kernels_command"),
     "papers": Home("vmserve_bench.papers.command", "papers_command"),
     "profile": Home("vmserve_bench.profile", "profile_command"),
     "quality": Home("vmserve_bench.quality.command", "quality_command", help="HELP"),

@@ -26,14 +26,16 @@ from vmserve.runner.model_runner import ModelRunner
 from vmserve.sampling import SamplingParams
 from vmserve.system.threads import num_threads
 from vmserve_bench.lab.report import check_writable, make_console, progress, write_text
-from vmserve_bench.lab.table import Table, print_table
+from vmserve_bench.lab.table import Table, print_table, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
+
+    from numpy.typing import NDArray
 
     from vmserve.scheduler.profile import DeviceProfile
 
-__all__ = ["DecodedToken", "decoded_tokens", "measured_profile", "profile_command"]
+__all__ = ["DecodedTokens", "decoded_tokens", "measured_profile", "profile_command"]
 
 _PROMPT_TOKENS = 256
 _DECODE_STEPS = 32
@@ -66,7 +68,7 @@ def profile_command(
         engine.close()
     console = make_console()
     print_table(console, _table(profile))
-    if tokens:
+    if tokens is not None:
         print_table(console, _decode_table(tokens))
     if output is not None:
         write_text(output, profile.to_json() + "\n")
@@ -89,43 +91,38 @@ def measured_profile(
             f"max_model_len: {engine.resolved.max_model_len} leaves no room for {_DECODE_STEPS} "
             "steps behind a prompt: raise it"
         )
-    tries = []
+    prompts, decodes = [], []
     for attempt in range(_TRIES):
         report(attempt / _TRIES)
-        tries.append(_time_steps(engine, num_prompt))
-    decode = min(layers for steps in tries for layers, _ in steps[1:])
-    prefill = min(steps[0][0] for steps in tries)
-    around = min(rest for steps in tries for _, rest in steps[1:])
+        prompt, *steps = _timed_steps(engine, num_prompt)
+        prompts.append(prompt)
+        decodes += steps
     return dataclasses.replace(
         profile,
         name=f"measured with {engine.model_config.architecture}",
-        step=around,
-        weights=decode,
-        token=prefill / num_prompt,
+        step=min(around for _, _, around in decodes),
+        weights=min(layers for layers, _, _ in decodes),
+        token=min(layers for layers, _, _ in prompts) / num_prompt,
     )
 
 
-class DecodedToken(NamedTuple):
-    """A token of one stream, and the loop that ran before it; seconds."""
+class DecodedTokens(NamedTuple):
+    """Tokens of one stream; seconds of each, and of the loop that ran before it."""
 
     num_bytes: int  # packed weights
-    read: float  # of a loop that reads as many bytes with as many threads
-    attention: float
-    layers: float  # the rest of the model
-    around: float  # the step outside the model
-
-    @property
-    def whole(self) -> float:
-        return self.attention + self.layers + self.around
+    read: NDArray[np.float64]  # a loop that reads as many bytes with as many threads
+    layers: NDArray[np.float64]
+    attention: NDArray[np.float64]
+    around: NDArray[np.float64]  # the step outside the model
 
 
-def decoded_tokens(engine: LLMEngine) -> list[DecodedToken]:
-    """Decode one stream in turns with a loop that reads the weights' bytes; nothing if the model
+def decoded_tokens(engine: LLMEngine) -> DecodedTokens | None:
+    """Decode one stream in turns with a loop that reads the weights' bytes; None if the model
     does not run in the native decoder. The engine must be idle."""
     runner = engine.runner
     network = runner.model.network if isinstance(runner, ModelRunner) else None
     if not isinstance(network, NativeDecoder):
-        return []
+        return None
     memory = np.ones(network.row_bytes, np.uint8)
     reader = _core.CpuAttention(num_threads(), os.environ.get(ISA_VARIABLE, ""))
 
@@ -135,101 +132,85 @@ def decoded_tokens(engine: LLMEngine) -> list[DecodedToken]:
         return time.perf_counter() - began
 
     read()
-    tokens = []
+    found = []
     for _ in range(_TRIES):
-        _add_request(engine, num_prompt=2)
-        steps = iter(_timed_steps(engine))
+        steps = _timed_steps(engine, num_prompt=2)
         next(steps)  # the prompt
         while engine.has_unfinished:
-            seconds = read()
-            layers, attention, around = next(steps)
-            tokens.append(DecodedToken(memory.nbytes, seconds, attention, layers, around))
-    return tokens
+            found.append((read(), *next(steps)))
+    return DecodedTokens(memory.nbytes, *np.array(found).T)
 
 
-def _time_steps(engine: LLMEngine, num_prompt: int) -> list[tuple[float, float]]:
-    """Run a request; return each step's seconds in layers, and outside the model."""
-    _add_request(engine, num_prompt)
-    return [(layers, around) for layers, _, around in _timed_steps(engine)]
+def _timed_steps(engine: LLMEngine, num_prompt: int) -> Iterator[tuple[float, float, float]]:
+    """A request: each step's seconds in layers, in attention, and outside the model."""
 
+    def spent() -> NDArray[np.float64]:
+        phases = engine.counters.phase_seconds
+        attention = sum(engine.counters.attention_seconds.values())
+        return np.array([phases["model"], attention, sum(phases.values())])
 
-def _add_request(engine: LLMEngine, num_prompt: int) -> None:
-    engine.add_request(
-        "profile",
-        [index % engine.model_config.vocab_size for index in range(num_prompt)],
-        SamplingParams(temperature=0, max_tokens=_DECODE_STEPS, ignore_eos=True, detokenize=False),
+    prompt = [index % engine.model_config.vocab_size for index in range(num_prompt)]
+    params = SamplingParams(
+        temperature=0, max_tokens=_DECODE_STEPS, ignore_eos=True, detokenize=False
     )
-
-
-def _timed_steps(engine: LLMEngine) -> Iterator[tuple[float, float, float]]:
-    """Each step's seconds in layers, in attention, and outside the model."""
+    engine.add_request("profile", prompt, params)
     while engine.has_unfinished:
-        before = _spent(engine)
-        failures = engine.step().failures
-        if failures:
-            raise failures[0].error
-        after = _spent(engine)
-        model, attention, whole = (b - a for a, b in zip(before, after, strict=True))
+        before = spent()
+        for failure in engine.step().failures:
+            raise failure.error
+        model, attention, whole = (spent() - before).tolist()
         yield model - attention, attention, whole - model
 
 
-def _spent(engine: LLMEngine) -> tuple[float, float, float]:
-    phases = engine.counters.phase_seconds
-    attention = sum(engine.counters.attention_seconds.values())
-    return phases["model"], attention, sum(phases.values())
-
-
 def _table(profile: DeviceProfile) -> Table:
-    def microseconds(seconds: float) -> str:
-        return f"{seconds * 1e6:,.4g}"
+    def row(text: str, first: float, paged: float | None = None) -> dict[str, str]:
+        other = "" if paged is None else f"{paged * 1e6:,.4g}"
+        return {"": text, "virtual, or either": f"{first * 1e6:,.4g}", "paged": other}
 
-    rows: list[Sequence[str]] = [
-        (f"attention: {text}", *(microseconds(getattr(kernels, name)) for kernels in both))
-        for both in [(profile.virtual, profile.paged)]
-        for name, text in (
-            ("call", "a step that has any"),
-            ("sequence", "each sequence"),
-            ("read", "each token read in decode"),
-            ("pair", "each pair of query and key in prefill"),
-        )
+    attention = {
+        "call": "a step that has any",
+        "sequence": "each sequence",
+        "read": "each token read in decode",
+        "pair": "each pair of query and key in prefill",
+    }
+    rows = [
+        row(f"attention: {text}", getattr(profile.virtual, name), getattr(profile.paged, name))
+        for name, text in attention.items()
     ]
     rows += [
-        ("mapping a page that the step waits for", microseconds(profile.map_page), ""),
-        ("mapping a page behind a step", microseconds(profile.map_page_hidden), ""),
-        ("a step outside the model", microseconds(profile.step), ""),
-        ("reading the weights once", microseconds(profile.weights), ""),
-        ("each token outside attention", microseconds(profile.token), ""),
+        row("mapping a page that the step waits for", profile.map_page),
+        row("mapping a page behind a step", profile.map_page_hidden),
+        row("a step outside the model", profile.step),
+        row("reading the weights once", profile.weights),
+        row("each token outside attention", profile.token),
     ]
-    return Table(
-        f"{profile.name}: microseconds, all layers",
-        ("", "virtual, or either", "paged"),
-        tuple(tuple(row) for row in rows),
-        f"Copies {profile.copy_bytes_per_second / 1e9:.1f} GB/s.",
-    )
+    copies = f"Copies {profile.copy_bytes_per_second / 1e9:.1f} GB/s."
+    return table_of(f"{profile.name}: microseconds, all layers", rows, copies)
 
 
-def _decode_table(tokens: list[DecodedToken]) -> Table:
-    def row(text: str, seconds: list[float], rate: bool = True) -> tuple[str, ...]:
-        reads = [token.read for token in tokens]
-        least, median = min(seconds), float(np.median(seconds))
-        cells = [f"{1e3 * least:.3g}", f"{1e3 * median:.3g}"]
-        if not rate:
-            return (text, *cells, "", "", "")
-        shares = [read / own for read, own in zip(reads, seconds, strict=True)]
-        num_bytes = tokens[0].num_bytes
-        cells += [f"{num_bytes / least / 1e9:.1f}", f"{num_bytes / median / 1e9:.1f}"]
-        return (text, *cells, f"{100 * np.median(shares):.0f}")
+def _decode_table(tokens: DecodedTokens) -> Table:
+    num_bytes, read, layers, attention, around = tokens
 
-    return Table(
-        f"decoding one stream: {tokens[0].num_bytes / 1e6:,.1f} MB of packed weights a token, "
+    def row(text: str, seconds: NDArray[np.float64], *, rate: bool = True) -> dict[str, str]:
+        least, median = float(seconds.min()), float(np.median(seconds))
+        return {
+            "": text,
+            "least, ms": f"{1e3 * least:.3g}",
+            "median, ms": f"{1e3 * median:.3g}",
+            "most, GB/s": f"{num_bytes / least / 1e9:.1f}" if rate else "",
+            "median, GB/s": f"{num_bytes / median / 1e9:.1f}" if rate else "",
+            "% of read": f"{100 * np.median(read / seconds):.0f}" if rate else "",
+        }
+
+    return table_of(
+        f"decoding one stream: {num_bytes / 1e6:,.1f} MB of packed weights a token, "
         f"{num_threads()} threads",
-        ("", "least, ms", "median", "most, GB/s", "median", "% of read"),
-        (
-            row("a loop that reads as many bytes", [token.read for token in tokens]),
-            row("a token", [token.whole for token in tokens]),
-            row("its layers", [token.layers for token in tokens]),
-            row("its attention", [token.attention for token in tokens], rate=False),
-            row("around the model", [token.around for token in tokens], rate=False),
-        ),
-        f"{len(tokens)} tokens in turns with the loop; % of read: median of the pairs.",
+        [
+            row("a loop that reads as many bytes", read),
+            row("a token", layers + attention + around),
+            row("its layers", layers),
+            row("its attention", attention, rate=False),
+            row("around the model", around, rate=False),
+        ],
+        f"{len(read)} tokens in turns with the loop; % of read: median of the pairs.",
     )

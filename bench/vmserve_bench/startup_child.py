@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "offline", "only_torch"]
 
-_PROMPT = list(range(10, 26))
-
 
 def only_torch() -> dict[str, Any]:
     """Measure an interpreter that imported torch and did nothing with it."""
@@ -35,40 +33,47 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
     from vmserve.config import EngineConfig  # noqa: PLC0415
     from vmserve.engine import build  # noqa: PLC0415
     from vmserve.engine.engine import LLMEngine  # noqa: PLC0415 - it is what is timed
+    from vmserve.runner.computing import Computing  # noqa: PLC0415
     from vmserve.sampling import SamplingParams  # noqa: PLC0415
 
-    reached = {"imports": time.monotonic()}
-    cpu = {"imports": time.process_time()}
-    made: dict[str, Any] = {}
+    reached: dict[str, float] = {}
+    cpu: dict[str, float] = {}
 
     def reach(name: str) -> None:
         reached[name], cpu[name] = time.monotonic(), time.process_time()
 
-    def stamped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            made[name] = function(*args, **kwargs)
-            reach(name)
-            return made[name]
+    reach("imports")
+    made: dict[str, Any] = {}
 
-        return call
+    def stamp(owner: object, function: str, phase: str) -> None:
+        original: Callable[..., Any] = getattr(owner, function)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if phase not in made:  # a draft model comes after the engine's own
+                made[phase] = result
+                reach(phase)
+            return result
+
+        setattr(owner, function, call)
 
     # This process ends with the measurement, so nothing else meets these.
-    for name, phase in (("create_memory", "kv_pool"), ("load_model", "model")):
-        setattr(build, name, stamped(phase, getattr(build, name)))
+    stamp(Computing, "load", "model")
+    stamp(build, "create_memory", "kv_pool")
     engine = LLMEngine(EngineConfig.from_options(options))
     reach("engine")
     params = SamplingParams(max_tokens=1, ignore_eos=True, detokenize=False, temperature=0.0)
-    engine.add_request("first", _PROMPT, params)
+    engine.add_request("first", list(range(10, 26)), params)
     while engine.has_unfinished:
         for failure in engine.step().failures:
             raise failure.error
     reach("first_token")
     from vmserve_bench.lab.measure import read_memory  # noqa: PLC0415 - after what is timed
 
-    memory, stats = read_memory(), engine.memory.stats()
+    memory, pages = read_memory(), engine.memory.stats().committed_pages
     sizes = {
         "weights": made["model"].parameter_bytes,
-        "kv_cache": stats.committed_pages * engine.memory.layout.total_page_bytes,
+        "kv_cache": pages * engine.memory.layout.total_page_bytes,
     }
     engine.close()
     return {"reached": reached, "cpu": cpu, "memory": memory, "sizes": sizes}
@@ -76,12 +81,12 @@ def offline(options: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """``offline OPTIONS`` and ``torch {}`` write what they found to standard output;
-    ``serve OPTIONS PORT`` serves."""
+    ``serve OPTIONS`` serves."""
     options = json.loads(sys.argv[2])
     if sys.argv[1] == "serve":
         from vmserve.cli.serve import serve_command  # noqa: PLC0415 - it is what is timed
 
-        server = {"port": int(sys.argv[3]), "served_model_names": ["startup"]}
+        server: dict[str, Any] = {"port": 0, "served_model_names": ["startup"]}
         serve_command(**server, **options)
     else:
         print(json.dumps(only_torch() if sys.argv[1] == "torch" else offline(options)))

@@ -1,15 +1,13 @@
 """``vmserve bench step``: what a step costs besides the model, by part.
 
-The whole engine steps as it serves: scheduler, KV memory (host driver, prefix caching on), input
-preparation, sampler and acceptance of tokens. Only the model is null: its logits are always the
-same. Stopwatches are put around the calls that a step makes, each without what another of them
-takes, so that the parts of a step add up to the step.
+The whole engine steps as it serves; only the model is null: its logits are always the same.
+Stopwatches are put around the calls that a step makes, each without what another of them takes, so
+that the parts of a step add up to the step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
@@ -23,25 +21,14 @@ from vmserve.sampling import SamplingParams
 from vmserve_bench import options as opt
 from vmserve_bench.lab.statistics import summarize
 from vmserve_bench.lab.suite import Suite, numbers
-from vmserve_bench.lab.table import SectionResult, Table, microseconds
+from vmserve_bench.lab.table import SectionResult, microseconds, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vmserve_bench.lab.report import Report
 
-__all__ = [
-    "BEYOND",
-    "GOAL_NS_PER_SEQUENCE",
-    "PARTS",
-    "REGIMES",
-    "SUITE",
-    "Case",
-    "Options",
-    "SteppedEngine",
-    "run",
-    "step_command",
-]
+__all__ = ["BEYOND", "PARTS", "REGIMES", "Case", "SteppedEngine", "run", "step_command"]
 
 Regimes = Literal["virtual", "paged", "mixed"]
 REGIMES: tuple[Regimes, ...] = get_args(Regimes)
@@ -49,9 +36,8 @@ REGIMES: tuple[Regimes, ...] = get_args(Regimes)
 PARTS = ("schedule", "plan", "apply", "inputs", "complete")
 #: Other parts of a step, the null model included.
 BEYOND = ("model", "sample", "output", "rest")
-#: Goal for the sum of all parts while 256 sequences decode.
-GOAL_NS_PER_SEQUENCE = 3_000
-GOAL_NUM_SEQS = 256
+#: Goal for the sum of PARTS while 256 sequences decode.
+GOAL_NS_PER_SEQUENCE, GOAL_NUM_SEQS = 3_000, 256
 
 _MAX_PROMPT = 128
 #: Steps that are not timed: at most so many read prompts, then caches warm up and pools grow.
@@ -60,23 +46,21 @@ _FILL, _WARM_UP = 64, 24
 _MAX_STEPS = 8192 - _MAX_PROMPT - _FILL - _WARM_UP - 8
 #: Steps of one regime before the next has its turn, so that disturbances meet all alike.
 _BLOCK = 25
-_BATCHED_TOKENS = 4096
 #: Bytes of a token's keys and values in the embedded model, whose sizes the KV memory has.
 _TOKEN_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     regime: Regimes
     num_seqs: int
 
 
-@dataclass(slots=True)
 class Stopwatch:
     """Nanoseconds by part, each without the watched parts inside it."""
 
-    spent: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
-    _within: int = 0
+    def __init__(self) -> None:
+        self.spent: defaultdict[str, int] = defaultdict(int)
+        self._within = 0
 
     def watch(self, owner: object, method: str, part: str) -> None:
         """Count each call of ``owner.method`` for ``part`` from now on."""
@@ -100,21 +84,28 @@ class SteppedEngine:
 
     def __init__(self, case: Case, num_steps: int) -> None:
         self.case = case
-        self._tokens_left = _FILL + _WARM_UP + num_steps
-        max_len = _MAX_PROMPT + self._tokens_left + 8
+        num_tokens = _FILL + _WARM_UP + num_steps
+        max_len = _MAX_PROMPT + num_tokens + 8
         self.model = NullRuntime()
         self.engine = LLMEngine(
             EngineConfig(
                 max_num_seqs=case.num_seqs,
                 max_model_len=max_len,
                 kv_cache_memory=(case.num_seqs + 4) * 2 * max_len * _TOKEN_BYTES,
-                max_num_batched_tokens=_BATCHED_TOKENS,
+                max_num_batched_tokens=4096,
                 kv_regime="virtual" if case.regime == "virtual" else "paged",
                 enable_prefix_caching=True,
             ),
             runtime=self.model,
         )
-        self._add_requests()
+        # Prompts of 1 to 128 unshared tokens, so that pages fill in different steps.
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        for index in range(case.num_seqs):
+            length = 1 + 7 * index % _MAX_PROMPT
+            prompt = [100 + index % 1024, 100 + index // 1024] * length
+            self.engine.add_request(str(index), prompt[:length], params)
+            if case.regime == "mixed" and index % 2:
+                self.engine.convert(str(index), Regime.VIRTUAL)  # kept so from its start on
         while self.model.num_tokens != case.num_seqs or self.engine.scheduler.num_waiting:
             self._checked_step()
         for _ in range(_WARM_UP):
@@ -136,38 +127,41 @@ class SteppedEngine:
         for part, samples in self.samples.items():
             samples.append(spent[part])
 
+    def row(self) -> dict[str, Any]:
+        parts = zip(*(self.samples[part] for part in PARTS), strict=True)
+        together = summarize([sum(each) for each in parts])
+        return {
+            **self.case._asdict(),
+            "parts_ns": {part: summarize(ns).to_dict() for part, ns in self.samples.items()},
+            "overhead_ns": together.to_dict(),
+            "overhead_ns_per_sequence": together.median / self.case.num_seqs,
+        }
+
     def close(self) -> None:
         self.engine.memory.check()
         self.engine.close()
-
-    def _add_requests(self) -> None:
-        """Add prompts of 1 to 128 unshared tokens, so that pages fill in different steps."""
-        params = SamplingParams(max_tokens=self._tokens_left, temperature=0.0, ignore_eos=True)
-        for index in range(self.case.num_seqs):
-            length = 1 + 7 * index % _MAX_PROMPT
-            name = str(index)
-            prompt = [100 + index % 1024, 100 + index // 1024] * length
-            self.engine.add_request(name, prompt[:length], params)
-            if self.case.regime == "mixed" and index % 2:
-                self.engine.convert(name, Regime.VIRTUAL)  # kept so from its start on
 
     def _checked_step(self) -> None:
         for failure in self.engine.step().failures:
             raise failure.error
 
     def _put_watches(self) -> None:
-        engine, watch = self.engine, self._stopwatch.watch
-        for method in ("schedule", "applied", "computed"):
-            watch(engine.scheduler, method, "complete" if method == "computed" else "schedule")
-        watch(engine.memory, "plan", "plan")
-        watch(engine.memory, "apply", "apply")
-        watch(engine.memory, "slots", "apply")
-        watch(engine.runner, "execute", "inputs")
-        watch(engine.memory, "launched", "complete")
-        watch(engine.steps, "publish_tokens", "complete")
-        watch(self.model, "forward", "model")
-        watch(engine.sampler, "sample", "sample")
-        watch(engine.steps, "collect", "output")
+        engine = self.engine
+        for owner, method, part in (
+            (engine.scheduler, "schedule", "schedule"),
+            (engine.scheduler, "applied", "schedule"),
+            (engine.memory, "plan", "plan"),
+            (engine.memory, "apply", "apply"),
+            (engine.memory, "slots", "apply"),
+            (engine.runner, "execute", "inputs"),
+            (engine.memory, "launched", "complete"),
+            (engine.scheduler, "computed", "complete"),
+            (engine.steps, "publish_tokens", "complete"),
+            (self.model, "forward", "model"),
+            (engine.sampler, "sample", "sample"),
+            (engine.steps, "collect", "output"),
+        ):
+            self._stopwatch.watch(owner, method, part)
 
 
 class Options(NamedTuple):
@@ -187,15 +181,37 @@ def run(options: Options, report: Report) -> SectionResult:
                     engine.step()
             report((index + done / num_steps) / len(counts))
         for engine in engines:
-            rows.append(_row(engine))
+            rows.append(engine.row())
             engine.close()
+
+    def cells(row: dict[str, Any], parts: tuple[str, ...]) -> dict[str, str]:
+        medians = {part: microseconds(row["parts_ns"][part]["median"]) for part in parts}
+        return {"sequences": f"{row['num_seqs']:,}", "regime": row["regime"], **medians}
+
+    goal = table_of(
+        "scheduler, memory and input preparation of a decoding step: microseconds, median",
+        [
+            {
+                **cells(row, PARTS),
+                "together": microseconds(row["overhead_ns"]["median"]),
+                "p95": microseconds(row["overhead_ns"]["p95"]),
+                "us / sequence": f"{row['overhead_ns_per_sequence'] / 1e3:.2f}",
+            }
+            for row in rows
+        ],
+        f"Goal: {GOAL_NS_PER_SEQUENCE / 1e3:g} us per sequence where {GOAL_NUM_SEQS} decode.",
+    )
+    beyond = table_of(
+        "what else a step does, its model being null, and the whole: microseconds, median",
+        [cells(row, (*BEYOND, "step")) for row in rows],
+    )
     data = {
         "num_steps": num_steps,
         "goal_ns_per_sequence": GOAL_NS_PER_SEQUENCE,
         "goal_num_seqs": GOAL_NUM_SEQS,
         "rows": rows,
     }
-    return SectionResult(data, (_goal_table(rows), _beyond_table(rows)))
+    return SectionResult(data, (goal, beyond))
 
 
 SUITE = Suite[Options]("step", {"step": run}, ("vmserve", "numpy", "torch"))
@@ -214,49 +230,3 @@ def step_command(
     """Measure what a decoding step costs besides the model, by part. The model is null."""
     options = Options(numbers("num-seqs", num_seqs, most=1024), steps)
     SUITE.measure(["step"], options, json_path=json_path, markdown_path=markdown_path)
-
-
-def _row(engine: SteppedEngine) -> dict[str, Any]:
-    samples = engine.samples
-    together = [sum(parts) for parts in zip(*(samples[part] for part in PARTS), strict=True)]
-    return {
-        "regime": engine.case.regime,
-        "num_seqs": engine.case.num_seqs,
-        "parts_ns": {part: summarize(values).to_dict() for part, values in samples.items()},
-        "overhead_ns": summarize(together).to_dict(),
-        "overhead_ns_per_sequence": summarize(together).median / engine.case.num_seqs,
-    }
-
-
-def _goal_table(rows: list[dict[str, Any]]) -> Table:
-    return Table(
-        "scheduler, memory and input preparation of a decoding step: microseconds, median",
-        ("sequences", "regime", *PARTS, "together", "p95", "us / sequence"),
-        tuple(
-            (
-                f"{row['num_seqs']:,}",
-                row["regime"],
-                *(microseconds(row["parts_ns"][part]["median"]) for part in PARTS),
-                microseconds(row["overhead_ns"]["median"]),
-                microseconds(row["overhead_ns"]["p95"]),
-                f"{row['overhead_ns_per_sequence'] / 1e3:.2f}",
-            )
-            for row in rows
-        ),
-        f"Goal: {GOAL_NS_PER_SEQUENCE / 1e3:g} us per sequence where {GOAL_NUM_SEQS} decode.",
-    )
-
-
-def _beyond_table(rows: list[dict[str, Any]]) -> Table:
-    return Table(
-        "what else a step does, its model being null: microseconds, median",
-        ("sequences", "regime", *BEYOND, "whole step"),
-        tuple(
-            (
-                f"{row['num_seqs']:,}",
-                row["regime"],
-                *(microseconds(row["parts_ns"][part]["median"]) for part in (*BEYOND, "step")),
-            )
-            for row in rows
-        ),
-    )

@@ -12,5 +12,5 @@ from vmserve_bench.lab.report import kept_arguments
 from vmserve.cli.main import main
 
 if __name__ == "__main__":
-    sys.argv = kept_arguments("kernels", __file__, plots=True)
+    sys.argv = kept_arguments("kernels", __file__)
     main()

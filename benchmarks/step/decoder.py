@@ -14,8 +14,9 @@ import argparse
 import os
 import random
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded
 
@@ -23,11 +24,6 @@ from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.models.native import NativeDecoder
 from vmserve.sampling import SamplingParams
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-PARTS = ("step", "forward", "attention", "rest")
 
 
 class TimedCore:
@@ -48,85 +44,68 @@ class TimedCore:
         return result
 
 
-@dataclass(slots=True)
-class Subject:
-    name: str
-    engine: LLMEngine
-    core: TimedCore
-    times: dict[str, list[float]] = field(default_factory=dict)
-
-    @staticmethod
-    def open(model: str, quantization: str, num_seqs: int, max_len: int) -> Subject:
-        config = EngineConfig(
+def opened(model: str, quantization: Any, num_seqs: int, max_len: int) -> LLMEngine:
+    """An engine whose decoder is timed."""
+    engine = LLMEngine(
+        EngineConfig(
             model=model,
-            quantization=quantization,  # type: ignore[arg-type]
+            quantization=quantization,
             linear_backend="native",
             kv_regime="virtual",
             max_num_seqs=num_seqs,
             max_model_len=max_len,
             enable_prefix_caching=False,
         )
-        engine = LLMEngine(config)
-        network = engine.runner.model.network
-        assert isinstance(network, NativeDecoder), "linear_backend says so"
-        core = TimedCore(network._core)
-        network._core = core  # type: ignore[assignment]
-        return Subject(quantization, engine, core)
-
-    def decode(self, num_seqs: int, context: int, steps: int) -> None:
-        """Time the steps in which every sequence decodes."""
-        numbers = random.Random(0)
-        vocab = self.engine.model_config.vocab_size
-        params = SamplingParams(max_tokens=steps + 8, temperature=0, ignore_eos=True)
-        for i in range(num_seqs):
-            prompt = [numbers.randrange(5, vocab) for _ in range(context)]
-            self.engine.add_request(f"{i}", prompt, params)
-        while self.engine.has_unfinished:
-            before = self.engine.counters.generation_tokens
-            computed = self.engine.counters.tokens_computed
-            began = time.perf_counter()
-            self.engine.step()
-            taken = time.perf_counter() - began
-            counters = self.engine.counters
-            if (
-                counters.generation_tokens - before
-                == num_seqs
-                == counters.tokens_computed - computed
-            ):
-                forward, attention = self.core.seconds, self.core.attention
-                for part, seconds in zip(
-                    PARTS, (taken, forward, attention, taken - forward), strict=True
-                ):
-                    self.times.setdefault(part, []).append(seconds)
-
-    def line(self) -> str:
-        """Format microseconds of each part, and drop the times."""
-        times, self.times = self.times, {}
-        quarter = {part: sorted(each)[len(each) // 4] * 1e6 for part, each in times.items()}
-        return "  ".join(f"{part} {quarter[part]:7.0f}" for part in PARTS)
+    )
+    network = engine.runner.model.network
+    assert isinstance(network, NativeDecoder), "linear_backend says so"
+    network._core = TimedCore(network._core)  # type: ignore[assignment]
+    return engine
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def decode(engine: LLMEngine, num_seqs: int, context: int, steps: int) -> list[list[float]]:
+    """Seconds of steps in which every sequence decodes: whole, forward, attention, the rest."""
+    numbers, core = random.Random(0), engine.runner.model.network._core
+    params = SamplingParams(max_tokens=steps + 8, temperature=0, ignore_eos=True)
+    for index in range(num_seqs):
+        vocab = range(5, engine.model_config.vocab_size)
+        engine.add_request(f"{index}", numbers.choices(vocab, k=context), params)
+    times = []
+    while engine.has_unfinished:
+        counters = engine.counters
+        before = counters.generation_tokens, counters.tokens_computed
+        began = time.perf_counter()
+        engine.step()
+        taken = time.perf_counter() - began
+        after = counters.generation_tokens, counters.tokens_computed
+        if all(b - a == num_seqs for a, b in zip(before, after, strict=True)):
+            times.append([taken, core.seconds, core.attention, taken - core.seconds])
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--quantization", default="none,int8")
     parser.add_argument("--num-seqs", default="1,16")
     parser.add_argument("--context", type=int, default=500)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     counts = [int(text) for text in options.num_seqs.split(",")]
     max_len = options.context + options.steps + 16
-    subjects = [
-        Subject.open(options.model, name, max(counts), max_len)
-        for name in options.quantization.split(",")
-    ]
+    names = options.quantization.split(",")
+    engines = {name: opened(options.model, name, max(counts), max_len) for name in names}
     for num_seqs in counts:
+        times: dict[str, list[list[float]]] = {name: [] for name in names}
         for _ in range(options.repeats):
-            for subject in subjects:
-                subject.decode(num_seqs, options.context, options.steps)
-        for subject in subjects:
-            print(f"{num_seqs:3d} sequences, {subject.name:5}: {subject.line()}", flush=True)
+            for name, engine in engines.items():
+                times[name] += decode(engine, num_seqs, options.context, options.steps)
+        for name, found in times.items():
+            quarter = np.percentile(found, 25, axis=0, method="lower") * 1e6
+            parts = zip(("step", "forward", "attention", "rest"), quarter, strict=True)
+            told = "  ".join(f"{part} {microseconds:7.0f}" for part, microseconds in parts)
+            print(f"{num_seqs:3d} sequences, {name:5}: {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,8 @@ import numpy as np
 from vmserve_bench.lab.report import make_console
 from vmserve_bench.lab.statistics import paired_effects
 from vmserve_bench.lab.suite import numbers
-from vmserve_bench.lab.table import Table, print_table
+from vmserve_bench.lab.table import interval, print_table, table_of
 
-_REGIMES = ("virtual", "paged")
 _TURNS, _STEPS = 40, 25
 #: Runs in either checkout: for each line read, one turn of each case.
 _CHILD = """
@@ -59,19 +58,18 @@ class Side:
             text=True,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-        self.samples: list[list[int]] = [[] for _ in cases]
+        self._samples: list[list[list[int]]] = []
         self._line()
 
     def turn(self) -> None:
-        assert self._process.stdin is not None
         print(file=self._process.stdin, flush=True)
-        for samples, took in zip(self.samples, json.loads(self._line()), strict=True):
-            samples += took
+        self._samples.append(json.loads(self._line()))
 
     def close(self) -> list[float]:
         """The lower quartile of each case, nanoseconds."""
         self._process.communicate()
-        return [float(np.percentile(samples, 25)) for samples in self.samples]
+        found: list[float] = np.percentile(self._samples, 25, axis=(0, 2)).tolist()
+        return found
 
     def _line(self) -> str:
         assert self._process.stdout is not None
@@ -89,7 +87,7 @@ def main() -> None:
     parser.add_argument("--num-seqs", default="1,16,64")
     args = parser.parse_args()
     counts = numbers("num-seqs", args.num_seqs, most=1024)
-    cases = [(regime, count) for count in counts for regime in _REGIMES]
+    cases = [(regime, count) for count in counts for regime in ("virtual", "paged")]
     pythons = [str(args.other / ".venv/bin/python"), sys.executable]
     rounds = []
     for number in range(args.rounds):
@@ -101,22 +99,20 @@ def main() -> None:
         rounds.append([sides[side].close() for side in (0, 1)])
     found = np.array(rounds)  # [rounds, side, case]
     effects = paired_effects(np.log(found[:, 1] / found[:, 0]).T)
+    medians = np.median(found, axis=0).T / 1e3
     rows = [
-        (
-            str(count),
-            regime,
-            *(
-                f"{microseconds:.1f}"
-                for microseconds in np.median(found[:, :, place], axis=0) / 1e3
-            ),
-            f"{effect.ratio:.3f} [{effect.low or 0:.3f}, {effect.high or np.inf:.3f}]",
-        )
-        for place, ((regime, count), effect) in enumerate(zip(cases, effects, strict=True))
+        {
+            "sequences": str(count),
+            "regime": regime,
+            "other": f"{other:.1f}",
+            "this": f"{this:.1f}",
+            "this / other": interval(effect.ratio, effect.low, effect.high),
+        }
+        for (regime, count), (other, this), effect in zip(cases, medians, effects, strict=True)
     ]
     title = "a whole step, its model null: microseconds, the lower quartile"
-    head = ("sequences", "regime", "other", "this", "this / other")
     note = f"{args.rounds} rounds of {_TURNS * _STEPS:,} steps; intervals of 99 %."
-    print_table(make_console(), Table(title, head, tuple(rows), note))
+    print_table(make_console(), table_of(title, rows, note))
 
 
 if __name__ == "__main__":

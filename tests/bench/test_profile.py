@@ -53,14 +53,15 @@ def test_decoded_tokens_read_the_packed_weights() -> None:
         tokens = decoded_tokens(llm.engine)
         network = cast("ModelRunner", llm.engine.runner).model.network
     assert isinstance(network, NativeDecoder)
-    assert {token.num_bytes for token in tokens} == {network.packed_bytes}
-    for token in tokens:
-        assert min(token.read, token.attention, token.layers, token.around) > 0
+    assert tokens is not None
+    assert tokens.num_bytes == network.packed_bytes
+    assert len(tokens.read) > 100
+    assert all(times.min() > 0 for times in tokens[1:])
 
 
 def test_other_backends_have_no_decoded_tokens() -> None:
     with LLM(kv_cache_memory="32MiB", linear_backend="torch") as llm:
-        assert decoded_tokens(llm.engine) == []
+        assert decoded_tokens(llm.engine) is None
 
 
 def test_forced_regimes_have_no_profile() -> None:

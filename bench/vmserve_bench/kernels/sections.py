@@ -1,36 +1,45 @@
-"""The measurements: decoding by context and batch, decoding by block size, prompts, products of
-linear layers."""
+"""``vmserve bench kernels``: decoding by context and batch, decoding by block size, prompts,
+products of linear layers."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from statistics import median
+from typing import Annotated, NamedTuple
 
-from vmserve_bench.kernels.products import BASE, FORMS, Products
-from vmserve_bench.kernels.rig import DTYPES, SHAPES, Rig
-from vmserve_bench.lab.rounds import compare_many
-from vmserve_bench.lab.suite import Suite
-from vmserve_bench.lab.table import SectionResult, Table
+import numpy as np
+import torch
+import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+from vmserve.attention.cpu import CpuBackend
+from vmserve.attention.sdpa import SdpaBackend
+from vmserve_bench import options as opt
+from vmserve_bench.kernels.rig import FORMS, SHAPES, Products, Rig
+from vmserve_bench.lab.report import Report
+from vmserve_bench.lab.rounds import compare, compare_many
+from vmserve_bench.lab.statistics import CONFIDENCE
+from vmserve_bench.lab.suite import Suite, chosen
+from vmserve_bench.lab.table import SectionResult, interval, table_of
 
-    from vmserve_bench.lab.report import Report
-    from vmserve_bench.lab.rounds import ManyResult, PairedResult
+__all__ = ["SUITE", "Options", "blocks", "decode", "kernels_command", "prefill", "products"]
 
-__all__ = ["SUITE", "Options", "blocks", "decode", "prefill", "products"]
-
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BLOCK_TOKENS = 16
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 CONTEXTS = (1024, 2048, 4096, 8192)
 BATCHES = (1, 4, 32)
 #: (tokens computed before, tokens of the prompt's chunk)
 CHUNKS = ((0, 512), (0, 2048), (2048, 512))
+#: K and V of the largest layer; larger ones take long and show nothing else.
+MOST_BYTES = 1 << 30
+
+Variants = dict[str, Callable[[], object]]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(NamedTuple):
     """``quick``: few repeats, to see that everything runs; ``seed``: of all random draws."""
 
     quick: bool = False
@@ -42,264 +51,183 @@ class Options:
 
     @property
     def least_bytes(self) -> int:
-        """K and V that a timed function reads: several times the largest cache."""
+        """K and V, or weights, that a timed function reads: several times the largest cache."""
         return 1 << 16 if self.quick else 128 << 20
-
-    @property
-    def most_bytes(self) -> int:
-        """Largest point; larger ones take long and show nothing else."""
-        return 1 << 30
 
 
 def decode(options: Options, report: Report) -> SectionResult:
     """One token for every sequence, by context and batch."""
     contexts, batches = ((64,), (1, 2)) if options.quick else (CONTEXTS, BATCHES)
-    points = list(itertools.product(SHAPES, DTYPES, contexts, batches))
-    rows: list[dict[str, Any]] = []
-    for index, (shape, dtype, context, batch) in enumerate(points):
-        report(index / len(points))
-        if context * batch * shape.token_bytes(DTYPES[dtype]) > options.most_bytes:
-            continue
-        rig = Rig(shape, DTYPES[dtype], batch, context, 1, options.least_bytes, options.seed)
-        variants = {
-            "contiguous": rig.contiguous(),
-            "paged": rig.paged(BLOCK_TOKENS),
-            "sdpa": rig.sdpa(),
-            "read": rig.read(),
-        }
-        compared = _compare(variants, options)
-        rows.append(_described(rig, dtype, compared))
-    return SectionResult(
-        {"block_tokens": BLOCK_TOKENS, "points": rows}, tuple(_decode_tables(rows))
-    )
+    sizes = [(batch, context, 1) for context, batch in product(contexts, batches)]
+    return _attention("decode", options, report, sizes, lambda rig: _views(rig, read=rig.read))
 
 
 def blocks(options: Options, report: Report) -> SectionResult:
     """Decoding by block size (PagedAttention, figure 18)."""
-    context, batch = (256, 1) if options.quick else (4096, 8)
-    rows: list[dict[str, Any]] = []
-    points = list(itertools.product(SHAPES, DTYPES))
-    for index, (shape, dtype) in enumerate(points):
-        report(index / len(points))
-        rig = Rig(shape, DTYPES[dtype], batch, context, 1, options.least_bytes, options.seed)
-        variants = {"contiguous": rig.contiguous()}
-        variants |= {f"blocks of {size}": rig.paged(size) for size in BLOCK_SIZES}
-        rows.append(_described(rig, dtype, _compare(variants, options)))
-    table = Table(
-        f"decode of {batch} sequences of {context:,} tokens: time over contiguous, 95 % interval",
-        ("shape", "contiguous, ms a layer", *(f"{size}" for size in BLOCK_SIZES)),
-        tuple(
-            (
-                f"{row['shape']} {row['dtype']}",
-                _milliseconds(row, "contiguous"),
-                *(_ratio(row, f"blocks of {size}") for size in BLOCK_SIZES),
-            )
-            for row in rows
-        ),
-        "Every block lies at a random place; contiguous reads the same bytes in order.",
-    )
-    return SectionResult({"block_sizes": list(BLOCK_SIZES), "points": rows}, (table,))
+    sizes = [(1, 256, 1) if options.quick else (8, 4096, 1)]
+
+    def variants(rig: Rig) -> Variants:
+        paged = {f"blocks of {size}": rig.attention(size) for size in BLOCK_SIZES}
+        return {"contiguous": rig.attention(), **paged}
+
+    return _attention("decode by block size", options, report, sizes, variants)
 
 
 def prefill(options: Options, report: Report) -> SectionResult:
-    """Chunks of one prompt, some with a past."""
+    """Chunks of one prompt, some with a past; of one layer."""
     chunks = ((0, 64), (64, 32)) if options.quick else CHUNKS
-    points = list(itertools.product(SHAPES, DTYPES, chunks))
-    rows: list[dict[str, Any]] = []
-    for index, (shape, dtype, (past, new)) in enumerate(points):
-        report(index / len(points))
-        rig = Rig(shape, DTYPES[dtype], 1, past + new, new, 1, options.seed)
-        variants = {
-            "contiguous": rig.contiguous(),
-            "paged": rig.paged(BLOCK_TOKENS),
-            "sdpa": rig.sdpa(),
-        }
-        compared = _compare(variants, options)
-        rows.append(_described(rig, dtype, compared))
-    table = Table(
-        "prefill: one layer, one sequence",
-        (
-            "shape",
-            "past + new",
-            "contiguous, ms",
-            "GFLOP/s",
-            "paged / contiguous",
-            "sdpa, ms",
-            "sdpa / contiguous",
-        ),
-        tuple(
-            (
-                f"{row['shape']} {row['dtype']}",
-                f"{row['context'] - row['num_new']:,} + {row['num_new']:,}",
-                _milliseconds(row, "contiguous"),
-                f"{row['layer_products'] / row['layer_ns']['contiguous']:.0f}",
-                _ratio(row, "paged"),
-                _milliseconds(row, "sdpa"),
-                _ratio(row, "sdpa"),
-            )
-            for row in rows
-        ),
-        "GFLOP/s counts what causality leaves. Ratios above 1: contiguous is faster.",
+    sizes = [(1, past + new, new) for past, new in chunks]
+    return _attention("prefill", options, report, sizes, _views, least_bytes=1)
+
+
+def _views(rig: Rig, **more: Callable[[], object]) -> Variants:
+    ours = {"contiguous": rig.attention(), "paged": rig.attention(BLOCK_TOKENS)}
+    return {**ours, "sdpa": rig.attention(backend=SdpaBackend()), **more}
+
+
+def _attention(
+    title: str,
+    options: Options,
+    report: Report,
+    sizes: Sequence[tuple[int, int, int]],
+    variants: Callable[[Rig], Variants],
+    least_bytes: int | None = None,
+) -> SectionResult:
+    """Every shape and type in every size: medians a layer, ratios to the contiguous view, and
+    every sample."""
+    every = list(product(SHAPES, DTYPES, sizes))
+    points, rows = [], []
+    for index, (shape, dtype, (num_seqs, context, num_new)) in enumerate(every):
+        report(index / len(every))
+        if num_seqs * context * shape.token_numbers * DTYPES[dtype].itemsize > MOST_BYTES:
+            continue
+        least = least_bytes or options.least_bytes
+        rig = Rig(shape, DTYPES[dtype], (num_seqs, context, num_new), least, options.seed)
+        compared = compare_many(variants(rig), rounds=options.rounds, warmup=1, seed=options.seed)
+        pairs = compared.against
+        samples = {compared.baseline: next(iter(pairs.values())).times_ns_a}
+        samples |= {name: pair.times_ns_b for name, pair in pairs.items()}
+        layer_ns = {name: median(times) / rig.num_layers for name, times in samples.items()}
+        ratios = {name: (one.ratio, one.ratio_low, one.ratio_high) for name, one in pairs.items()}
+        points.append(
+            {
+                **shape._asdict(),
+                "dtype": dtype,
+                "num_seqs": num_seqs,
+                "context": context,
+                "num_new": num_new,
+                "num_layers": rig.num_layers,
+                "layer_bytes": rig.layer_bytes,
+                "layer_products": rig.layer_products,
+                "layer_ns": layer_ns,
+                "ratio_to_contiguous": ratios,
+                "samples_ns": samples,
+            }
+        )
+        ours = layer_ns["contiguous"]
+        rows.append(
+            {
+                "shape": f"{shape.shape} {dtype}",
+                "sequences x past + new": f"{num_seqs} x {context - num_new:,} + {num_new:,}",
+                "contiguous, ms": f"{ours / 1e6:.3g}",
+                "GB/s": f"{rig.layer_bytes / ours:.1f}",
+                "GFLOP/s": f"{rig.layer_products / ours:.0f}",
+                **{name: interval(*ratio, 2) for name, ratio in ratios.items()},
+            }
+        )
+    table = table_of(
+        f"{title}: one layer, and times of the contiguous view",
+        rows,
+        "Medians; times are of neighbouring runs, with their 99 % interval. Above 1: contiguous is "
+        f"faster. Blocks have {BLOCK_TOKENS} tokens, where not said otherwise, and lie at random "
+        "places. GFLOP/s counts what causality leaves.",
     )
-    return SectionResult({"block_tokens": BLOCK_TOKENS, "points": rows}, (table,))
+    return SectionResult({"confidence": CONFIDENCE, "points": points}, (table,))
 
 
 def products(options: Options, report: Report) -> SectionResult:
     """Linear layers by the form of their weights: one row, and a prompt's rows."""
     size, num_rows = (256, 8) if options.quick else (2048, 512)
-    rows: list[dict[str, Any]] = []
-    int8 = Products.pack(BASE, size, 1, options.seed).prompt(num_rows, options.seed)
+    prompt = np.random.default_rng(options.seed).standard_normal((num_rows, size), np.float32)
+    int8 = partial(Products(FORMS[1], size, 1, options.seed).layers[0].multiply, prompt)
+    timed = partial(compare, pairs=options.rounds, warmup=1, seed=options.seed)
+    points, rows = [], []
     for index, form in enumerate(FORMS):
         report(index / len(FORMS))
-        made = Products.pack(form, size, options.least_bytes, options.seed)
-        decoding = _compare({"one row": made.one_row(), "read": made.read()}, options)
-        prompt = _compare({"rows": made.prompt(num_rows, options.seed), "int8": int8}, options)
-        against, beside = decoding.against["read"], prompt.against["int8"]
-        rows.append(
+        made = Products(form, size, options.least_bytes, options.seed)
+        layer, num_bytes = made.layers[0], made.memory.nbytes
+        row, many = timed(made.one_row, made.read), timed(partial(layer.multiply, prompt), int8)
+        points.append(
             {
                 "form": form.name,
-                "row_type": made.layers[0].row_type,
-                "bits_per_weight": made.layers[0].weight_bytes * 8 / size**2,
-                "num_bytes": made.num_bytes,
-                "one_row_ns": against.median_a_s * 1e9,
-                "read_ns": against.median_b_s * 1e9,
-                "ratio_to_one_row": [against.ratio, against.ratio_low, against.ratio_high],
-                "prompt_ns": beside.median_a_s * 1e9,
-                "ratio_of_int8_to_prompt": [beside.ratio, beside.ratio_low, beside.ratio_high],
+                "row_type": layer.row_type,
+                "bits_per_weight": layer.weight_bytes * 8 / size**2,
+                "num_bytes": num_bytes,
+                "one_row_ns": row.median_a_s * 1e9,
+                "read_ns": row.median_b_s * 1e9,
+                "ratio_to_one_row": [row.ratio, row.ratio_low, row.ratio_high],
+                "prompt_ns": many.median_a_s * 1e9,
+                "ratio_of_int8_to_prompt": [many.ratio, many.ratio_low, many.ratio_high],
                 "prompt_products": 2 * num_rows * size**2,
                 "samples_ns": {
-                    "one row": list(against.times_ns_a),
-                    "read": list(against.times_ns_b),
-                    "prompt": list(beside.times_ns_a),
-                    "int8 prompt": list(beside.times_ns_b),
+                    "one row": row.times_ns_a,
+                    "read": row.times_ns_b,
+                    "prompt": many.times_ns_a,
+                    "int8 prompt": many.times_ns_b,
                 },
             }
         )
-    table = Table(
-        f"products: layers of {size:,} x {size:,}",
-        (
-            "weights",
-            "rows of",
-            "bits",
-            "one row, GB/s",
-            "% of read",
-            f"{num_rows} rows, GFLOP/s",
-            "times int8",
-        ),
-        tuple(
-            (
-                row["form"],
-                row["row_type"],
-                f"{row['bits_per_weight']:.2f}",
-                f"{row['num_bytes'] / row['one_row_ns']:.1f}",
-                _interval([100 * x for x in row["ratio_to_one_row"]], 0),
-                f"{row['prompt_products'] / row['prompt_ns']:.0f}",
-                _interval(row["ratio_of_int8_to_prompt"], 2),
-            )
-            for row in rows
-        ),
-        "% of read: against a loop that only reads as many bytes. Intervals are of 95 %.",
-    )
-    return SectionResult({"size": size, "num_rows": num_rows, "points": rows}, (table,))
+        rate = 2 * num_rows * size**2 / many.median_a_s / 1e9
+        rows.append(
+            {
+                "weights": form.name,
+                "rows of": layer.row_type,
+                "bits": f"{layer.weight_bytes * 8 / size**2:.2f}",
+                "one row, GB/s": f"{num_bytes / row.median_a_s / 1e9:.1f}",
+                "of read": interval(row.ratio, row.ratio_low, row.ratio_high, 2),
+                f"{num_rows} rows, GFLOP/s": f"{rate:.0f}",
+                "times int8": interval(many.ratio, many.ratio_low, many.ratio_high, 2),
+            }
+        )
+    note = "of read: the rate of a loop that only reads as many bytes. Intervals are of 99 %."
+    table = table_of(f"products: layers of {size:,} x {size:,}", rows, note)
+    data = {"size": size, "num_rows": num_rows, "confidence": CONFIDENCE, "points": points}
+    return SectionResult(data, (table,))
 
 
 SUITE = Suite[Options](
     name="kernels",
     sections={"decode": decode, "blocks": blocks, "prefill": prefill, "products": products},
     packages=("vmserve", "numpy", "torch"),
-    plots="vmserve_bench.kernels.plots",
 )
 
 
-def _compare(variants: dict[str, Callable[[], object]], options: Options) -> ManyResult:
-    return compare_many(variants, rounds=options.rounds, warmup=1, seed=options.seed)
-
-
-def _described(rig: Rig, dtype: str, compared: ManyResult) -> dict[str, Any]:
-    """One point: what was measured, medians a layer, and every sample."""
-    pairs: Mapping[str, PairedResult] = compared.against
-    first = next(iter(pairs.values()))
-    medians = {compared.baseline: first.median_a_s}
-    medians |= {name: pair.median_b_s for name, pair in pairs.items()}
-    return {
-        "shape": rig.shape.name,
-        "q_heads": rig.shape.q_heads,
-        "kv_heads": rig.shape.kv_heads,
-        "head_dim": rig.shape.head_dim,
-        "dtype": dtype,
-        "num_seqs": rig.num_seqs,
-        "context": rig.context,
-        "num_new": rig.num_new,
-        "num_layers": rig.num_layers,
-        "layer_bytes": rig.layer_bytes,
-        "layer_products": rig.layer_products,
-        "layer_ns": {name: seconds * 1e9 / rig.num_layers for name, seconds in medians.items()},
-        "ratio_to_contiguous": {
-            name: [pair.ratio, pair.ratio_low, pair.ratio_high] for name, pair in pairs.items()
+def kernels_command(
+    section: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Some of {','.join(SUITE.sections)}, with commas between. Default: all."
+        ),
+    ] = None,
+    quick: opt.Quick = False,
+    seed: Annotated[int, typer.Option(min=0, help="Draws places and orders.")] = 0,
+    json_path: opt.JsonPath = None,
+    markdown_path: opt.MarkdownPath = None,
+) -> None:
+    """Measure the attention kernels against memory bandwidth and the stock kernel. No model."""
+    before = os.getloadavg()[0]
+    SUITE.measure(
+        chosen("section", section, list(SUITE.sections)),
+        Options(quick, seed),
+        lambda: {
+            "quick": quick,
+            "seed": seed,
+            "isa": CpuBackend().isa,
+            "num_threads": torch.get_num_threads(),
+            # The load shows how quiet the machine was: 0 before is quiet.
+            "load_average_before": round(before, 2),
+            "load_average_after": round(os.getloadavg()[0], 2),
         },
-        "samples_ns": {compared.baseline: list(first.times_ns_a)}
-        | {name: list(pair.times_ns_b) for name, pair in pairs.items()},
-    }
-
-
-def _decode_tables(rows: list[dict[str, Any]]) -> Iterator[Table]:
-    columns = (
-        "context x batch",
-        "MiB",
-        "read, GB/s",
-        "contiguous, ms",
-        "GB/s",
-        "% of read",
-        "paged, ms",
-        "paged / contiguous",
-        "sdpa, ms",
-        "sdpa / contiguous",
+        json_path=json_path,
+        markdown_path=markdown_path,
     )
-    for name in dict.fromkeys((row["shape"], row["dtype"]) for row in rows):
-        chosen = [row for row in rows if (row["shape"], row["dtype"]) == name]
-        heads = f"{chosen[0]['q_heads']} x {chosen[0]['kv_heads']} heads of {chosen[0]['head_dim']}"
-        yield Table(
-            f"decode, {name[0]} ({heads}), {name[1]}: one layer",
-            columns,
-            tuple(
-                (
-                    f"{row['context']:,} x {row['num_seqs']}",
-                    f"{row['layer_bytes'] / 2**20:.0f}",
-                    f"{_rate(row, 'read'):.1f}",
-                    _milliseconds(row, "contiguous"),
-                    f"{_rate(row, 'contiguous'):.1f}",
-                    _share(row, "read"),
-                    _milliseconds(row, "paged"),
-                    _ratio(row, "paged"),
-                    _milliseconds(row, "sdpa"),
-                    _ratio(row, "sdpa"),
-                )
-                for row in chosen
-            ),
-            "Medians; ratios are those of neighbouring runs, with their 95 % interval. Above 1: "
-            "contiguous is faster.",
-        )
-
-
-def _milliseconds(row: dict[str, Any], name: str) -> str:
-    return f"{row['layer_ns'][name] / 1e6:.3g}"
-
-
-def _rate(row: dict[str, Any], name: str) -> float:
-    """10^9 bytes of K and V a second."""
-    return float(row["layer_bytes"] / row["layer_ns"][name])
-
-
-def _interval(values: Sequence[float], digits: int) -> str:
-    ratio, low, high = (f"{x:.{digits}f}" for x in values)
-    return f"{ratio} [{low}, {high}]"
-
-
-def _ratio(row: dict[str, Any], name: str) -> str:
-    ratio, low, high = row["ratio_to_contiguous"][name]
-    return f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def _share(row: dict[str, Any], name: str) -> str:
-    ratio, low, high = (100 * x for x in row["ratio_to_contiguous"][name])
-    return f"{ratio:.0f} [{low:.0f}, {high:.0f}]"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import re
 import sys
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,6 +18,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -26,8 +29,6 @@ from vmserve_bench.lab.machine import cpu_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-
-    from rich.progress import TaskID
 
 #: Callback for the share of a section that is done, 0 to 1.
 Report: TypeAlias = "Callable[[float], None]"
@@ -59,20 +60,37 @@ def make_console() -> Console:
 
 
 def dump(described: Mapping[str, Any]) -> str:
-    """Format JSON with a line per value, and one per list of numbers (traces are long)."""
-    text = json.dumps(described, indent=1)
+    """Format JSON with a line per value, and one per list of numbers (traces are long).
+
+    Numbers without a value (of an interval that has no end) are null.
+    """
+    text = json.dumps(_finite(described), indent=1)
     return re.sub(r"\[[\d\s.,eE+-]+\]", lambda found: " ".join(found[0].split()), text) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def _bar(*columns: ProgressColumn) -> Iterator[Progress]:
+    """Progress bar on standard error, if that is a terminal."""
+    console = Console(stderr=True)
+    shown = (TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn())
+    hidden = not console.is_terminal
+    with Progress(*shown, console=console, transient=True, disable=hidden) as bar:
+        yield bar
 
 
 @contextmanager
 def progress(name: str) -> Iterator[Report]:
-    """Progress bar on standard error, if that is a terminal."""
-    columns = (TextColumn(name), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=1.0)
+    """Progress of a section."""
+    with _bar(TaskProgressColumn()) as bar:
+        task = bar.add_task(name, total=1.0)
         yield lambda done: bar.update(task, completed=done)
 
 
@@ -83,15 +101,12 @@ class RunProgress:
         self._bar = bar
         self._num_runs = num_runs
         self._num_started = 0
-        self._task: TaskID = bar.add_task("", total=None)
+        self._task = bar.add_task("", total=None)
 
     def starting(self, what: str, num_requests: int) -> None:
         self._num_started += 1
-        self._bar.reset(
-            self._task,
-            total=num_requests,
-            description=f"run {self._num_started} of {self._num_runs}: {what}",
-        )
+        name = f"run {self._num_started} of {self._num_runs}: {what}"
+        self._bar.reset(self._task, total=num_requests, description=name)
 
     def finished(self) -> None:
         self._bar.advance(self._task)
@@ -99,27 +114,15 @@ class RunProgress:
 
 @contextmanager
 def watch(num_runs: int) -> Iterator[RunProgress]:
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    with _bar(MofNCompleteColumn()) as bar:
         yield RunProgress(bar, num_runs)
 
 
 def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:
     """``<date>-<cpu>`` in ``parent``, or the first of ``-2``, ``-3``, ... that is not there yet."""
     stem = f"{date.isoformat()}-{re.sub('[^a-z0-9]+', '-', cpu.lower()).strip('-')}"
-    path, count = parent / stem, 1
-    while path.exists():
-        count += 1
-        path = parent / f"{stem}-{count}"
-    return path
+    names = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    return next(path for path in map(parent.joinpath, names) if not path.exists())
 
 
 def results_directory(script: str, *, device: str | None = None, root: str = "") -> Path:
@@ -146,12 +149,10 @@ def kept_arguments(
     ``results/<date>-<cpu>`` next to ``script`` gets JSON, Markdown and, with ``plots``, pictures;
     with ``output`` the command has one option for all of them.
     """
-    directory = results_directory(script)
-    files = ["--json", str(directory / "results.json"), "--markdown", str(directory / "tables.md")]
-    if output:
-        files = ["--output", str(directory)]
-    if plots:
-        files += ["--plots", str(directory)]
+    directory = str(results_directory(script))
+    files = ["--json", f"{directory}/results.json", "--markdown", f"{directory}/tables.md"]
+    files = ["--output", directory] if output else files
+    files += ["--plots", directory] if plots else []
     return ["vmserve", "bench", command, *files, *sys.argv[1:]]
 
 

@@ -2,60 +2,45 @@
 
 Machines drift: clocks change, neighbours come and go. So the variants are interleaved
 (A B B A, the order drawn per block) and compared round by round: the ratio of two
-neighbouring runs cancels what both suffered. The answer is the median of those ratios with
-a bootstrap interval (Efron, 1979; percentile method), and it names a winner only where the
-interval excludes 1.
+neighbouring runs cancels what both suffered. ``statistics.py`` says what is made of the ratios.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import islice
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vmserve_bench.lab.statistics import bootstrap_median_interval
+from vmserve_bench.lab.statistics import NO_DIFFERENCE, Verdict, compare_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
-    from numpy.typing import NDArray
-
-__all__ = [
-    "ManyResult",
-    "PairedResult",
-    "Verdict",
-    "compare",
-    "compare_many",
-    "orders",
-]
-
-Verdict = Literal["A faster", "B faster", "no difference shown"]
-
-#: Fewest pairs for a verdict. With fewer, not even the smallest and largest ratio enclose the true
-#: median with 95 % confidence (1 - 2 / 2^n).
-MIN_PAIRS_FOR_VERDICT = 6
+__all__ = ["ManyResult", "PairedResult", "compare", "compare_many", "orders"]
 
 
 @dataclass(frozen=True, slots=True)
 class PairedResult:
     """Outcome of a paired comparison of A and B.
 
-    ``ratio`` is the median over pairs of B's time divided by A's: above 1, A is faster.
-    ``ratio_low`` and ``ratio_high`` bound it with 95 % confidence. Times are in
-    seconds; ``times_ns_a[i]`` and ``times_ns_b[i]`` ran next to each other.
+    ``ratio`` is the geometric mean over pairs of B's time divided by A's: above 1, A is faster.
+    ``ratio_low`` and ``ratio_high`` bound it with 99 % confidence; with fewer than 6 pairs they are
+    NaN. ``verdict`` is of B's time. ``times_ns_a[i]`` and ``times_ns_b[i]`` ran next to each other.
     """
 
     label_a: str
     label_b: str
     times_ns_a: tuple[int, ...]
     times_ns_b: tuple[int, ...]
-    median_a_s: float
-    median_b_s: float
     ratio: float
     ratio_low: float
     ratio_high: float
+    verdict: Verdict
 
     @property
     def num_pairs(self) -> int:
@@ -63,18 +48,16 @@ class PairedResult:
         return len(self.times_ns_a)
 
     @property
-    def verdict(self) -> Verdict:
-        """The faster one, if the interval excludes 1 and there are 6 pairs or more."""
-        if self.num_pairs < MIN_PAIRS_FOR_VERDICT:
-            return "no difference shown"
-        if self.ratio_low > 1.0:
-            return "A faster"
-        if self.ratio_high < 1.0:
-            return "B faster"
-        return "no difference shown"
+    def median_a_s(self) -> float:
+        return median(self.times_ns_a) / 1e9
+
+    @property
+    def median_b_s(self) -> float:
+        return median(self.times_ns_b) / 1e9
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, every sample included."""
+        """Plain values, every sample included. Older files have a median of ratios, and
+        ``ratio_95_low`` and ``ratio_95_high``."""
         return {
             "label_a": self.label_a,
             "label_b": self.label_b,
@@ -82,21 +65,22 @@ class PairedResult:
             "median_a_s": self.median_a_s,
             "median_b_s": self.median_b_s,
             "ratio_b_to_a": self.ratio,
-            "ratio_95_low": self.ratio_low,
-            "ratio_95_high": self.ratio_high,
+            "ratio_99_low": self.ratio_low,
+            "ratio_99_high": self.ratio_high,
             "verdict": self.verdict,
             "times_ns_a": list(self.times_ns_a),
             "times_ns_b": list(self.times_ns_b),
         }
 
     def __str__(self) -> str:
-        winner = {"A faster": f"{self.label_a} faster", "B faster": f"{self.label_b} faster"}
+        told = {"higher": f"{self.label_a} faster", "lower": f"{self.label_b} faster"}
+        bounds = f" [{self.ratio_low:.3f}, {self.ratio_high:.3f}]"
         return (
             f"{self.label_a} {_duration(self.median_a_s)}, "
             f"{self.label_b} {_duration(self.median_b_s)}, "
-            f"{self.label_b}/{self.label_a} {self.ratio:.3f} "
-            f"[{self.ratio_low:.3f}, {self.ratio_high:.3f}], "
-            f"{self.num_pairs} pairs: {winner.get(self.verdict, self.verdict)}"
+            f"{self.label_b}/{self.label_a} {self.ratio:.3f}"
+            f"{'' if math.isnan(self.ratio_low) else bounds}, "
+            f"{self.num_pairs} pairs: {told.get(self.verdict, self.verdict)}"
         )
 
 
@@ -107,39 +91,21 @@ class ManyResult:
     baseline: str
     against: Mapping[str, PairedResult]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "baseline": self.baseline,
-            "against": {name: result.to_dict() for name, result in self.against.items()},
-        }
-
-    def __str__(self) -> str:
-        return "\n".join(str(result) for result in self.against.values())
-
 
 def compare(
     a: Callable[[], object],
     b: Callable[[], object],
     *,
     pairs: int = 30,
-    warmup: int = 3,
     labels: tuple[str, str] = ("A", "B"),
-    setup: Callable[[], object] | None = None,
-    seed: int = 0,
-    clock: Callable[[], int] = time.perf_counter_ns,
+    **options: Any,
 ) -> PairedResult:
     """Time ``a`` and ``b`` in ``pairs`` neighbouring pairs and compare them.
 
-    ``warmup`` runs of each come first, untimed; ``setup``, if given, runs untimed before
-    every run. ``seed`` draws the order and the bootstrap. ``clock`` returns nanoseconds.
-    Raises ValueError for bad counts, equal labels, or a function too short for the clock.
+    ``options`` and errors are those of :func:`compare_many`.
     """
     variants = dict(zip(labels, (a, b), strict=True))
-    result = compare_many(
-        variants, rounds=pairs, warmup=warmup, setup=setup, seed=seed, clock=clock
-    )
-    return result.against[labels[1]]
+    return compare_many(variants, rounds=pairs, **options).against[labels[1]]
 
 
 def compare_many(
@@ -153,8 +119,12 @@ def compare_many(
 ) -> ManyResult:
     """Time several variants in ``rounds`` interleaved rounds, each against the first.
 
-    Every round runs each variant once. Rounds go in twos: a drawn order, then its reverse,
-    so that no variant always runs first. The arguments are those of :func:`compare`.
+    Every round runs each variant once. Rounds go in twos: a drawn order, then its reverse, so that
+    no variant always runs first. Verdicts are corrected for the number of variants.
+
+    ``warmup`` runs of each come first, untimed; ``setup``, if given, runs untimed before every run.
+    ``seed`` draws the order and the bootstrap. ``clock`` returns nanoseconds. Raises ValueError for
+    bad counts, equal labels, or a function too short for the clock.
     """
     if len(variants) < 2:
         raise ValueError(
@@ -164,19 +134,43 @@ def compare_many(
         raise ValueError(
             f"at least 1 timed and 0 warm-up rounds are needed, got {rounds} and {warmup}"
         )
-    names = list(variants)
-    rng = np.random.default_rng(seed)
-    times = _interleave([variants[name] for name in names], rounds, warmup, setup, rng, clock)
-    if times.min() < 1:
-        raise ValueError(
-            f"{names[int(times.min(axis=0).argmin())]} took no time by this clock: "
-            f"repeat the work inside the function"
+    baseline, *others = variants
+
+    def run(name: str) -> int:
+        if setup is not None:
+            setup()
+        start = clock()
+        variants[name]()
+        return clock() - start
+
+    for _ in range(warmup):
+        for name in variants:
+            run(name)
+    times: dict[str, list[int]] = {name: [] for name in variants}
+    for order in islice(orders(len(variants), np.random.default_rng(seed)), rounds):
+        for index in order:
+            name = [baseline, *others][index]
+            times[name].append(run(name))
+    for name, samples in times.items():
+        if min(samples) < 1:
+            raise ValueError(
+                f"{name} took no time by this clock: repeat the work inside the function"
+            )
+    compared = compare_metrics(dict.fromkeys(others, times[baseline]), times, others, seed=seed)
+    against = {}
+    for found in compared:
+        name, effect = found.metric, found.effect
+        against[name] = PairedResult(
+            label_a=baseline,
+            label_b=name,
+            times_ns_a=tuple(times[baseline]),
+            times_ns_b=tuple(times[name]),
+            ratio=effect.ratio,
+            ratio_low=math.nan if effect.low is None else effect.low,
+            ratio_high=math.nan if effect.high is None else effect.high,
+            verdict=found.verdict or NO_DIFFERENCE,
         )
-    against = {
-        name: _paired(names[0], name, times[:, 0], times[:, column], rng)
-        for column, name in enumerate(names[1:], start=1)
-    }
-    return ManyResult(names[0], against)
+    return ManyResult(baseline, against)
 
 
 def orders(count: int, rng: np.random.Generator) -> Iterator[list[int]]:
@@ -185,53 +179,6 @@ def orders(count: int, rng: np.random.Generator) -> Iterator[list[int]]:
         order = rng.permutation(count).tolist()
         yield order
         yield order[::-1]
-
-
-def _interleave(
-    functions: Sequence[Callable[[], object]],
-    rounds: int,
-    warmup: int,
-    setup: Callable[[], object] | None,
-    rng: np.random.Generator,
-    clock: Callable[[], int],
-) -> NDArray[np.int64]:
-    """Nanoseconds of each run, ``[rounds, functions]``."""
-    for _ in range(warmup):
-        for function in functions:
-            if setup is not None:
-                setup()
-            function()
-    times = np.zeros((rounds, len(functions)), dtype=np.int64)
-    for index, order in zip(range(rounds), orders(len(functions), rng), strict=False):
-        for column in order:
-            if setup is not None:
-                setup()
-            start = clock()
-            functions[column]()
-            times[index, column] = clock() - start
-    return times
-
-
-def _paired(
-    label_a: str,
-    label_b: str,
-    times_a: NDArray[np.int64],
-    times_b: NDArray[np.int64],
-    rng: np.random.Generator,
-) -> PairedResult:
-    ratios = times_b / times_a
-    low, high = bootstrap_median_interval(ratios, rng)
-    return PairedResult(
-        label_a=label_a,
-        label_b=label_b,
-        times_ns_a=tuple(times_a.tolist()),
-        times_ns_b=tuple(times_b.tolist()),
-        median_a_s=float(np.median(times_a)) / 1e9,
-        median_b_s=float(np.median(times_b)) / 1e9,
-        ratio=float(np.median(ratios)),
-        ratio_low=low,
-        ratio_high=high,
-    )
 
 
 def _duration(seconds: float) -> str:

@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import datetime
 import json
-import math
 import os
 import subprocess
 import sys
@@ -20,7 +19,7 @@ import numpy as np
 from vmserve_bench.lab.machine import machine_info
 from vmserve_bench.lab.report import keep, make_console, results_directory
 from vmserve_bench.lab.rounds import orders
-from vmserve_bench.lab.table import Table, print_table
+from vmserve_bench.lab.table import Table, heading, interval, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -89,13 +88,6 @@ async def answers(
     return await asyncio.gather(*map(first, prompts))
 
 
-def interval(value: float, low: float | None, high: float | None, digits: int = 3) -> str:
-    """The value with its bounds, if there are any (None or NaN: too few rounds)."""
-    if low is None or high is None or math.isnan(low):
-        return f"{value:.{digits}f}"
-    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
 def table(title: str, columns: Mapping[str, Cell], rows: Iterable[Any], note: str = "") -> Table:
     """A table with a line for each row."""
 
@@ -109,12 +101,6 @@ def table(title: str, columns: Mapping[str, Cell], rows: Iterable[Any], note: st
 def show(*tables: Table) -> None:
     for each in tables:
         print_table(make_console(), each)
-
-
-def heading(date: str, machine: Mapping[str, Any]) -> str:
-    """When and where, for the top of tables."""
-    revision = (machine["git_revision"] or "unknown")[:12]
-    return f"{date}, {machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision}"
 
 
 def publish(

@@ -1,11 +1,11 @@
 """Is a variant's metric different from the first variant's, and by how much?
 
-A pair is a round: in it every variant serves the same requests, one variant after the other.
-The effect is the geometric mean over rounds of the ratio variant / first. Taking ratios round by
-round cancels what all suffered in that round (its requests, the machine's mood), and on the
-logarithmic scale A against B is the mirror image of B against A. A ratio of medians over rounds
-would do neither, and with the few rounds that a benchmark has its bootstrap distribution has too
-few values to cut off a tail of 0.5 %.
+A pair is a round: in it every variant does the same work, one variant after the other. The effect
+is the geometric mean over rounds of the ratio variant / first. Taking ratios round by round cancels
+what all suffered in that round (its requests, the machine's mood), and on the logarithmic scale A
+against B is the mirror image of B against A. A ratio of medians over rounds would do neither, and
+with the few rounds that a benchmark has its bootstrap distribution has too few values to cut off a
+tail of 0.5 %.
 
 The interval is the symmetric studentised bootstrap (Hall 1988; Efron & Tibshirani 1993, chapter
 12): resampled means are measured in their own standard errors. The plain percentile bootstrap is
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 __all__ = [
     "CONFIDENCE",
     "MIN_PAIRS",
+    "NO_DIFFERENCE",
     "Comparison",
     "Effect",
     "Summary",
     "Verdict",
-    "bootstrap_median_interval",
     "compare_metrics",
     "holm",
     "median",
@@ -58,15 +58,12 @@ CONFIDENCE = 0.99
 MIN_PAIRS = 6
 NUM_RESAMPLES = 10_000
 
+#: Of the variant's value against the first's.
 Verdict = Literal["higher", "lower", "no difference shown"]
 NO_DIFFERENCE: Verdict = "no difference shown"
 
-#: Values of one block of the resampled means, to bound memory (doubles).
-_BLOCK = 8_000_000
 #: Spread of the logarithms below which rounds count as equal: they differ by rounding only.
 _NO_SPREAD = 1e-12
-#: Picks of one chunk of the resampled medians, to bound memory.
-_RESAMPLE_CHUNK = 2_000_000
 _LARGEST_LOGARITHM = 700.0
 
 
@@ -81,14 +78,14 @@ class Summary:
     max: float
 
     def to_dict(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return asdict(self)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Percentile, linear between two values. Raises ValueError without any, or outside 0 to 100."""
     if not len(values):
         raise ValueError("a percentile needs at least 1 value")
-    return float(np.percentile(np.asarray(values, dtype=np.float64), percent))
+    return float(np.percentile(values, percent))
 
 
 def median(values: Iterable[float | None]) -> float | None:
@@ -101,24 +98,7 @@ def summarize(samples: Sequence[float]) -> Summary:
     """Summarize samples. Raises ValueError without any."""
     if not len(samples):
         raise ValueError("a summary needs at least 1 sample")
-    median, p95, p99, most = np.percentile(np.asarray(samples, dtype=np.float64), (50, 95, 99, 100))
-    return Summary(len(samples), float(median), float(p95), float(p99), float(most))
-
-
-def bootstrap_median_interval(
-    values: NDArray[np.float64], rng: np.random.Generator, num_resamples: int = NUM_RESAMPLES
-) -> tuple[float, float]:
-    """A 95 % percentile-bootstrap interval for the median of ``values``."""
-    if values.size < 1:
-        raise ValueError("an interval needs at least 1 value")
-    chunk = max(1, _RESAMPLE_CHUNK // values.size)
-    medians = np.empty(num_resamples)
-    for start in range(0, num_resamples, chunk):
-        count = min(chunk, num_resamples - start)
-        picks = rng.integers(0, values.size, size=(count, values.size))
-        medians[start : start + count] = np.median(values[picks], axis=1)
-    low, high = np.quantile(medians, (0.025, 0.975))
-    return float(low), float(high)
+    return Summary(len(samples), *np.percentile(samples, (50, 95, 99, 100)).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +115,7 @@ class Effect:
     num_pairs: int
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "ratio": self.ratio,
-            "low": self.low,
-            "high": self.high if self.high != math.inf else None,
-            "p_value": self.p_value,
-            "num_pairs": self.num_pairs,
-        }
+        return asdict(self) | {"high": self.high if self.high != math.inf else None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +132,8 @@ class Comparison:
     adjusted_p: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "metric": self.metric,
-            **self.effect.to_dict(),
-            "verdict": self.verdict,
-            "adjusted_p": self.adjusted_p,
-        }
+        judged = {"verdict": self.verdict, "adjusted_p": self.adjusted_p}
+        return {"metric": self.metric, **self.effect.to_dict(), **judged}
 
 
 def paired_effects(
@@ -177,80 +147,56 @@ def paired_effects(
 
     All rows share their resamples. Raises ValueError without a round.
     """
-    num_metrics, num_pairs = log_ratios.shape
+    num_pairs = log_ratios.shape[1]
     if num_pairs < 1:
         raise ValueError("an effect needs at least 1 pair")
-    mean = log_ratios.mean(axis=1)
-    spread = log_ratios.std(axis=1)
     if num_pairs < MIN_PAIRS:
-        return [Effect(_exp(m), None, None, 1.0, num_pairs) for m in mean.tolist()]
-    varies = spread > _NO_SPREAD
-    half_width = np.zeros(num_metrics)
-    # Rounds that all say the same leave no doubt; where they all say 1, there is no difference.
-    p_value = np.where(np.abs(mean) > _NO_SPREAD, 0.0, 1.0)
-    if varies.any():
-        z = (log_ratios[varies] - mean[varies, None]) / spread[varies, None]
-        weights = _resample_weights(num_pairs, num_resamples, seed)
-        widened = _widening(z) * spread[varies]
-        width, p = _studentised(z, mean[varies] / widened, weights, confidence)
-        half_width[varies] = width * widened
-        p_value[varies] = p
-    return [
-        Effect(_exp(m), _exp(m - w), _exp(m + w), p, num_pairs)
-        for m, w, p in zip(mean.tolist(), half_width.tolist(), p_value.tolist(), strict=True)
-    ]
+        means = log_ratios.mean(axis=1).tolist()
+        return [Effect(_exp(mean), None, None, 1.0, num_pairs) for mean in means]
+    draws = np.random.default_rng(seed)
+    counts = draws.multinomial(num_pairs, [1.0 / num_pairs] * num_pairs, size=num_resamples)
+    weights = counts.T / num_pairs
+    return [_effect(row, weights, confidence) for row in log_ratios]
 
 
-def _widening(z: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Factor by which correlation of neighbouring rounds widens the error of a mean.
+def _effect(
+    logarithms: NDArray[np.float64], weights: NDArray[np.float64], confidence: float
+) -> Effect:
+    """``weights``: share of draws of each pair, ``[pairs, resamples]``."""
+    num_pairs, num_resamples = weights.shape
+    mean, spread = float(logarithms.mean()), float(logarithms.std())
+    if spread <= _NO_SPREAD:
+        # Rounds that all say the same leave no doubt; where they all say 1, there is no difference.
+        p_value = 0.0 if abs(mean) > _NO_SPREAD else 1.0
+        return Effect(_exp(mean), _exp(mean), _exp(mean), p_value, num_pairs)
+    z = (logarithms - mean) / spread
+    means = z @ weights
+    variances = np.maximum((z * z) @ weights - means * means, 0.0)
+    # A resample without spread says nothing about the error of its mean: infinitely far.
+    variances[variances <= _NO_SPREAD] = 0.0
+    with np.errstate(divide="ignore", invalid="ignore"):
+        distances = np.nan_to_num(np.abs(means) / np.sqrt(variances), nan=np.inf, posinf=np.inf)
+    error = spread * _widening(z)
+    beyond = int((distances >= abs(mean) / error).sum())
+    kept = min(num_resamples - 1, math.ceil(confidence * num_resamples))
+    half = float(np.partition(distances, kept)[kept]) * error
+    p_value = (1 + beyond) / (1 + num_resamples)
+    return Effect(_exp(mean), _exp(mean - half), _exp(mean + half), p_value, num_pairs)
 
-    ``z``: rows of mean 0. The bias of the correlation of few rounds, -1/rounds, is taken off.
+
+def _widening(z: NDArray[np.float64]) -> float:
+    """Factor by which correlation of neighbouring rounds, of mean 0, widens the error of a mean.
+
+    The bias of the correlation of few rounds, -1/rounds, is taken off.
     """
-    correlation = (z[:, 1:] * z[:, :-1]).sum(axis=1) / (z * z).sum(axis=1) + 1 / z.shape[1]
-    correlation = np.clip(correlation, 0.0, 0.9)
-    widening: NDArray[np.float64] = np.sqrt((1 + correlation) / (1 - correlation))
-    return widening
+    correlation = float(z[1:] @ z[:-1] / (z @ z)) + 1 / len(z)
+    correlation = min(max(correlation, 0.0), 0.9)
+    return math.sqrt((1 + correlation) / (1 - correlation))
 
 
 def _exp(logarithm: float) -> float:
     """Exponential; infinite if one outlier among few rounds leaves no upper end."""
     return math.exp(logarithm) if logarithm < _LARGEST_LOGARITHM else math.inf
-
-
-def _resample_weights(num_pairs: int, num_resamples: int, seed: int) -> NDArray[np.float64]:
-    """Share of draws of each pair: ``[pairs, resamples]``."""
-    even = np.full(num_pairs, 1.0 / num_pairs)
-    counts = np.random.default_rng(seed).multinomial(num_pairs, even, size=num_resamples)
-    weights: NDArray[np.float64] = counts.T / num_pairs
-    return weights
-
-
-def _studentised(
-    z: NDArray[np.float64],
-    t: NDArray[np.float64],
-    weights: NDArray[np.float64],
-    confidence: float,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Half widths in units of each row's spread, and p-values of a mean of 0.
-
-    ``z`` are rows of mean 0 and spread 1, ``t`` the rows' original means over their spreads.
-    """
-    num_resamples = weights.shape[1]
-    kept = min(num_resamples - 1, math.ceil(confidence * num_resamples))
-    width, p_value = np.empty(len(z)), np.empty(len(z))
-    step = max(1, _BLOCK // num_resamples)
-    for begin in range(0, len(z), step):
-        rows = slice(begin, begin + step)
-        means = z[rows] @ weights
-        variances = np.maximum((z[rows] * z[rows]) @ weights - means * means, 0.0)
-        # A resample without spread says nothing about the error of its mean: infinitely far.
-        variances[variances <= _NO_SPREAD] = 0.0
-        with np.errstate(divide="ignore", invalid="ignore"):
-            distances = np.nan_to_num(np.abs(means) / np.sqrt(variances), nan=np.inf, posinf=np.inf)
-        beyond = (distances >= np.abs(t[rows])[:, None]).sum(axis=1)
-        p_value[rows] = (1 + beyond) / (1 + num_resamples)
-        width[rows] = np.partition(distances, kept, axis=1)[:, kept]
-    return width, p_value
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -285,15 +231,16 @@ def compare_metrics(
     effects = dict(zip(rows, paired_effects(np.stack(list(rows.values())), seed=seed), strict=True))
     judged = [name for name in rows if name in set(headline)]
     adjusted = dict(zip(judged, holm([effects[name].p_value for name in judged]), strict=True))
-    return [_judge(name, effect, adjusted.get(name)) for name, effect in effects.items()]
-
-
-def _judge(metric: str, effect: Effect, adjusted_p: float | None) -> Comparison:
-    if adjusted_p is None:
-        return Comparison(metric, effect, None, None)
-    if adjusted_p > 1.0 - CONFIDENCE:
-        return Comparison(metric, effect, NO_DIFFERENCE, adjusted_p)
-    return Comparison(metric, effect, "higher" if effect.ratio > 1.0 else "lower", adjusted_p)
+    found = []
+    for name, effect in effects.items():
+        p_value = adjusted.get(name)
+        verdict: Verdict | None = "higher" if effect.ratio > 1.0 else "lower"
+        if p_value is None:
+            verdict = None
+        elif p_value > 1.0 - CONFIDENCE:
+            verdict = NO_DIFFERENCE
+        found.append(Comparison(name, effect, verdict, p_value))
+    return found
 
 
 def _log_ratios(

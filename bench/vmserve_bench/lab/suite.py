@@ -12,6 +12,7 @@ from vmserve_bench.lab.machine import machine_info
 from vmserve_bench.lab.report import (
     Report,
     dump,
+    keep,
     make_console,
     make_directory,
     progress,
@@ -35,11 +36,8 @@ def chosen(option: str, text: str | None, known: Sequence[str]) -> list[str]:
 
     Raises ConfigurationError for a name that is not known.
     """
-    if text is None:
-        return list(known)
-    wanted = {name.strip() for name in text.split(",")}
-    unknown = sorted(wanted - set(known))
-    if unknown:
+    wanted = set(known) if text is None else {name.strip() for name in text.split(",")}
+    if unknown := sorted(wanted - set(known)):
         raise ConfigurationError(
             f"no {option} is named {', '.join(map(repr, unknown))}: choose from {', '.join(known)}"
         )
@@ -52,9 +50,8 @@ def numbers(option: str, text: str, *, least: int = 1, most: int | None = None) 
     for part in parts:
         if not part.isdecimal() or int(part) < least or (most is not None and int(part) > most):
             bounds = f"of at least {least}" if most is None else f"from {least} to {most}"
-            example = "2,4,6" if most is None else "16,256"
             raise ConfigurationError(
-                f"--{option}: {part!r} is no whole number {bounds}; write e.g. {example}"
+                f"--{option}: {part!r} is no whole number {bounds}; write e.g. 4,16"
             )
     return tuple(sorted({int(part) for part in parts}))
 
@@ -94,31 +91,24 @@ class Suite(Generic[Options]):
             if directory is not None:
                 make_directory(directory)
         console = console or make_console()
-        results = self.run(names, options, console)
-        described = self.document(results, **told())
-        files = [(json_path, dump(described)), (markdown_path, markdown(results, described))]
-        if output is not None:
-            files += [(output / "results.json", files[0][1]), (output / "tables.md", files[1][1])]
-        for path, text in files:
-            if path is not None:
-                write_text(path, text)
-        directory = plots or output
-        if directory is not None and self.plots is not None:
-            # Imported late: it takes half a second.
-            for path in importlib.import_module(self.plots).draw(described[self.key], directory):
-                console.print(f"drawn: {path}")
-
-    def run(
-        self, names: Sequence[str], options: Options, console: Console
-    ) -> dict[str, SectionResult]:
-        """Run each section and print its tables at once."""
         results = {}
         for name in names:
             with progress(name if self.key == "sections" else f"figure {name}") as report:
                 results[name] = self.sections[name](options, report)
             for table in results[name].tables:
                 print_table(console, table)
-        return results
+        described = self.document(results, **told())
+        tables = markdown(results, described)
+        for path, text in ((json_path, dump(described)), (markdown_path, tables)):
+            if path is not None:
+                write_text(path, text)
+        if output is not None:
+            keep(output, described, tables)
+        directory = plots or output
+        if directory is not None and self.plots is not None:
+            # Imported late: it takes half a second.
+            for path in importlib.import_module(self.plots).draw(described[self.key], directory):
+                console.print(f"drawn: {path}")
 
     def document(self, results: Mapping[str, SectionResult], **told: Any) -> dict[str, Any]:
         """Build the results document; ``told`` stands between the date and the machine."""

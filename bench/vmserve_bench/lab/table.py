@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,17 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-__all__ = ["SectionResult", "Table", "markdown", "markdown_table", "microseconds", "print_table"]
+__all__ = [
+    "SectionResult",
+    "Table",
+    "heading",
+    "interval",
+    "markdown",
+    "markdown_table",
+    "microseconds",
+    "print_table",
+    "table_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +47,18 @@ class Table:
         return "\n".join(lines) + "\n"
 
 
+def table_of(title: str, rows: Sequence[Mapping[str, str]], note: str = "") -> Table:
+    """A table of rows that have their cells by column, all the same columns."""
+    return Table(title, tuple(rows[0]), tuple(tuple(row.values()) for row in rows), note)
+
+
+def interval(value: float, low: float | None, high: float | None, digits: int = 3) -> str:
+    """The value with its bounds, if there are any (None or NaN: too few rounds)."""
+    if low is None or high is None or math.isnan(low):
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
 @dataclass(frozen=True, slots=True)
 class SectionResult:
     """``data`` is plain JSON: what the tables and the plots are made of."""
@@ -44,12 +67,16 @@ class SectionResult:
     tables: tuple[Table, ...] = field(default=())
 
 
+def heading(date: str, machine: Mapping[str, Any]) -> str:
+    """When and where, for the top of tables."""
+    revision = (machine["git_revision"] or "unknown")[:12]
+    return f"{date}, {machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision}"
+
+
 def markdown(results: Mapping[str, SectionResult], described: Mapping[str, Any]) -> str:
     """The tables, with the machine and the date above them."""
-    machine = described["machine"]
-    revision = machine["git_revision"] or "unknown"
-    where = f"{machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision[:12]}"
-    lines = [f"{described['date']}, {where}{', --quick' if described.get('quick') else ''}."]
+    where = heading(described["date"], described["machine"])
+    lines = [f"{where}{', --quick' if described.get('quick') else ''}."]
     for name, result in results.items():
         lines.append(f"\n## {name}\n")
         lines += [table.to_markdown() for table in result.tables]

@@ -16,14 +16,16 @@ from vmserve.cli.options import with_engine_options
 from vmserve.config import Quantization
 from vmserve_bench import options as opt
 from vmserve_bench.ab.variants import Variant, parse_variants
-from vmserve_bench.lab.statistics import CONFIDENCE, Effect, paired_effects
+from vmserve_bench.lab.statistics import CONFIDENCE, paired_effects
 from vmserve_bench.lab.suite import Suite
-from vmserve_bench.lab.table import SectionResult, Table
+from vmserve_bench.lab.table import SectionResult, Table, table_of
 from vmserve_bench.quality.scoring import Subject, without_paths
-from vmserve_bench.quality.text import Text, Windows, read_text
+from vmserve_bench.quality.text import Text, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from numpy.typing import NDArray
 
     from vmserve_bench.lab.report import Report
     from vmserve_bench.quality.scoring import Scores
@@ -118,26 +120,30 @@ def quality_command(
 
 def run(options: Options, report: Report) -> SectionResult:
     """Load all variants, then give each window to all of them in turn."""
+    subjects: list[Subject] = []
     with ExitStack() as opened:
-        subjects: list[Subject] = []
-        share = _LOADING / len(options.variants)
-
-        def loading(_: str, done: int, total: int) -> None:
-            report(share * (len(subjects) + done / max(1, total)))
-
         for variant in options.variants:
-            subject = Subject(variant, options.engine, loading)
-            opened.callback(subject.close)
+            report(_LOADING * len(subjects) / len(options.variants))
+            subject = Subject(variant, options.engine)
+            opened.callback(subject.engine.close)
             subjects.append(subject)
             if len(subjects) == 1:
                 windows = subject.windows(options.text, size=options.window, stride=options.stride)
             else:
                 subject.check_like(subjects[0], options.text)
-        columns = _score(subjects, windows, report)
-        rows = [
-            _row(subject, found, columns[0])
-            for subject, found in zip(subjects, columns, strict=True)
-        ]
+        # Of each variant and window: means over the scored tokens.
+        found = np.zeros((len(subjects), len(windows.prompts), 3))
+        for index, prompt in enumerate(windows.prompts):
+            reference: Scores | None = None
+            for place, subject in enumerate(subjects):
+                keep = reference is None and len(subjects) > 1
+                scores = subject.score(prompt, windows.num_scored, reference, keep=keep)
+                reference = reference or scores
+                same = np.equal(scores.likeliest, reference.likeliest)
+                divergence = scores.divergence or [0.0]  # the reference's, from itself
+                found[place, index] = [np.mean(scores.nats), same.mean(), np.mean(divergence)]
+            report(_LOADING + (1 - _LOADING) * (index + 1) / len(windows.prompts))
+        rows = [_row(each, found[place], found[0]) for place, each in enumerate(subjects)]
     data = {
         "text": options.text.described(),
         "window": options.window,
@@ -154,50 +160,25 @@ def run(options: Options, report: Report) -> SectionResult:
 SUITE = Suite[Options]("quality", {"quality": run}, ("vmserve", "numpy", "tokenizers"))
 
 
-class _Window(NamedTuple):
-    """Means over the scored tokens of a window."""
-
-    nats: float
-    same: float
-    divergence: float
-
-
-def _score(subjects: Sequence[Subject], windows: Windows, report: Report) -> list[list[_Window]]:
-    """The scores of each window by subject; the first is the reference."""
-    found: list[list[_Window]] = [[] for _ in subjects]
-    done, total = 0, len(windows.prompts) * len(subjects)
-    for prompt in windows.prompts:
-        reference: Scores | None = None
-        for subject, column in zip(subjects, found, strict=True):
-            scores = subject.score(
-                prompt, windows.num_scored, reference, keep=reference is None and len(subjects) > 1
-            )
-            reference = reference or scores
-            same = np.equal(scores.likeliest, reference.likeliest)
-            divergence = scores.divergence or [0.0]  # the reference's, from itself
-            column.append(_Window(*map(_mean, (scores.nats, same, divergence))))
-            done += 1
-            report(_LOADING + (1 - _LOADING) * done / total)
-    return found
-
-
-def _mean(values: Any) -> float:
-    return float(np.mean(values))
-
-
-def _row(subject: Subject, found: list[_Window], first: list[_Window]) -> dict[str, Any]:
-    nats, same, divergence = (np.array(column) for column in zip(*found, strict=True))
-    perplexity = math.exp(min(_mean(nats), _MOST_NATS))
-    above = nats - np.array([one.nats for one in first])
-    [effect] = paired_effects(above[None])
+def _row(
+    subject: Subject, found: NDArray[np.float64], first: NDArray[np.float64]
+) -> dict[str, Any]:
+    nats, same, divergence = found.T
+    perplexity = math.exp(min(float(nats.mean()), _MOST_NATS))
+    above = nats - first[:, 0]
+    [effect] = paired_effects(above[None])  # of a ratio of perplexities
+    low, high = (
+        math.log(end) if end is not None and 0 < end < math.inf else None
+        for end in (effect.low, effect.high)
+    )
     return {
         **subject.described(),
         "perplexity": perplexity,
         "perplexity_error": perplexity * _error(nats),
-        "nats_above_first": {"mean": _mean(above), **_interval(effect)},
-        "same_argmax": _mean(same),
+        "nats_above_first": {"mean": float(above.mean()), "low": low, "high": high},
+        "same_argmax": float(same.mean()),
         "same_argmax_error": _error(same),
-        "divergence": _mean(divergence),
+        "divergence": float(divergence.mean()),
         "seconds": subject.seconds,
         "window_nats": nats.tolist(),
         "window_same_argmax": same.tolist(),
@@ -205,56 +186,38 @@ def _row(subject: Subject, found: list[_Window], first: list[_Window]) -> dict[s
     }
 
 
-def _error(windows: np.ndarray[Any, Any]) -> float:
+def _error(windows: NDArray[np.float64]) -> float:
     """Standard error of the mean over windows; NaN is no JSON, so 0 for a single one."""
     return float(windows.std(ddof=1) / math.sqrt(len(windows))) if len(windows) > 1 else 0.0
 
 
-def _interval(effect: Effect) -> dict[str, float | None]:
-    """The interval of a ratio of perplexities, in nats."""
-    return {
-        name: math.log(end) if end is not None and 0 < end < math.inf else None
-        for name, end in (("low", effect.low), ("high", effect.high))
-    }
-
-
 def _table(data: Mapping[str, Any]) -> Table:
     rows, leading = data["rows"], data["leading_tokens"]
-    confidence = f"{data['confidence'] * 100:g} %"
-    return Table(
+    begin = f"each begins with {leading}" if leading else "without BOS"
+    return table_of(
         f"quality of {rows[0]['model']} on {data['text']['name']}",
-        (
-            "variant",
-            "MB",
-            "bits",
-            "perplexity",
-            f"nats above {rows[0]['name']}",
-            "same argmax, %",
-            "KL, nats",
-            "time, s",
-        ),
-        tuple(_cells(row, is_first=index == 0) for index, row in enumerate(rows)),
+        [_cells(row, rows[0]) for row in rows],
         f"{data['num_scored']:,} tokens are scored: the last {data['stride']} of each of "
-        f"{data['num_windows']} windows of {data['window']} "
-        f"({f'each begins with {leading}' if leading else 'without BOS'}). After ±: the interval "
-        f"of {confidence}, by pairs of windows; the first perplexity itself has a standard error "
-        f"of {rows[0]['perplexity_error']:.2f}. MB: of weights in memory. Bits: of a weight in "
-        "products, so without an embedding that is looked up, even where it is tied.",
+        f"{data['num_windows']} windows of {data['window']} ({begin}). After ±: the interval of "
+        f"{CONFIDENCE * 100:g} %, by pairs of windows; the first perplexity itself has a standard "
+        f"error of {rows[0]['perplexity_error']:.2f}. MB: of weights in memory. Bits: of a weight "
+        "in products, so without an embedding that is looked up, even where it is tied.",
     )
 
 
-def _cells(row: Mapping[str, Any], *, is_first: bool) -> tuple[str, ...]:
+def _cells(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, str]:
     above = row["nats_above_first"]
     difference = f"{above['mean']:.4f}"
     if above["low"] is not None:
         difference += f" ± {above['mean'] - above['low']:.4f}"
-    # Rounding may leave less than nothing if a variant differs by its order of sums alone.
-    divergence = f"{max(0.0, row['divergence']):.5f}"
-    return (
-        row["name"],
-        f"{row['weight_bytes'] / 1e6:,.0f}",
-        f"{row['bits_per_weight']:.2f}",
-        f"{row['perplexity']:.2f}",
-        *(("", "", "") if is_first else (difference, f"{row['same_argmax']:.1%}"[:-1], divergence)),
-        f"{row['seconds']:.1f}",
-    )
+    return {
+        "variant": row["name"],
+        "MB": f"{row['weight_bytes'] / 1e6:,.0f}",
+        "bits": f"{row['bits_per_weight']:.2f}",
+        "perplexity": f"{row['perplexity']:.2f}",
+        f"nats above {first['name']}": "" if row is first else difference,
+        "same argmax, %": "" if row is first else f"{100 * row['same_argmax']:.1f}",
+        # Rounding may leave less than nothing if a variant differs by its order of sums alone.
+        "KL, nats": "" if row is first else f"{max(0.0, row['divergence']):.5f}",
+        "time, s": f"{row['seconds']:.1f}",
+    }

@@ -7,13 +7,12 @@ cache in its own type, forward pass, sampler. Only the logits are looked at on t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vmserve.engine.build import build
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.models.decoder_config import DecoderConfig
@@ -22,17 +21,15 @@ from vmserve.models.native import NativeDecoder
 from vmserve.models.tensor_names import tensor_shapes
 from vmserve.runner.model_runner import ModelRunner
 from vmserve.sampling import SamplingParams
-from vmserve.sampling.tokens import PART_ELEMENTS
 from vmserve_bench.quality.text import cut, first_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
-    from vmserve.engine.build import Progress
     from vmserve.models import LoadedModel
-    from vmserve.sampling.tokens import Logits, TokenSampler, TopTokens
+    from vmserve.sampling.tokens import Logits, TopTokens
     from vmserve_bench.ab.variants import Variant
     from vmserve_bench.quality.text import Text, Windows
 
@@ -47,86 +44,45 @@ _DEFAULTS: Mapping[str, Any] = {
 _PARAMS = SamplingParams(max_tokens=0, prompt_logprobs=1, temperature=0.0, detokenize=False)
 
 
-class WatchedSampler:
-    """A sampler that shows the logits of prompts, and their log-probabilities, to ``watch``."""
-
-    def __init__(self, sampler: TokenSampler) -> None:
-        self._sampler = sampler
-        self.watch: Callable[[Logits, list[TopTokens]], None] = lambda *_: None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-    def prompt_logprobs(self, logits: Logits, targets: Sequence[int], k: int) -> list[TopTokens]:
-        tops = self._sampler.prompt_logprobs(logits, targets, k)
-        self.watch(logits, tops)
-        return tops
-
-
 @dataclass(slots=True)
 class Scores:
-    """One window: for each scored token its negative log-probability and the likeliest token.
+    """Of one window, a value for each scored token.
 
-    ``divergence``: of the distribution at each of them from the reference's, in nats. ``logits``
-    [scored, vocab] and ``norms`` (their log-sum-exp) only if they were to be kept.
+    ``nats``: its negative log-probability. ``divergence``: of the distribution from the
+    reference's. ``rows`` of logits only if they were to be kept; ``norms``: their log-sum-exp.
     """
 
     nats: list[float] = field(default_factory=list)
     likeliest: list[int] = field(default_factory=list)
     divergence: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
-    kept: list[NDArray[np.float32]] = field(default_factory=list)
+    rows: list[NDArray[np.float32]] = field(default_factory=list)
 
-    def add(self, rows: NDArray[np.float32], tops: Sequence[TopTokens], *, keep: bool) -> None:
-        for row, top in zip(rows, tops, strict=True):
-            target, (logprob, _) = next(iter(top.items()))
-            self.nats.append(-logprob)
-            self.likeliest.append(next(reversed(top)))
-            self.norms.append(float(row[target]) - logprob)
-        if keep:
-            self.kept.append(rows.copy())  # the next step may overwrite them
-
-    def compare(self, rows: NDArray[np.float32], reference: Scores) -> None:
-        """Add KL(reference || this) of ``rows``, the last that were added."""
-        [expected] = reference.kept
-        end = len(self.norms)
-        begin = end - len(rows)
-        step = max(1, PART_ELEMENTS // rows.shape[1])
-        for first in range(begin, end, step):
-            last = min(first + step, end)
-            norms = np.array(reference.norms[first:last], dtype=np.float64)
-            shift = norms - np.array(self.norms[first:last])
-            theirs = expected[first:last]
-            # log p - log q = (their logit - ours) - (their norm - ours), averaged with p.
-            odds = np.exp(theirs - norms.astype(np.float32)[:, None])
-            difference = theirs - rows[first - begin : last - begin]
-            means = np.einsum("rv,rv->r", odds, difference) / odds.sum(axis=1, dtype=np.float64)
-            self.divergence += (means - shift).tolist()
-
-    def join(self) -> None:
-        """Make one array of the rows that were kept."""
-        self.kept = [np.concatenate(self.kept)]
+    def add(self, row: NDArray[np.float32], top: TopTokens, reference: Scores | None) -> None:
+        target, (logprob, _) = next(iter(top.items()))
+        norm = float(row[target]) - logprob
+        if reference is not None:
+            # KL: log p - log q = (their logit - ours) - (their norm - our norm), averaged with p.
+            theirs, their_norm = reference.rows[len(self.nats)], reference.norms[len(self.nats)]
+            odds = np.exp(theirs - np.float32(their_norm))
+            mean = float(odds @ (theirs - row)) / float(odds.sum(dtype=np.float64))
+            self.divergence.append(mean - (their_norm - norm))
+        self.nats.append(-logprob)
+        self.likeliest.append(next(reversed(top)))
+        self.norms.append(norm)
 
 
 class Subject:
     """A variant's engine."""
 
-    def __init__(
-        self, variant: Variant, common: Mapping[str, Any], progress: Progress | None = None
-    ) -> None:
+    def __init__(self, variant: Variant, common: Mapping[str, Any]) -> None:
         config = variant.config({**_DEFAULTS, **common})
-        self.variant = variant
-        self.model_name = _last_part(config.model or EMBEDDED_NAME)
-        parts = build(config, progress)
-        self._sampler = WatchedSampler(parts.sampler)
-        sampler = cast("TokenSampler", self._sampler)
-        self.engine = LLMEngine(config, parts=replace(parts, sampler=sampler))
+        self.name, self._options = variant.name, variant.options
+        self._model_name = _last_part(config.model or EMBEDDED_NAME)
+        self.engine = LLMEngine(config)
+        self._logprobs = self.engine.sampler.prompt_logprobs
         #: Seconds of steps, without the scoring of their logits.
         self.seconds = 0.0
-
-    @property
-    def name(self) -> str:
-        return self.variant.name
 
     def windows(self, text: Text, *, size: int, stride: int) -> Windows:
         """Cut the text by this variant's tokenizer. Raises ConfigurationError."""
@@ -146,13 +102,13 @@ class Subject:
                 f"variant {self.name}: its vocabulary has {ours:,} tokens, that of "
                 f"{reference.name} {theirs:,}: they cannot be compared token by token"
             )
-        mine = self.engine.tokenizer.encode(text.content)
-        others = reference.engine.tokenizer.encode(text.content)
+        tokenizers = (self.engine.tokenizer, reference.engine.tokenizer)
+        mine, others = (each.encode(text.content) for each in tokenizers)
         place = first_difference(mine, others)
         if place is not None:
             ahead = [
-                subject.engine.tokenizer.decode(ids[place : place + 4], skip_special_tokens=False)
-                for subject, ids in ((self, mine), (reference, others))
+                each.decode(ids[place : place + 4], skip_special_tokens=False)
+                for each, ids in zip(tokenizers, (mine, others), strict=True)
             ]
             raise ConfigurationError(
                 f"variant {self.name}: its tokenizer is not that of {reference.name}: token "
@@ -161,7 +117,7 @@ class Subject:
             )
 
     def score(
-        self, prompt: list[int], num_scored: int, reference: Scores | None, *, keep: bool = False
+        self, prompt: list[int], num_scored: int, reference: Scores | None, *, keep: bool
     ) -> Scores:
         """Score the last ``num_scored`` tokens of a window. ``keep``: as the reference of others.
 
@@ -171,28 +127,28 @@ class Subject:
         left = len(prompt) - 1 - num_scored  # tokens that are context only
         watching = 0.0
 
-        def watch(logits: Logits, tops: list[TopTokens]) -> None:
+        def watched(logits: Logits, targets: Sequence[int], k: int) -> list[TopTokens]:
             nonlocal left, watching
+            tops = self._logprobs(logits, targets, k)
             began = perf_counter()
             skipped, left = min(left, len(tops)), max(0, left - len(tops))
             if skipped < len(tops):
                 rows = _array(logits)[skipped:]
-                scores.add(rows, tops[skipped:], keep=keep)
-                if reference is not None:
-                    scores.compare(rows, reference)
+                for row, top in zip(rows, tops[skipped:], strict=True):
+                    scores.add(row, top, reference)
+                scores.rows += list(rows.copy()) if keep else []  # the next step overwrites them
             watching += perf_counter() - began
+            return tops
 
-        self._sampler.watch = watch
+        self.engine.sampler.prompt_logprobs = watched  # type: ignore[method-assign]
         began = perf_counter()
         self.engine.add_request("window", prompt, _PARAMS)
         while self.engine.has_unfinished:
             for failure in self.engine.step().failures:
                 raise failure.error
         self.seconds += perf_counter() - began - watching
-        if self._sampler.num_repaired_rows or not math.isfinite(sum(scores.nats)):
+        if self.engine.sampler.num_repaired_rows or not math.isfinite(sum(scores.nats)):
             raise VmserveError(f"variant {self.name}: its logits are NaN or infinite")
-        if keep:
-            scores.join()
         return scores
 
     def described(self) -> dict[str, Any]:
@@ -201,14 +157,11 @@ class Subject:
         assert isinstance(runner, ModelRunner), "build() made it"
         return {
             "name": self.name,
-            "options": without_paths(self.variant.options),
-            "model": self.model_name,
+            "options": without_paths(self._options),
+            "model": self._model_name,
             "kv_dtype": str(self.engine.memory.layout.dtype),
             **_weights(runner.model),
         }
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def without_paths(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,8 +178,7 @@ def _last_part(path: str) -> str:
 
 def _weights(model: LoadedModel) -> dict[str, Any]:
     """Bytes in memory, and bits of a weight in products: without an embedding kept as well."""
-    network, config = model.network, model.config
-    num_bytes = model.parameter_bytes
+    network, config, num_bytes = model.network, model.config, model.parameter_bytes
     if not isinstance(network, NativeDecoder):
         bits = 8 * num_bytes / config.num_weights
         return {"weight_bytes": num_bytes, "bits_per_weight": bits}
@@ -235,11 +187,8 @@ def _weights(model: LoadedModel) -> dict[str, Any]:
     num_weights = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     if not config.network.tied_embeddings:
         num_weights -= config.vocab_size * config.network.embedding_size
-    return {
-        "weight_bytes": num_bytes,
-        "bits_per_weight": 8 * network.packed_bytes / num_weights,
-        "row_type": network.row_type,
-    }
+    bits = 8 * network.packed_bytes / num_weights
+    return {"weight_bytes": num_bytes, "bits_per_weight": bits, "row_type": network.row_type}
 
 
 def _array(logits: Logits) -> NDArray[np.float32]:

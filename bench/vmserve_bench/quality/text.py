@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vmserve.errors import ConfigurationError
 from vmserve_bench.workloads.texts import OWN_TEXT
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Text", "Windows", "cut", "first_difference", "read_text"]
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     name: str
     content: str
 
@@ -77,13 +76,12 @@ def cut(tokenizer: Tokenizer, text: str, *, size: int, stride: int) -> Windows:
             f"--window: the text has {len(ids):,} tokens, fewer than a window of {size}: give a "
             "longer --text or a smaller --window"
         )
-    prompts = [leading + ids[start : start + num_own] for start in starts]
-    return Windows(prompts, stride, leading)
+    return Windows([leading + ids[at : at + num_own] for at in starts], stride, leading)
 
 
 def first_difference(one: list[int], other: list[int]) -> int | None:
     """The first place at which two lists differ; None for equal ones."""
-    for place, (a, b) in enumerate(zip(one, other, strict=False)):
-        if a != b:
-            return place
-    return None if len(one) == len(other) else min(len(one), len(other))
+    if one == other:
+        return None
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -47,6 +47,7 @@ def sharing_command(
         Path | None, typer.Option(help="Model directory for prefix. Default: the embedded model.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Draws lengths, prompts and orders.")] = 0,
+    json_path: opt.JsonPath = None,
     output: opt.Output = None,
 ) -> None:
     """Measure what sharing KV blocks saves, and what a shared prefix is worth."""
@@ -67,4 +68,4 @@ def sharing_command(
         modes=tuple(chosen("mode", mode, MODES)),
         model=model,
     )
-    SUITE.measure(names, options, lambda: {"seed": seed}, output=output)
+    SUITE.measure(names, options, lambda: {"seed": seed}, json_path=json_path, output=output)
