@@ -42,8 +42,6 @@ LOADS = (0.5, 1.0, 2.0, 4.0)
 #: Requests of a run.
 NUM_REQUESTS = {"simulated": 600, "real": 96}
 _POOL_TOKENS, _CONTEXT = 1024, 512
-#: Percent of the best point's throughput that is wanted at loads of 1, 2 and 4.
-_GOAL = 90
 
 
 def num_clients(load: float, pool_tokens: int, shapes: Sequence[RequestShape]) -> int:
@@ -53,14 +51,16 @@ def num_clients(load: float, pool_tokens: int, shapes: Sequence[RequestShape]) -
 
 
 def closed_loop(
+    engine: LLMEngine,
+    load: float,
     clients: int,
     num_requests: int,
     send: Callable[[int], object],
-    step: Callable[[], tuple[float, int, int]],
+    step: Callable[[], tuple[float, int]],
 ) -> dict[str, Any]:
-    """``step`` returns the engine's clock, its generated tokens and its ended requests.
+    """``step`` returns the clock in seconds, and how many requests have ended.
 
-    Raises ValueError where the window is empty.
+    Raises ValueError where nothing lies between a quarter of the answers and the last request.
     """
     num_sent = num_ended = num_steps = 0
     window: list[tuple[float, int]] = []
@@ -68,26 +68,30 @@ def closed_loop(
         while num_sent < num_requests and num_sent - num_ended < clients:
             send(num_sent)
             num_sent += 1
-        now, tokens, num_ended = step()
+        now, num_ended = step()
         num_steps += 1
+        here = now, engine.counters.generation_tokens
         if not window and num_ended >= num_requests // 4:
-            window.append((now, tokens))
+            window.append(here)
         if len(window) < 2 and num_sent == num_requests:
             if not window or window[0][0] == now:
                 raise ValueError("too few requests for so many clients: nothing was measured")
-            window.append((now, tokens))
+            window.append(here)
     (began, before), (ended, after) = window
     return {
+        "load": load,
         "num_clients": clients,
         "tokens_per_second": (after - before) / (ended - began),
         "window_s": ended - began,
+        "num_preemptions": engine.scheduler.num_preemptions_total,
+        "num_swaps": engine.scheduler.num_swaps_total,
         "num_steps": num_steps,
     }
 
 
 def simulated(load: float, preempts: str, regime: str, count: int, seed: int = 0) -> dict[str, Any]:
     device, shapes = OPT_13B_A100, sharegpt(count, seed)
-    requests = asked(shapes, seed=seed)
+    requests, clients = asked(shapes, seed=seed), num_clients(load, device.kv_tokens, shapes)
     config = SimulationConfig.of(
         device,
         regime=regime,
@@ -95,17 +99,17 @@ def simulated(load: float, preempts: str, regime: str, count: int, seed: int = 0
         swap_bytes=4 * device.kv_bytes if preempts == "swap" else 0,
         seconds_per_swap_run=COPIES_PER_BLOCK * SECONDS_PER_COPY,
         prefix_caching=False,
-        max_num_seqs=256,
     )
-    with SimulatedEngine(config) as engine:
+    with SimulatedEngine(config) as simulation:
 
-        def step() -> tuple[float, int, int]:
-            engine.step()
-            return engine.now, engine.engine.counters.generation_tokens, len(engine.run.requests)
+        def send(index: int) -> None:
+            simulation.add(requests[index])
 
-        clients = num_clients(load, device.kv_tokens, shapes)
-        run = closed_loop(clients, count, lambda index: engine.add(requests[index]), step)
-    return {"load": load, **run, **_preempted(engine.engine)}
+        def step() -> tuple[float, int]:
+            simulation.step()
+            return simulation.now, len(simulation.run.requests)
+
+        return closed_loop(simulation.engine, load, clients, count, send, step)
 
 
 def real(load: float, preempts: str, regime: str, count: int, seed: int = 0) -> dict[str, Any]:
@@ -114,43 +118,35 @@ def real(load: float, preempts: str, regime: str, count: int, seed: int = 0) -> 
     shapes = lognormal(count, seed, max_total_tokens=_CONTEXT, **sizes)
     # Four layers, K and V of two heads of 64 in float32, in pages of 32 tokens.
     page_bytes = 32 * 2 * 2 * 64 * 4
-    options: Any = {"kv_regime": regime, "preemption": preempts, "enable_prefix_caching": False}
-    if preempts == "swap":
-        options["swap_space"] = "64MiB"
-    pool_bytes = _POOL_TOKENS // 32 * 4 * page_bytes
-    options |= {"kv_page_size": page_bytes, "kv_cache_memory": pool_bytes}
+    options: Any = {
+        "kv_regime": regime,
+        "kv_page_size": page_bytes,
+        "kv_cache_memory": _POOL_TOKENS // 32 * 4 * page_bytes,
+        "preemption": preempts,
+        "swap_space": "64MiB" if preempts == "swap" else 0,
+        "enable_prefix_caching": False,
+    }
     config = EngineConfig(dtype="float32", max_model_len=_CONTEXT, max_num_seqs=128, **options)
-    engine = LLMEngine(config)
+    engine, num_ended = LLMEngine(config), 0
     drawn = list(prompts(shapes, engine.model_config.vocab_size, seed))
-    num_ended = 0
 
     def send(index: int) -> None:
-        num_output = shapes[index].num_output_tokens
-        params = SamplingParams(
-            max_tokens=num_output, ignore_eos=True, detokenize=False, temperature=0
-        )
+        most = shapes[index].num_output_tokens
+        params = SamplingParams(max_tokens=most, ignore_eos=True, detokenize=False, temperature=0)
         engine.add_request(str(index), drawn[index], params)
 
-    def step() -> tuple[float, int, int]:
+    def step() -> tuple[float, int]:
         nonlocal num_ended
         result = engine.step()
         if result.failures:
             raise result.failures[0].error
         num_ended += sum(output.finished for output in result.outputs)
-        return time.perf_counter(), engine.counters.generation_tokens, num_ended
+        return time.perf_counter(), num_ended
 
-    run = closed_loop(num_clients(load, _POOL_TOKENS, shapes), count, send, step)
-    run = {"load": load, **run, **_preempted(engine)}
+    clients = num_clients(load, _POOL_TOKENS, shapes)
+    run = closed_loop(engine, load, clients, count, send, step)
     engine.close()
     return run
-
-
-def _preempted(engine: LLMEngine) -> dict[str, int]:
-    scheduler = engine.scheduler
-    return {
-        "num_preemptions": scheduler.num_preemptions_total,
-        "num_swaps": scheduler.num_swaps_total,
-    }
 
 
 def measure(kind: str, arguments: argparse.Namespace, report: Report) -> dict[str, Any]:
@@ -164,9 +160,10 @@ def measure(kind: str, arguments: argparse.Namespace, report: Report) -> dict[st
     function, rounds = (real, arguments.rounds) if kind == "real" else (simulated, 1)
     regimes = ("paged",) if kind == "real" else ("paged", "virtual")
     cells = list(itertools.product(regimes, ("recompute", "swap"), arguments.loads))
-    runs: dict[str, Any] = {f"{kind}, {r}, {p}": {} for r, p, _ in cells}
-    for way in runs.values():
-        way |= {f"{load:g}": [] for load in arguments.loads}
+    runs: dict[str, Any] = {
+        f"{kind}, {regime}, {preempts}": {f"{load:g}": [] for load in arguments.loads}
+        for regime, preempts, _ in cells
+    }
     drawn, order = random.Random(seed), list(cells)
     for turn in range(rounds):
         drawn.shuffle(order)
@@ -194,7 +191,7 @@ def table(kind: str, ways: dict[str, dict[str, list[dict[str, Any]]]]) -> Table:
         f"Throughput by load ({what})",
         ("way", "load", "clients", "tokens/s", "of the best", "steps", "preemptions", "swapped"),
         tuple(rows),
-        f"Goal: {_GOAL} % at loads of 1, 2 and 4. Medians of the rounds, and their range.",
+        "Goal: 90 % at loads of 1, 2 and 4. Medians of the rounds, and their range.",
     )
 
 

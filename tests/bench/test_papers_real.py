@@ -137,8 +137,11 @@ def test_every_figure_runs_and_its_file_is_compared(tmp_path: Path) -> None:
         ("--engine real --minutes 1", "--minutes is of simulated traces"),
         ("--model vmserve-embedded", "--model is of the real engine"),
         ("--quick --minutes 1", "--quick and --minutes"),
-        ("--figure v7", "choose from 12, 13, 14, 19, or give --engine real"),
-        ("--engine real --figure 5", "'5' is not here: choose from 2, 12, 13"),
+        (
+            "--figure v7",
+            "no figure of --engine simulated is named 'v7': choose from 12, 13, 14, 19",
+        ),
+        ("--engine real --figure 5", "--engine real is named '5': choose from 2, 12, 13"),
         ("--engine real --figure 13 --model nowhere", "model nowhere is neither"),
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,12 +13,9 @@ from vmserve.models.hub import EMBEDDED_NAME
 from vmserve_bench import options as opt
 from vmserve_bench.ab.results import busy_warning
 from vmserve_bench.lab.report import make_console
-from vmserve_bench.lab.suite import Suite
+from vmserve_bench.lab.suite import Suite, chosen
 from vmserve_bench.papers import real, simulated
 from vmserve_bench.simulation.devices import OPT_13B_A100, described
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 __all__ = ["REAL", "SIMULATED", "EngineKind", "papers_command"]
 
@@ -105,7 +102,7 @@ def papers_command(
     if engine is EngineKind.real:
         if minutes is not None:
             raise ConfigurationError("--minutes is of simulated traces: leave it out, or --engine")
-        names = _chosen(figure, REAL.sections)
+        names = chosen("figure of --engine real", figure, list(REAL.sections))
         if busy := busy_warning():
             console.print(busy)
         told = {"seed": seed, "quick": quick, "model": model or EMBEDDED_NAME}
@@ -116,24 +113,8 @@ def papers_command(
         raise ConfigurationError("--model is of the real engine: add --engine real")
     if quick and minutes is not None:
         raise ConfigurationError("--quick and --minutes exclude each other: give one")
-    names = _chosen(figure, SIMULATED.sections)
+    names = chosen("figure of --engine simulated", figure, list(SIMULATED.sections))
     console.print(f"Simulated: {OPT_13B_A100.name}; no GPU was used.")
     minutes = minutes or (0.1 if quick else 10.0)
     told = {"seed": seed, "minutes": minutes, "latency_model": described(OPT_13B_A100)}
     SIMULATED.measure(names, simulated.Options(minutes, seed), lambda: told, **files)
-
-
-def _chosen(text: str | None, figures: Mapping[str, object]) -> list[str]:
-    """Figures of ``--figure``, in order; all without. Raises ConfigurationError for others."""
-    if text is None:
-        return list(figures)
-    wanted = {name.strip() for name in text.split(",")}
-    unknown = sorted(wanted - set(figures))
-    if unknown:
-        kinds = {"real": REAL.sections, "simulated": SIMULATED.sections}
-        other = [kind for kind, has in kinds.items() if unknown[0] in has]
-        raise ConfigurationError(
-            f"--figure: {unknown[0]!r} is not here: choose from {', '.join(figures)}"
-            + "".join(f", or give --engine {kind}" for kind in other)
-        )
-    return [name for name in figures if name in wanted]

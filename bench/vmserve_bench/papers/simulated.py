@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vmserve_bench.lab.report import Report
     from vmserve_bench.simulation import Asked
 
-__all__ = ["FIGURES", "Options", "Point", "Trace", "measure", "sustained_rate", "swap_seconds"]
+__all__ = ["FIGURES", "Options", "Trace", "measure", "sustained_rate", "swap_seconds"]
 
 #: Options of our engine.
 _OURS: dict[str, dict[str, Any]] = {
@@ -62,6 +62,9 @@ _SATURATING = {"sharegpt": 4.0, "alpaca": 60.0}
 _FIGURE_19_RATE = 2.4
 
 
+Point = dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """``warmup_s``: requests that come before are not counted. ``n`` choices, or beams if not 0."""
@@ -81,28 +84,14 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """``minutes``: length of each trace of ShareGPT's shape."""
+    """``minutes``: length of each trace of ShareGPT's shape; Alpaca's are a third of it."""
 
     minutes: float = 10.0
     seed: int = 0
 
     def trace(self, workload: str, times: float = 1.0, **kind: Any) -> Trace:
-        """Alpaca's are a third of ShareGPT's; of that ``times``."""
         seconds = 60 * self.minutes / (3 if workload == "alpaca" else 1)
         return Trace(workload, times * seconds, times * min(60.0, seconds / 5), self.seed, **kind)
-
-
-class Point(NamedTuple):
-    """One replay. ``normalized_latency`` in s/token; ``batch``: requests that run, by time."""
-
-    system: str
-    request_rate: float
-    normalized_latency: float
-    batch: float
-    num_requests: int
-    num_unfinished: int
-    num_preemptions: int
-    num_steps: int
 
 
 def _replay(requests: Iterable[Asked], until: float, device: Device, **options: Any) -> Run:
@@ -113,6 +102,7 @@ def _replay(requests: Iterable[Asked], until: float, device: Device, **options: 
 
 
 def measure(system: str, trace: Trace, request_rate: float) -> Point:
+    """One replay. ``normalized_latency`` in s/token; ``batch``: requests that run, by time."""
     device, until = OPT_13B_A100, _PATIENCE * trace.seconds
     requests = trace.requests(request_rate)
     if system in _OURS:
@@ -132,16 +122,16 @@ def measure(system: str, trace: Trace, request_rate: float) -> Point:
     }
     late = [what for name, what in arrived.items() if name not in latencies]
     total = sum(latencies.values()) + sum((until - w.arrival_s) / w.max_output for w in late)
-    return Point(
-        system,
-        request_rate,
-        total / len(arrived),
-        run.batch_size(trace.warmup_s, trace.seconds),
-        len(requests),
-        len(late),
-        run.counters.get("num_preemptions_total", 0),
-        len(run.steps),
-    )
+    return {
+        "system": system,
+        "request_rate": request_rate,
+        "normalized_latency": total / len(arrived),
+        "batch": run.batch_size(trace.warmup_s, trace.seconds),
+        "num_requests": len(requests),
+        "num_unfinished": len(late),
+        "num_preemptions": run.counters.get("num_preemptions_total", 0),
+        "num_steps": len(run.steps),
+    }
 
 
 def sustained_rate(
@@ -156,7 +146,7 @@ def sustained_rate(
 
     def is_sustained(rate: float) -> bool:
         points.append(measure(system, trace, rate))
-        return points[-1].normalized_latency <= _LATENCY_BOUND
+        return bool(points[-1]["normalized_latency"] <= _LATENCY_BOUND)
 
     low = high = start
     if is_sustained(start):
@@ -172,7 +162,7 @@ def sustained_rate(
     while high - low > precision * low:
         middle = (low + high) / 2
         low, high = (middle, high) if is_sustained(middle) else (low, middle)
-    return low, sorted(points, key=lambda point: point.request_rate)
+    return low, sorted(points, key=lambda point: point["request_rate"])
 
 
 def _sustained(
@@ -185,7 +175,7 @@ def _sustained(
         rate, curve = sustained_rate(system, trace, start)
         data.setdefault(row, {})[system] = {
             "sustained_requests_per_second": rate,
-            "points": [point._asdict() for point in curve],
+            "points": curve,
         }
         points.add(f"{row}, {system}", requests_per_s=rate)
         report(index / len(runs))
@@ -209,7 +199,7 @@ def figure_13(options: Options, report: Report) -> SectionResult:
         data[workload] = {}
         for name in _SYSTEMS:
             paper, full = (
-                measure(name, options.trace(workload), rate).batch
+                measure(name, options.trace(workload), rate)["batch"]
                 for rate in (_PAPERS_RATE[workload], saturating)
             )
             data[workload][name] = {"paper_rate": paper, "saturated": full}
@@ -226,17 +216,14 @@ def figure_13(options: Options, report: Report) -> SectionResult:
 
 def figure_14(options: Options, report: Report) -> SectionResult:
     """Parallel sampling and beams, Alpaca: sustained rate against Orca (Oracle)."""
-    kinds: dict[str, dict[str, int]] = {"basic": {}}
-    kinds |= {f"parallel {n}": {"n": n} for n in (2, 4, 6)}
-    kinds |= {f"beam {width}": {"beam_width": width} for width in (2, 4, 6)}
-    runs = {
-        (label, system): (
-            options.trace("alpaca", 0.5, **kind),
-            _START["alpaca"] / max(kind.values(), default=1),
-        )
-        for label, kind in kinds.items()
-        for system in ("vmserve, paged", "Orca (Oracle)")
-    }
+    kinds = {"basic": ("n", 1)}
+    for what, option in (("parallel", "n"), ("beam", "beam_width")):
+        kinds |= {f"{what} {width}": (option, width) for width in (2, 4, 6)}
+    runs = {}
+    for label, (option, width) in kinds.items():
+        trace = options.trace("alpaca", 0.5, **{option: width})
+        for system in ("vmserve, paged", "Orca (Oracle)"):
+            runs[label, system] = trace, _START["alpaca"] / width
     data, points = _sustained(runs, report)
     title = f"Figure 14, simulated: Alpaca, rate at {_LATENCY_BOUND} s/token"
     return SectionResult(data, (points.table(title, ["requests_per_s"], _OVER[:1]),))
