@@ -8,7 +8,7 @@ paged kernels against its virtual ones; lengths are what a processor reads in se
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -189,11 +189,6 @@ def _common_prefix(options: RealOptions, report: Report) -> Points:
 # -- vAttention: the two views of one pool ----------------------------------------------------
 
 _VIEWS = {"paged": System("paged"), "virtual": System("virtual")}
-_PAGES = ("page_tokens", 16)
-_WAYS = {
-    "overlapped": System("virtual", options=(_PAGES,)),
-    "synchronous": System("virtual", options=(_PAGES, ("kv_mapper", "off"))),
-}
 
 
 def _roomy(options: RealOptions, context: int, num_seqs: int) -> Fleet:
@@ -259,34 +254,50 @@ def _timed_steps(
 def _decoding(
     case: str,
     systems: Mapping[str, System],
-    batches_of: tuple[tuple[int, ...], tuple[int, ...]],
-    prompt_of: tuple[int, int],
-    steps_of: tuple[int, int],
+    batches: Sequence[int],
+    num_prompt: int,
+    num_steps: int,
     options: RealOptions,
     report: Report,
-    *,
-    rounds: int = 1,
 ) -> Points:
-    """Steps that decode batches; numbers of quick runs come second.
-
-    ``case``: a point's name, of ``{batch}`` and ``{system}``.
-    """
-    batches, num_steps = options.pick(*batches_of), options.pick(*steps_of)
-    room = 4 * num_steps + 12 * batches[-1]
-    num_prompt = min(options.pick(*prompt_of), options.context - room)
-    runs = min(rounds, options.rounds) * batches
-    with _roomy(options, num_prompt + room, batches[-1]) as fleet:
+    """Steps that decode batches. ``case``: a point's name, of ``{batch}`` and ``{system}``."""
+    room = 4 * num_steps + 12 * max(batches)
+    num_prompt = min(num_prompt, options.context - room)
+    with _roomy(options, num_prompt + room, max(batches)) as fleet:
         points = Points(token_bytes=fleet.token_bytes)
         engines = {name: fleet.engine(system) for name, system in systems.items()}
         _timed_steps(engines, batches[0], num_prompt, num_steps)  # the pools grow
-        for index, batch in enumerate(runs, 1):
+        for index, batch in enumerate(batches, 1):
             found = _timed_steps(engines, batch, num_prompt, num_steps)
             for system, metrics in found.items():
                 demand = metrics["tokens_per_s"] * fleet.token_bytes
                 name = case.format(batch=batch, system=system)
                 points.add(name, **metrics, kv_bytes_per_s=demand)
-            report(index / len(runs))
+            report(index / len(batches))
     return points
+
+
+def _memory_demand(options: RealOptions, report: Report) -> Points:
+    batches = options.pick((1, 2, 4, 8, 16, 32, 64, 128), (1, 2))
+    length, steps, only = options.pick(128, 16), options.pick(60, 10), {"": _VIEWS["virtual"]}
+    return _decoding("batch of {batch}", only, batches, length, steps, options, report)
+
+
+def _long_contexts(options: RealOptions, report: Report) -> Points:
+    batches, length = options.pick((1, 4, 8, 16), (1, 2)), options.pick(2048, 32)
+    case, steps = "batch of {batch}, {system}", options.pick(100, 10)
+    return _decoding(case, _VIEWS, batches, length, steps, options, report)
+
+
+def _mapping(options: RealOptions, report: Report) -> Points:
+    """Steps that map pages themselves, against a mapper that maps ahead, in rounds."""
+    pages = ("page_tokens", 16)
+    ways = {
+        "overlapped": System("virtual", options=(pages,)),
+        "synchronous": System("virtual", options=(pages, ("kv_mapper", "off"))),
+    }
+    batches = options.rounds * options.pick((16,), (2,))
+    return _decoding("{system}", ways, batches, 64, options.pick(300, 20), options, report)
 
 
 def _prompts_alone(options: RealOptions, report: Report) -> Points:
@@ -341,16 +352,26 @@ _NOTE = (
 class Figure:
     """``metrics``: columns of the table of points; the first also as a ratio ``over`` others."""
 
-    title: str
+    name: str
+    what: str
     measure: Callable[[RealOptions, Report], Points | SectionResult]
     metrics: str = ""
     over: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        paper, number = "vAttention, figure" if self.is_v else "Figure", self.name.lstrip("v")
+        return f"{paper} {number}, real engine: {self.what}"
+
+    @property
+    def is_v(self) -> bool:
+        return self.name.startswith("v")
 
     def __call__(self, options: RealOptions, report: Report) -> SectionResult:
         found = self.measure(options, report)
         if isinstance(found, SectionResult):
             return found
-        note = "This machine's processor." if self.title.startswith("vAttention") else _NOTE
+        note = "This machine's processor." if self.is_v else _NOTE
         table = found.table(self.title, self.metrics.split(), self.over, note)
         return SectionResult({"cases": found.cases, **found.more}, (table,))
 
@@ -378,101 +399,59 @@ def _kernel_and_engine(options: RealOptions, report: Report) -> SectionResult:
     return SectionResult({**kernel.data, **engine.data}, (*kernel.tables, *engine.tables))
 
 
-_KERNELS = "The CPU's kernels: vmserve bench kernels --section"
+_all_at_once = partial(_at_once, lambda _: SYSTEMS)
 _RATES = "normalized_s requests_per_s at_once"
-_ORACLE = "Orca (Oracle)"
-_ALL = partial(_at_once, lambda _: SYSTEMS)
 _BLOCKS = Figure(
-    "Figure 18, ShareGPT, all there at once",
+    "18",
+    "block sizes, all there at once; and bench kernels --section blocks",
     partial(_at_once, _block_sizes),
     "requests_per_s normalized_s at_once preemptions",
 )
-FIGURES = {
-    "2": Figure(
-        "Figure 2, ShareGPT, all there at once: share of the whole pool that holds tokens",
-        _ALL,
-        "states_share at_once",
-    ),
-    "12": Figure(
-        "Figure 12, ShareGPT: latency by request rate",
-        partial(_by_rate, partial(_chats, num_requests=140)),
-        _RATES,
-    ),
-    "13": Figure(
-        "Figure 13, ShareGPT, all there at once", _ALL, "at_once", (_ORACLE, "Orca (Max)")
-    ),
-    "14": Figure(
-        "Figure 14, Alpaca, all there at once; Orca computes a prompt for each sample",
+_LIST = [
+    Figure("2", "share of the pool that holds tokens", _all_at_once, "states_share at_once"),
+    Figure("12", "ShareGPT by rate", partial(_by_rate, partial(_chats, num_requests=140)), _RATES),
+    Figure("13", "all there at once", _all_at_once, "at_once", ("Orca (Oracle)", "Orca (Max)")),
+    Figure(
+        "14",
+        "Alpaca, all there at once; Orca computes a prompt for each sample",
         _samples_and_beams,
         "requests_per_s at_once",
-        (_ORACLE,),
+        ("Orca (Oracle)",),
     ),
-    "15": Figure("Figure 15: vmserve bench sharing --section blocks", _saved_by_sharing),
-    "16": Figure(
-        "Figure 16, a common prefix of one example or five, all there at once",
+    Figure("15", "bench sharing --section blocks", _saved_by_sharing),
+    Figure(
+        "16",
+        "a common prefix, of one example or five",
         _common_prefix,
         "requests_per_s at_once prefix_hit_rate",
-        (_ORACLE,),
+        ("Orca (Oracle)",),
     ),
-    "17": Figure(
-        "Figure 17, conversations: latency by request rate",
-        partial(_by_rate, _conversations),
-        _RATES,
-    ),
-    "18": Figure(f"{_BLOCKS.title}, by block size, and {_KERNELS} blocks", _kernel_and_engine),
-    "19": Figure(
-        "Figure 19, ShareGPT, all there at once, half of the pool",
+    Figure("17", "conversations by rate", partial(_by_rate, _conversations), _RATES),
+    replace(_BLOCKS, measure=_kernel_and_engine),
+    Figure(
+        "19",
+        "recomputing and swapping, half of the pool",
         partial(_at_once, _preemptions, pool_tokens=POOL_TOKENS // 2),
         "normalized_s preemptions swaps",
         ("swap",),
     ),
-    "v2": Figure(f"{_KERNELS} prefill", partial(_kernels, "prefill")),
-    "v3": Figure(f"{_KERNELS} blocks", partial(_kernels, "blocks")),
-    "v4": Figure(
-        "vAttention, figure 4: decoding, and the KV memory that it asks for",
-        partial(
-            _decoding,
-            "batch of {batch}",
-            {"": _VIEWS["virtual"]},
-            ((1, 2, 4, 8, 16, 32, 64, 128), (1, 2)),
-            (128, 16),
-            (60, 10),
-        ),
-        "tokens_per_s step_p50_s kv_bytes_per_s",
-    ),
-    "v6": Figure(
-        "vAttention, figure 6: a prompt alone",
-        _prompts_alone,
-        "tokens_per_s e2e_p50_s",
-        ("paged",),
-    ),
-    "v7": Figure(
-        "vAttention, figure 7: decoding behind 2,048 tokens",
-        partial(
-            _decoding,
-            "batch of {batch}, {system}",
-            _VIEWS,
-            ((1, 4, 8, 16), (1, 2)),
-            (2048, 32),
-            (100, 10),
-        ),
-        "tokens_per_s step_p50_s",
-        ("paged",),
-    ),
-    "v8": Figure(
-        "vAttention, figure 8: long prompts, all there at once",
-        partial(_long_prompts, ()),
-        "requests_per_s",
-        ("paged",),
-    ),
-    "v9": Figure(
-        "vAttention, figure 9: long prompts that come one by one",
+    Figure("v2", "bench kernels --section prefill", partial(_kernels, "prefill")),
+    Figure("v3", "bench kernels --section blocks", partial(_kernels, "blocks")),
+    Figure("v4", "decoding by batch", _memory_demand, "tokens_per_s step_p50_s kv_bytes_per_s"),
+    Figure("v6", "a prompt alone", _prompts_alone, "tokens_per_s e2e_p50_s", ("paged",)),
+    Figure("v7", "decoding", _long_contexts, "tokens_per_s step_p50_s", ("paged",)),
+    Figure("v8", "long prompts", partial(_long_prompts, ()), "requests_per_s", ("paged",)),
+    Figure(
+        "v9",
+        "long prompts that come one by one",
         partial(_long_prompts, (0.6, 0.8)),
         "e2e_p50_s e2e_p90_s at_once",
     ),
-    "v11": Figure(
-        "vAttention, figure 11: decoding steps with pages of 16 tokens",
-        partial(_decoding, "{system}", _WAYS, ((16,), (2,)), (64, 64), (300, 20), rounds=3),
+    Figure(
+        "v11",
+        "decoding steps while pages of 16 tokens are mapped",
+        _mapping,
         "step_p50_s step_p99_s step_max_s calls_unhidden",
     ),
-}
+]
+FIGURES = {figure.name: figure for figure in _LIST}

@@ -29,7 +29,7 @@ from vmserve_bench.simulation.baselines import Buddies, Knowledge, Place, reserv
 from vmserve_bench.workloads.shapes import prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from vmserve_bench.lab.report import Report
     from vmserve_bench.workloads.shapes import RequestShape
@@ -131,84 +131,6 @@ def means(samples: Sequence[Sample], num_requests: int, pool_tokens: int) -> dic
     }
 
 
-def _serve(
-    engine: LLMEngine, jobs: Sequence[Job], knowledge: Knowledge | None, pool_tokens: int
-) -> dict[str, float]:
-    """Serve all jobs in real time, from their arrivals to their ends; the metrics of the run.
-
-    Raises the failure of the first request that fails, and ValueError for one that no empty pool
-    has room for.
-    """
-    scheduler, context = engine.scheduler, engine.resolved.max_model_len
-    preempted, swapped = scheduler.num_preemptions_total, scheduler.num_swaps_total
-    hits = engine.stats()["prefix_cache_hits_total"]
-    pool = Buddies(pool_tokens)
-    places: dict[str, list[Place]] = {}
-    pending = deque(sorted(jobs, key=lambda job: job.arrival_s))
-    held: deque[Job] = deque()
-    running: dict[str, Job] = {}
-    parts: dict[str, int] = {}  # requests of the engine that a job still waits for
-    samples: list[Sample] = []
-    latencies: list[float] = []
-    per_token: list[float] = []
-
-    def admits(job: Job) -> bool:
-        if knowledge is None:
-            return True
-        count = reserved_tokens(knowledge, len(job.prompt), job.num_output, context)
-        place = pool.allocate(count, job.width)
-        places[job.name] = place or []
-        return place is not None
-
-    began, last = time.perf_counter(), 0.0
-    while pending or held or running:
-        while pending and pending[0].arrival_s <= time.perf_counter() - began:
-            held.append(pending.popleft())
-        while held and admits(held[0]):
-            job = held.popleft()
-            running[job.name] = job
-            parts[job.name] = _start(engine, job, is_shared=knowledge is None)
-        if not running:
-            if held:
-                raise ValueError(f"request {held[0].name} does not fit into an empty pool")
-            last = pending[0].arrival_s
-            time.sleep(max(0.0, last - (time.perf_counter() - began)))
-            continue
-        result = engine.step()
-        if result.failures:
-            raise result.failures[0].error
-        before, last = last, time.perf_counter() - began
-        if knowledge is None:
-            num_running, waits = len(scheduler.running_request_ids), scheduler.num_waiting > 0
-        else:
-            num_running, waits = len(running), bool(held)
-        tokens = engine.memory.stats().used_tokens
-        samples.append(Sample(last - before, num_running, tokens, len(latencies), waits))
-        for output in result.outputs:
-            name = output.request_id.partition("/")[0]
-            parts[name] -= output.finished
-            if not parts[name]:
-                job = running.pop(name)
-                pool.free(places.pop(name, []))
-                latencies.append(last - job.arrival_s)
-                per_token.append(latencies[-1] / job.num_output)
-    latencies.sort()
-    metrics = {
-        "requests_per_s": len(jobs) / last,
-        "tokens_per_s": sum(job.num_output * job.width for job in jobs) / last,
-        "normalized_s": sum(per_token) / len(per_token),
-        "e2e_p50_s": latencies[len(latencies) // 2],
-        "e2e_p90_s": latencies[int(0.9 * (len(latencies) - 1))],
-        **means(samples, len(jobs), pool_tokens),
-        "preemptions": scheduler.num_preemptions_total - preempted,
-        "swaps": scheduler.num_swaps_total - swapped,
-    }
-    if engine.resolved.prefix_caching:
-        hits = engine.stats()["prefix_cache_hits_total"] - hits
-        metrics["prefix_hit_rate"] = hits / sum(len(job.prompt) for job in jobs)
-    return metrics
-
-
 def _start(engine: LLMEngine, job: Job, *, is_shared: bool) -> int:
     """How many requests of the engine it is. Orca computes and keeps a prompt for each sample.
 
@@ -247,6 +169,7 @@ class Fleet:
         block_tokens: int = 16 // SCALE,
         page_tokens: int = 64 // SCALE,
     ) -> None:
+        self.context = context
         self.pool_tokens = pool_tokens
         self._config = ModelConfig.from_directory(resolve_model(model))
         self.vocabulary = self._config.vocab_size
@@ -296,15 +219,80 @@ class Fleet:
         return LLMEngine(EngineConfig(**{**sizes, **options}))
 
     def serve(self, system: System, jobs: Sequence[Job]) -> dict[str, float]:
-        """Serve jobs, from an empty prefix cache; metrics by name.
+        """Serve jobs in real time, from an empty prefix cache; metrics by name.
 
-        Raises RuntimeError if memory was short behind Orca's gate.
+        Raises the failure of the first request that fails, ValueError for one that no empty pool
+        has room for, and RuntimeError if memory was short behind Orca's gate.
         """
-        engine = self.engine(system)
+        engine, is_ours = self.engine(system), system.knowledge is None
+        scheduler = engine.scheduler
         engine.memory.clear_cache()
-        metrics = _serve(engine, jobs, system.knowledge, self.pool_tokens)
-        if system.knowledge is not None and metrics["preemptions"]:
-            raise RuntimeError(f"{metrics['preemptions']} preemptions behind the gate")
+        preempted, swapped = scheduler.num_preemptions_total, scheduler.num_swaps_total
+        hits = engine.stats()["prefix_cache_hits_total"]
+        pool = Buddies(self.pool_tokens)
+        places: dict[str, list[Place]] = {}
+        pending = deque(sorted(jobs, key=lambda job: job.arrival_s))
+        held: deque[Job] = deque()
+        running: dict[str, Job] = {}
+        parts: dict[str, int] = {}  # requests of the engine that a job still waits for
+        samples: list[Sample] = []
+        latencies: dict[str, float] = {}
+
+        def admits(job: Job) -> bool:
+            if system.knowledge is None:
+                return True
+            lengths = len(job.prompt), job.num_output, self.context
+            found = pool.allocate(reserved_tokens(system.knowledge, *lengths), job.width)
+            places[job.name] = found or []
+            return found is not None
+
+        began, last = time.perf_counter(), 0.0
+        while pending or held or running:
+            while pending and pending[0].arrival_s <= time.perf_counter() - began:
+                held.append(pending.popleft())
+            while held and admits(held[0]):
+                job = held.popleft()
+                running[job.name] = job
+                parts[job.name] = _start(engine, job, is_shared=is_ours)
+            if not running:
+                if held:
+                    raise ValueError(f"request {held[0].name} does not fit into an empty pool")
+                last = pending[0].arrival_s
+                time.sleep(max(0.0, last - (time.perf_counter() - began)))
+                continue
+            result = engine.step()
+            if result.failures:
+                raise result.failures[0].error
+            before, last = last, time.perf_counter() - began
+            if is_ours:
+                num_running, waits = len(scheduler.running_request_ids), scheduler.num_waiting > 0
+            else:
+                num_running, waits = len(running), bool(held)
+            tokens = engine.memory.stats().used_tokens
+            samples.append(Sample(last - before, num_running, tokens, len(latencies), waits))
+            for output in result.outputs:
+                name = output.request_id.partition("/")[0]
+                parts[name] -= output.finished
+                if not parts[name]:
+                    pool.free(places.pop(name, []))
+                    latencies[name] = last - running.pop(name).arrival_s
+        preempted = scheduler.num_preemptions_total - preempted
+        if preempted and not is_ours:
+            raise RuntimeError(f"{preempted} preemptions behind the gate")
+        ordered = sorted(latencies.values())
+        metrics = {
+            "requests_per_s": len(jobs) / last,
+            "tokens_per_s": sum(job.num_output * job.width for job in jobs) / last,
+            "normalized_s": statistics.mean(latencies[job.name] / job.num_output for job in jobs),
+            "e2e_p50_s": ordered[len(jobs) // 2],
+            "e2e_p90_s": ordered[int(0.9 * (len(jobs) - 1))],
+            **means(samples, len(jobs), self.pool_tokens),
+            "preemptions": preempted,
+            "swaps": scheduler.num_swaps_total - swapped,
+        }
+        if engine.resolved.prefix_caching:
+            hits = engine.stats()["prefix_cache_hits_total"] - hits
+            metrics["prefix_hit_rate"] = hits / sum(len(job.prompt) for job in jobs)
         return metrics
 
     def best(self, system: System, rounds: Sequence[Sequence[Job]]) -> float:
@@ -313,21 +301,16 @@ class Fleet:
         return statistics.median(self.serve(system, jobs)["requests_per_s"] for jobs in rounds)
 
     def measure(self, runs: Mapping[str, Run], rounds: int, seed: int, report: Report) -> Points:
-        """Serve each case's jobs once a round."""
+        """Serve each case's jobs once a round, in drawn orders, so that drift meets all alike."""
         points = Points(runs)
         for system, jobs in runs.values():  # lazy setup is done, and pools grow
             self.serve(system, [replace(job, arrival_s=0.0) for job in jobs[0][:4]])
-        for index, case in enumerate(_shuffled(runs, rounds, seed)):
-            system, jobs = runs[case]
-            points.add(case, **self.serve(system, jobs[index // len(runs) % len(jobs)]))
-            report((index + 1) / (rounds * len(runs)))
+        rng = random.Random(seed)
+        for turn in range(rounds):
+            order = list(runs)
+            rng.shuffle(order)
+            for index, case in enumerate(order, 1):
+                system, jobs = runs[case]
+                points.add(case, **self.serve(system, jobs[turn % len(jobs)]))
+                report((turn + index / len(order)) / rounds)
         return points
-
-
-def _shuffled(cases: Iterable[str], rounds: int, seed: int) -> Iterator[str]:
-    """Yield every case once a round, in a random order, so that drift meets all alike."""
-    rng = random.Random(seed)
-    for _ in range(rounds):
-        order = list(cases)
-        rng.shuffle(order)
-        yield from order
