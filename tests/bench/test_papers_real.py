@@ -13,7 +13,6 @@ from vmserve_bench.papers.points import METRICS, Points
 from vmserve_bench.papers.real import chat_shapes
 from vmserve_bench.papers.served import (
     CONTEXT,
-    POOL_TOKENS,
     SYSTEMS,
     Fleet,
     Job,
@@ -26,12 +25,6 @@ from vmserve_bench.papers.served import (
 from vmserve_bench.workloads.shapes import RequestShape, sharegpt
 
 from vmserve.errors import ConfigurationError
-
-
-def test_the_papers_sizes_over_four() -> None:
-    assert (CONTEXT, POOL_TOKENS) == (512, 3932)
-    lengths = [(s.num_input_tokens, s.num_output_tokens) for s in scaled([RequestShape(3, 401)])]
-    assert lengths == [(1, 100)]
 
 
 def test_means_are_of_the_time_in_which_requests_wait() -> None:
