@@ -28,6 +28,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"async_scheduling": "on", "kv_regime": "virtual"},
     {"scheduling_policy": "priority", "swap_space": "1MiB", "preemption": "swap"},
     {"tensor_parallel_size": 2},
+    {"speculative": "draft-model", "speculative_model": EMBEDDED},
+    {"speculative": "auto", "speculative_model": EMBEDDED, "num_speculative_tokens": 3},
 ]
 
 
@@ -40,10 +42,19 @@ def test_an_engine_is_what_was_chosen(options: dict[str, Any]) -> None:
         assert engine.resolved == choices.resolved
         kernels = engine.runner._kernels  # type: ignore[attr-defined]
         names = {regime: kernels[regime].backend.name for regime in Regime}
-        assert names == {regime: choices.backends[regime].name for regime in Regime}
-        assert engine.memory.layout.dtype == choices.kv_dtype
-        assert (type(engine.runner.model.network).__name__ == "NativeDecoder") is choices.native  # type: ignore[attr-defined]
+        assert names == {regime: choices.target.backends[regime].name for regime in Regime}
+        assert engine.memory.layout.dtype == choices.target.kv_dtype
+        assert (
+            type(engine.runner.model.network).__name__ == "NativeDecoder"
+        ) is choices.target.native  # type: ignore[attr-defined]
         assert (engine.ranks is not None) is (choices.num_ranks > 1)
+        draft = engine.draft_model
+        assert (draft is None) is (choices.draft is None)
+        if draft is not None and choices.draft is not None:
+            pools = draft.memory.limit_bytes + engine.memory.limit_bytes
+            assert draft.memory.max_len == choices.draft.resolved.max_model_len
+            assert draft.memory.limit_bytes == engine.memory.limit_bytes  # of two equal models
+            assert pools <= 8 << 20
 
 
 def test_choosing_loads_nothing_and_says_what_is_refused() -> None:
@@ -57,7 +68,10 @@ def test_choices_are_values() -> None:
     config = EngineConfig(model=EMBEDDED, kv_cache_memory="8MiB")
     one, other = choices_for(config), choices_for(config)
     assert one.to_dict() == other.to_dict()
-    assert dataclasses.replace(one, backends=other.backends, model=other.model) == other
+    target = dataclasses.replace(
+        one.target, backends=other.target.backends, model=other.target.model
+    )
+    assert dataclasses.replace(one, target=target) == other
 
 
 def test_a_plan_shows_them() -> None:

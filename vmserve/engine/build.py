@@ -1,4 +1,9 @@
-"""Build an engine's parts from its options."""
+"""Build an engine's parts, as they were chosen.
+
+Every model that a process computes comes out of the same three calls, for its weights, its memory
+and its kernels: ``Computing.load``, ``create_memory`` (a rank's memory is what rank 0 says) and
+``Computing.kernels``. An engine's model, a draft model and a rank differ in their arguments.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +12,33 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig
-from vmserve.engine.choose import Choices, choose
-from vmserve.engine.draft_build import choose_draft, load_draft, persist_draft
+from vmserve.engine.choose import Choices, DraftChoice, choices_for
 from vmserve.engine.draft_model import DraftModel
-from vmserve.engine.parts import cost_model, create_memory, most_pairs
-from vmserve.engine.persistence import computed_by, identity_of, persist, settings_of
+from vmserve.engine.parts import cost_model, create_memory, create_scheduler, most_pairs
+from vmserve.engine.persistence import identity_of, persist, settings_of
+from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager
-from vmserve.models import load_model, resolve_model
+from vmserve.models import LoadedModel, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.content import fingerprint
 from vmserve.models.gguf.reader import GgufModel
-from vmserve.models.loader import stored_bytes
+from vmserve.options import rules
 from vmserve.parallel.launched import placement
 from vmserve.parallel.ranks import Ranks
+from vmserve.runner.computing import Computing
 from vmserve.runner.cpu_runtime import open_runtime
-from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner, Runner
 from vmserve.runner.runtime import DeviceRuntime
 from vmserve.sampling import TokenSampler
-from vmserve.scheduler.fairness import TenantShares
-from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
+from vmserve.scheduler.fcfs import FCFSScheduler
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.speculation.base import Drafter
 from vmserve.speculation.in_order import InOrder
-from vmserve.speculation.policy import EVIDENCE, PRICED
+from vmserve.speculation.policy import EVIDENCE, PRICED, draft_model_policy
 from vmserve.speculation.prompt_lookup import PromptLookup
 from vmserve.system.heap import trim_memory
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -46,6 +49,9 @@ __all__ = ["EngineParts", "Progress", "build"]
 IDLE_BYTES = 16 << 20
 #: Most logits of prompt tokens computed in a step (128 MiB in float32).
 SCORED_LOGITS = 1 << 25
+#: Cost of a step of a draft model before it was measured, as a multiple of the ratio of bytes of
+#: weights: little, so that it is tried.
+_HOPED = 0.5
 #: ``progress(phase, done, total)``: called while loading; units depend on the phase.
 Progress = Callable[[str, int, int], None]
 
@@ -84,140 +90,163 @@ def build(
     config: EngineConfig, progress: Progress | None = None, runtime: DeviceRuntime | None = None
 ) -> EngineParts:
     """Load the model and reserve the memory. Raises as :class:`vmserve.engine.engine.LLMEngine`."""
-    path = resolve_model(config.model)
-    model = ModelConfig.from_directory(path)
-    texts: Path | GgufModel = resolve_model(config.tokenizer) if config.tokenizer else path
-    if texts == path and isinstance(model.native_only, GgufModel):
-        texts = model.native_only  # open already
-    tokenizer = load_tokenizer(texts)
     runtime = runtime or open_runtime(config.device, config.kv_driver)
-    choices = choose(
-        config,
-        model,
-        runtime,
-        file_bytes=lambda: stored_bytes(path, model.native_only),
-        placed=placement(os.environ, config.tensor_parallel_size),
-    )
+    placed = placement(os.environ, config.tensor_parallel_size)
+    choices = choices_for(config, runtime, placed)
     if choices.needs_torch:
         runtime = runtime.with_torch()
     with contextlib.ExitStack() as undo:
-        parts = _build(choices, path, tokenizer, runtime, progress, undo)
+        parts = _build(choices, runtime, progress, undo)
         undo.pop_all()
     return parts
 
 
 def _build(
     choices: Choices,
-    path: Path,
-    tokenizer: Tokenizer,
     runtime: DeviceRuntime,
     progress: Progress | None,
     undo: contextlib.ExitStack,
 ) -> EngineParts:
     """``undo``: closed if building fails."""
-    config, resolved, model_config = choices.config, choices.resolved, choices.model
+    resolved, target = choices.resolved, choices.target
+    tokenizer = _tokenizer(choices)
+    ranks = _start_ranks(choices, runtime, undo)
     pages = runtime.memory(resolved.activation_bytes)
-    ranks = None
-    if choices.num_ranks > 1:
-        ranks = Ranks(
-            config,
-            resolved,
-            model_config,
-            path,
-            choices.dtype,
-            len(set(model_config.windows)),
-            native=choices.native,
-            device=None if choices.native else runtime.with_torch().device,
-            placed=choices.placed,
-        )
-        undo.callback(ranks.close)
+    if ranks is None:
+        model = target.load(runtime, progress)
+    else:
         pages = ranks.memory(pages)
-    with runtime.active():
-        model = load_model(
-            path,
-            choices.dtype,
-            runtime.device_name,
-            config=model_config,
-            max_model_len=resolved.max_model_len,
-            native=choices.native,
-            quantization=config.quantization,
-            progress=progress,
-            ranks=None if ranks is None else ranks.collective,
-            group=ranks.group if ranks is not None and choices.native else None,
-        )
-        runtime.synchronize()
-    if ranks is not None:
+        model = target.load(runtime, progress, collective=ranks.collective, group=ranks.group)
         ranks.wait_loaded()
-    draft = choose_draft(config, model_config, choices.dtype, tokenizer, runtime.device_type)
-    draft_model = None
-    if draft is not None:
-        part = limit = resolved.kv_limit_bytes
-        if limit != LEAST_BYTES:
-            part = int(draft.share * limit)
-            limit -= part
-        draft_model = load_draft(draft, config, resolved, part, model.parameter_bytes, progress)
-        resolved = replace(resolved, kv_limit_bytes=limit)
-    memory = create_memory(
-        resolved,
-        choices.own_model,
-        choices.kv_dtype,
-        choices.read_slack_tokens,
-        pages,
-        head_slack_tokens=choices.head_slack_tokens,
-        num_ranks=choices.num_ranks,
-    )
+    draft = None
+    if choices.draft is not None:
+        draft = _build_draft(choices.draft, choices.kv_driver, model.parameter_bytes, progress)
+    memory = create_memory(resolved, choices.own_model, target, pages, num_ranks=choices.num_ranks)
     if ranks is not None:
         ranks.begin(memory)
-    computed = computed_by(
-        runtime,
-        choices.backends,
-        config.quantization,
-        native=choices.native,
-        num_ranks=choices.num_ranks,
-    )
-    settings = settings_of(memory, resolved, model_config, choices.dtype, computed)
-    if resolved.kv_persist is not None:
-        persist(memory, resolved, path, settings)
-        if draft is not None and draft_model is not None:
-            persist_draft(draft_model, draft, config, resolved, runtime)
+    settings = settings_of(memory, target, runtime, choices.num_ranks)
+    persist(memory, resolved, target.path, settings)
     if resolved.kv_limit_bytes == LEAST_BYTES:
-        least = memory.limit_bytes + (0 if draft_model is None else draft_model.limit_bytes)
+        least = memory.limit_bytes + (0 if draft is None else draft.limit_bytes)
         resolved = replace(resolved, kv_limit_bytes=least)
-    swaps = resolved.swap_bytes > 0
-    preemption = PreemptionPolicy(resolved.preemption if swaps else "recompute")
-    regimes = RegimePolicy(
-        resolved.kv_regime,
-        cost_model(
-            resolved,
-            choices.own_model,
-            memory.layout,
-            choices.backends,
-            choices.dtype,
-            runtime,
-        ),
-    )
-    scheduler = FCFSScheduler(
+    preemption = PreemptionPolicy(resolved.preemption if resolved.swap_bytes > 0 else "recompute")
+    costs = cost_model(resolved, choices.own_model, memory.layout, target, runtime)
+    regimes = RegimePolicy(resolved.kv_regime, costs)
+    scheduler = create_scheduler(
+        resolved,
         memory,
-        SchedulerLimits(
-            resolved.max_num_seqs,
-            resolved.max_num_batched_tokens,
-            window=choices.window,
-            narrowest_window=memory.narrowest_window,
-            checkpoints=memory.checkpoints,
-            max_scored_tokens=max(1, SCORED_LOGITS // model_config.vocab_size),
-            max_pairs=most_pairs(resolved, model_config, runtime),
-            priority_max_wait=resolved.priority_max_wait,
-            separates_phases=resolved.scheduling_policy == "v0",
-            delay_factor=resolved.scheduler_delay_factor,
-        ),
         regimes,
         preemption,
-        TenantShares() if resolved.fair_sharing else None,
+        window=target.window,
+        max_scored_tokens=max(1, SCORED_LOGITS // target.model.vocab_size),
+        max_pairs=most_pairs(resolved, target.model, runtime),
     )
-    opened = model_config.native_only
-    weights = fingerprint(path, opened if isinstance(opened, GgufModel) else None)
-    views = runtime.views(memory)
-    kernels = {regime: RegimeKernels(choices.backends[regime], views[regime]) for regime in Regime}
+    runner = _runner(resolved, target, model, memory, runtime, ranks)
+    weights = fingerprint(target.path, _open_gguf(target))
+    # Codes of weights, texts of a vocabulary and buffers of the measuring: the heap keeps them.
+    trim_memory()
+    return EngineParts(
+        resolved=resolved,
+        model_config=target.model,
+        tokenizer=tokenizer,
+        memory=memory,
+        scheduler=scheduler,
+        regimes=regimes,
+        preemption=preemption,
+        runtime=runtime,
+        runner=runner,
+        sampler=runtime.sampler(target.model.vocab_size, is_async=resolved.async_scheduling),
+        drafter=_drafter(resolved, choices.num_drafted, draft),
+        draft_model=draft,
+        ranks=ranks,
+        weights=weights,
+        identity=identity_of(weights, target.model, settings),
+    )
+
+
+def _tokenizer(choices: Choices) -> Tokenizer:
+    """The tokenizer; refuses a draft model that has another one."""
+
+    def load(source: str | None, computing: Computing) -> Tokenizer:
+        # A GGUF file that holds the tokenizer is open already.
+        return load_tokenizer(
+            resolve_model(source) if source else _open_gguf(computing) or computing.path
+        )
+
+    tokenizer, draft = load(choices.tokenizer, choices.target), choices.draft
+    if draft is not None:
+        other = load(None, draft.computing)
+        rules.check(
+            {
+                "speculative_model": draft.source,
+                "tokenizer_difference": tokenizer.difference(other),
+            }
+        )
+    return tokenizer
+
+
+def _open_gguf(computing: Computing) -> GgufModel | None:
+    opened = computing.model.native_only
+    return opened if isinstance(opened, GgufModel) else None
+
+
+def _start_ranks(
+    choices: Choices, runtime: DeviceRuntime, undo: contextlib.ExitStack
+) -> Ranks | None:
+    if choices.num_ranks == 1:
+        return None
+    ranks = Ranks(
+        choices.num_ranks,
+        choices.target,
+        choices.resolved,
+        kv_driver=choices.kv_driver,
+        attention_backend=choices.attention_backend,
+        device=None if choices.target.native else runtime.with_torch().device,
+        placed=choices.placed,
+    )
+    undo.callback(ranks.close)
+    return ranks
+
+
+def _build_draft(
+    choice: DraftChoice, kv_driver: str, target_bytes: int, progress: Progress | None
+) -> DraftModel:
+    """``target_bytes``: of the weights of the model that it drafts for."""
+    computing, resolved = choice.computing, choice.resolved
+    runtime = open_runtime("cpu", kv_driver)
+    model = computing.load(runtime, progress)
+    try:
+        memory = create_memory(resolved, computing.model, computing, runtime.memory())
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"of the KV cache, {choice.share:.0%} are the draft model's; for it {error}"
+        ) from error
+    persist(memory, resolved, computing.path, settings_of(memory, computing, runtime))
+    return DraftModel(
+        memory,
+        _runner(resolved, computing, model, memory, runtime),
+        runtime,
+        runtime.sampler(computing.model.vocab_size, is_async=False),
+        draft_model_policy(
+            choice.most_drafted,
+            is_priced=choice.is_priced,
+            round_share=_HOPED * model.parameter_bytes / target_bytes,
+        ),
+        max_tokens=resolved.max_num_batched_tokens,
+        window=computing.window,
+        share=choice.share,
+    )
+
+
+def _runner(
+    resolved: ResolvedConfig,
+    computing: Computing,
+    model: LoadedModel,
+    memory: MemoryManager,
+    runtime: DeviceRuntime,
+    ranks: Ranks | None = None,
+) -> ModelRunner:
+    kernels = computing.kernels(runtime, memory)
     graphs = None
     if resolved.captures_graphs:
         with runtime.active():
@@ -226,35 +255,16 @@ def _build(
                 forced = resolved.kv_regime
                 kept = tuple(Regime) if forced == "auto" else (Regime(forced),)
                 graphs.capture_ahead(memory, kept)
-    runner = ModelRunner(model, kernels, runtime, graphs, ranks)
-    sampler = runtime.sampler(model_config.vocab_size, is_async=resolved.async_scheduling)
-    # Codes of weights, texts of a vocabulary and buffers of the measuring: the heap keeps them.
-    trim_memory()
-    return EngineParts(
-        resolved=resolved,
-        model_config=model_config,
-        tokenizer=tokenizer,
-        memory=memory,
-        scheduler=scheduler,
-        regimes=regimes,
-        preemption=preemption,
-        runtime=runtime,
-        runner=runner,
-        sampler=sampler,
-        drafter=_drafter(config, draft_model),
-        draft_model=draft_model,
-        ranks=ranks,
-        weights=weights,
-        identity=identity_of(weights, model_config, settings),
-    )
+    return ModelRunner(model, kernels, runtime, graphs, ranks)
 
 
-def _drafter(config: EngineConfig, draft_model: DraftModel | None) -> Drafter | None:
-    if config.speculative == "off":
+def _drafter(
+    resolved: ResolvedConfig, num_drafted: int | None, draft_model: DraftModel | None
+) -> Drafter | None:
+    if resolved.speculative == "off":
         return None
-    if config.speculative == "draft-model":
+    if resolved.speculative == "draft-model":
         return draft_model
-    policy = PRICED if config.speculative == "auto" else EVIDENCE
-    most = config.num_speculative_tokens or policy.most_drafted
-    lookup = PromptLookup(replace(policy, most_drafted=most))
+    policy = PRICED if resolved.speculative == "auto" else EVIDENCE
+    lookup = PromptLookup(replace(policy, most_drafted=num_drafted or policy.most_drafted))
     return lookup if draft_model is None else InOrder(lookup, draft_model)

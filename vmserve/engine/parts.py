@@ -1,16 +1,14 @@
-"""Steps of choosing and building: attention backends, the KV cache's type and memory, prices."""
+"""Steps of building an engine: the KV cache's memory, and prices of regimes and steps."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from vmserve.attention import create_backend
-from vmserve.attention.base import AttentionBackend
-from vmserve.attention.cpu import CpuBackend
-from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig
+from vmserve.config import LEAST_BYTES, ResolvedConfig
 from vmserve.engine.pins import MAX_PINNED_PREFIXES
-from vmserve.memory.base import Regime
 from vmserve.memory.device import MemoryDevice
 from vmserve.memory.layout import (
     HOST_GRANULARITY,
@@ -23,69 +21,37 @@ from vmserve.memory.longest import LongestSequence, layers_for_kinds, own_kinds
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
-from vmserve.models.native import native_asked
-from vmserve.numbers.dtypes import DType
-from vmserve.options import rules
 from vmserve.runner.calibration import measure_profile
+from vmserve.runner.computing import Computing
 from vmserve.runner.runtime import DeviceRuntime, HeadShape
+from vmserve.scheduler.fairness import TenantShares
+from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
+from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.profile import DeviceProfile
-from vmserve.scheduler.regime import CostModel
+from vmserve.scheduler.regime import CostModel, RegimePolicy
 
-__all__ = [
-    "attends_natively",
-    "attention_backends",
-    "cost_model",
-    "create_memory",
-    "kv_dtype",
-    "most_pairs",
-    "widest_window",
-]
+__all__ = ["cost_model", "create_memory", "create_scheduler", "most_pairs"]
 
 #: Tokens ahead of a sequence for which pages are mapped while a step computes.
 LOOKAHEAD_TOKENS = 16
 
 
-def attention_backends(
-    config: EngineConfig, model: ModelConfig, dtype: DType, device_type: str
-) -> dict[Regime, AttentionBackend]:
-    """The attention backend of each regime; refuses one that cannot serve this model and device."""
-    return {
-        regime: create_backend(
-            config.attention_backend,
-            regime,
-            model.head_dim,
-            dtype,
-            model.attention,
-            device_type,
-            kv_dtype(config, dtype),
-        )
-        for regime in Regime
-    }
-
-
-def kv_dtype(config: EngineConfig, dtype: DType) -> DType:
-    """The type of the KV cache of a model that computes in ``dtype``."""
-    return dtype if config.kv_cache_dtype == "auto" else DType(config.kv_cache_dtype)
-
-
 def create_memory(
     resolved: ResolvedConfig,
     model: ModelConfig,
-    dtype: DType,
-    read_slack_tokens: int,
+    computing: Computing,
     device: MemoryDevice,
     *,
-    head_slack_tokens: int = 0,
     num_ranks: int = 1,
 ) -> MemoryManager:
     """The KV memory for these options; refuses a pool that cannot hold the longest sequence.
 
-    ``dtype``: of the KV cache.
-    Layers with a sliding window have pages of their own, if others have none, and keep
-    ``head_slack_tokens`` before it.
-    ``model``: with the heads of one of ``num_ranks`` ranks, which divide the options' sizes.
+    Layers with a sliding window have pages of their own, if others have none, and keep what kernels
+    read before it. ``model``: with the heads of one of ``num_ranks`` ranks, which divide the
+    options' sizes.
     """
-    shape = (model.kv_heads, model.head_dim, dtype, device.granularity)
+    read_slack_tokens = computing.read_slack_tokens
+    shape = (model.kv_heads, model.head_dim, computing.kv_dtype, device.granularity)
     keys_only = model.keys_only
     layout = plan_layout(
         model.num_layers,
@@ -106,7 +72,7 @@ def create_memory(
         max_map_count=(max_map_count() if device.granularity == HOST_GRANULARITY else None),
     )
     max_len = resolved.max_model_len
-    kinds = own_kinds(layout, model.windows, head_slack_tokens)
+    kinds = own_kinds(layout, model.windows, computing.head_slack_tokens)
     longest = LongestSequence(
         layout, kinds, max_len, read_slack_tokens, resolved.max_num_batched_tokens
     )
@@ -139,12 +105,40 @@ def create_memory(
     )
 
 
+def create_scheduler(
+    resolved: ResolvedConfig,
+    memory: MemoryManager,
+    regimes: RegimePolicy,
+    preemption: PreemptionPolicy,
+    clock: Callable[[], float] = time.monotonic,
+    **limits: Any,
+) -> FCFSScheduler:
+    """The scheduler for these options. ``limits``: what else limits a step, as fields of
+    :class:`~vmserve.scheduler.budget.SchedulerLimits`."""
+    return FCFSScheduler(
+        memory,
+        SchedulerLimits(
+            resolved.max_num_seqs,
+            resolved.max_num_batched_tokens,
+            narrowest_window=memory.narrowest_window,
+            checkpoints=memory.checkpoints,
+            priority_max_wait=resolved.priority_max_wait,
+            separates_phases=resolved.scheduling_policy == "v0",
+            delay_factor=resolved.scheduler_delay_factor,
+            **limits,
+        ),
+        regimes,
+        preemption,
+        TenantShares() if resolved.fair_sharing else None,
+        clock,
+    )
+
+
 def cost_model(
     resolved: ResolvedConfig,
     model: ModelConfig,
     layout: KVLayout,
-    backends: Mapping[Regime, AttentionBackend],
-    dtype: DType,
+    computing: Computing,
     runtime: DeviceRuntime,
 ) -> CostModel | None:
     """The cost model, from the stored profile or a short measurement; None if regimes are
@@ -154,8 +148,10 @@ def cost_model(
     if resolved.regime_profile is not None:
         profile = DeviceProfile.read(Path(resolved.regime_profile))
     else:
-        heads = HeadShape(_q_heads(model), model.kv_heads, model.head_dim, dtype)
-        profile = measure_profile(layout, backends, heads, resolved.max_model_len, runtime)
+        heads = HeadShape(_q_heads(model), model.kv_heads, model.head_dim, computing.dtype)
+        profile = measure_profile(
+            layout, computing.backends, heads, resolved.max_model_len, runtime
+        )
     return CostModel(profile, layout)
 
 
@@ -175,25 +171,3 @@ def most_pairs(resolved: ResolvedConfig, model: ModelConfig, runtime: DeviceRunt
     of_pair = 2 * _q_heads(model) * model.head_dim * num_full
     times = 1 if resolved.fair_sharing else 2
     return times * resolved.max_num_batched_tokens * max(1, model.num_weights // of_pair)
-
-
-def attends_natively(config: EngineConfig, backends: Mapping[Regime, AttentionBackend]) -> bool:
-    """Whether all regimes use our own kernels, which "auto" may not have chosen.
-
-    Raises :class:`~vmserve.errors.ConfigurationError` if native layers were asked for and some do
-    not.
-    """
-    others = sorted({each.name for each in backends.values() if not isinstance(each, CpuBackend)})
-    asked = native_asked(config.linear_backend, config.quantization)
-    rules.check({**config.facts, "native_asked": asked, "attends_by": " and ".join(others)})
-    return not others
-
-
-def widest_window(model: ModelConfig, head_slack_tokens: int) -> int | None:
-    """How many of its last tokens a sequence must keep; None: all."""
-    widest = 0
-    for window in model.windows:
-        if window is None:
-            return None
-        widest = max(widest, window)
-    return widest + head_slack_tokens

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vmserve.attention.base import AttentionBackend
 from vmserve.attention.cpu import CpuBackend
 from vmserve.config import ResolvedConfig
 from vmserve.memory.base import MemoryStats
@@ -18,12 +17,12 @@ from vmserve.memory.manager import MemoryManager
 from vmserve.memory.persist import core_digest, open_stores
 from vmserve.models.config import ModelConfig
 from vmserve.models.content import content_digest
-from vmserve.numbers.dtypes import DType
 from vmserve.options import rules
+from vmserve.runner.computing import Computing
 from vmserve.runner.runtime import DeviceRuntime
 from vmserve.telemetry.counters import merged_stats
 
-__all__ = ["computed_by", "identity_of", "persist", "persist_figures", "settings_of"]
+__all__ = ["identity_of", "persist", "persist_figures", "settings_of"]
 
 #: Fields of the layout which say where a token's numbers lie; pages may have any size.
 _PLACES = ("num_layers", "kv_heads", "head_dim", "dtype", "layers_per_group", "split_kv",
@@ -36,14 +35,16 @@ def persist(
     path: Path,
     settings: Mapping[str, Any],
 ) -> None:
-    """Let the memory keep its blocks in ``resolved.kv_persist`` and find those that are there.
+    """Let the memory keep its blocks in ``resolved.kv_persist``, if that is given, and find those
+    that are there.
 
     ``path``: the model's files. ``settings``: :func:`settings_of`. Raises
     :class:`~vmserve.errors.ConfigurationError` for a directory or a limit that cannot be used.
     """
+    if resolved.kv_persist is None:
+        return
     from vmserve.version import __version__  # noqa: PLC0415 - slow to import
 
-    assert resolved.kv_persist is not None
     rules.check({"kv_persist": resolved.kv_persist, "no_host_memory": not memory.can_persist})
     directory = Path(resolved.kv_persist)
     identity = {
@@ -64,25 +65,32 @@ def persist(
 
 
 def settings_of(
-    memory: MemoryManager,
-    resolved: ResolvedConfig,
-    model: ModelConfig,
-    dtype: DType,
-    computed: Mapping[str, Any],
+    memory: MemoryManager, computing: Computing, runtime: DeviceRuntime, num_ranks: int = 1
 ) -> dict[str, Any]:
     """What else than the files, the version and the build a block's numbers depend on, for JSON.
 
-    ``computed``: :func:`computed_by`.
+    Kernels round differently, so blocks are only for those that made them. Of ``num_ranks`` ranks,
+    torch's sums have an order of their own.
     """
     layout = {name: getattr(memory.layout, name) for name in _PLACES}
+    kernels = set()
+    for backend in computing.backends.values():
+        isa = f" {backend.isa}" if isinstance(backend, CpuBackend) else ""
+        kernels.add(f"{backend.name}{isa}")
+    native = computing.native
     return {
-        "dtype": str(dtype),
+        "dtype": str(computing.dtype),
         "layout": {name: str(value) for name, value in layout.items()},
         "token_stride": memory.layout.token_stride,
         "kinds": [str(dataclasses.astuple(kind)) for kind in memory.kinds],
         # Of these alone, the longest sequence chooses the factors of all.
-        "rope_len": resolved.max_model_len if "longrope" in repr(model.network) else None,
-        **computed,
+        "rope_len": (
+            computing.max_model_len if "longrope" in repr(computing.model.network) else None
+        ),
+        "attention": sorted(kernels),
+        "layers": "native" if native else _torch_kernels(runtime.device_type),
+        "quantization": computing.quantization,
+        **({} if native or num_ranks == 1 else {"ranks": num_ranks}),
     }
 
 
@@ -93,30 +101,6 @@ def identity_of(weights: str, model: ModelConfig, settings: Mapping[str, Any]) -
     """
     told = {**settings, "weights": weights, "network": repr(model.network)}
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def computed_by(
-    runtime: DeviceRuntime,
-    backends: Mapping[Any, AttentionBackend],
-    quantization: str,
-    *,
-    native: bool,
-    num_ranks: int = 1,
-) -> dict[str, Any]:
-    """What computes: kernels round differently, so blocks are only for those that made them.
-
-    Of ``num_ranks`` ranks, torch's sums have an order of their own.
-    """
-    kernels = set()
-    for backend in backends.values():
-        isa = f" {backend.isa}" if isinstance(backend, CpuBackend) else ""
-        kernels.add(f"{backend.name}{isa}")
-    return {
-        "attention": sorted(kernels),
-        "layers": "native" if native else _torch_kernels(runtime.device_type),
-        "quantization": quantization,
-        **({} if native or num_ranks == 1 else {"ranks": num_ranks}),
-    }
 
 
 def persist_figures(*memories: MemoryStats) -> dict[str, float | int]:

@@ -33,6 +33,7 @@ class RankOrders(msgspec.Struct, frozen=True, kw_only=True):
     log_level: int
     path: str
     dtype: str
+    kv_dtype: str
     max_model_len: int
     #: Whether the native decoder computes; else torch does.
     native: bool

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 # Until all is loaded: see vmserve.system.imports.
@@ -25,17 +26,15 @@ gc.disable()
 import msgspec
 
 from vmserve import _core
-from vmserve.attention import create_backend
 from vmserve.errors import DriverError, EngineDeadError, VmserveError
-from vmserve.memory.base import Regime
 from vmserve.memory.ranks import RankMemory
-from vmserve.models import load_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.native import RankGroup
+from vmserve.numbers.dtypes import DType
 from vmserve.parallel.columns import decode
 from vmserve.parallel.link import Link, PairLink, RankOrders, refused
+from vmserve.runner.computing import Computing, attention_backends
 from vmserve.runner.cpu_runtime import open_runtime
-from vmserve.runner.kernels import RegimeKernels
 from vmserve.runner.model_runner import ModelRunner
 from vmserve.system.logs import configure_logging
 from vmserve.system.processes import die_with
@@ -192,29 +191,31 @@ class _Rank:
 
     def __init__(self, orders: RankOrders, link: Link, place: Place) -> None:
         place.join(orders, link)
-        config = ModelConfig.from_directory(orders.path)
+        path = Path(orders.path)
+        config = ModelConfig.from_directory(path)
         if orders.device == "cuda":
             import torch  # noqa: PLC0415 - the native decoder does without
 
             torch.cuda.set_device(place.gpu(orders))
         runtime: DeviceRuntime = open_runtime(orders.device, orders.kv_driver)
-        ranks = None
+        collective = None
         if not orders.native:
             torch_runtime = runtime = runtime.with_torch()
-            ranks = place.collective(orders, torch_runtime.device)
-        with runtime.active():
-            model = load_model(
-                orders.path,
-                orders.dtype,
-                runtime.device_name,
-                config=config,
-                max_model_len=orders.max_model_len,
-                native=orders.native,
-                quantization=orders.quantization,
-                ranks=ranks,
-                group=place.group if orders.native else None,
-            )
-            runtime.synchronize()
+            collective = place.collective(orders, torch_runtime.device)
+        dtype, kv_dtype = DType(orders.dtype), DType(orders.kv_dtype)
+        computing = Computing(
+            path=path,
+            model=config,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            native=orders.native,
+            quantization=orders.quantization,
+            max_model_len=orders.max_model_len,
+            backends=attention_backends(
+                orders.attention_backend, config, dtype, kv_dtype, runtime.device_type
+            ),
+        )
+        model = computing.load(runtime, collective=collective, group=place.group)
         link.send("loaded")
         device = runtime.memory()
         #: Loops of the drivers, which own the memory.
@@ -222,26 +223,10 @@ class _Rank:
         while isinstance((message := link.receive())[0], list):
             self._loops.append(place.make_driver(device, *message))
         memory = RankMemory(self._loops, device, message[0])
-        views = runtime.views(memory)
-        kernels = {
-            regime: RegimeKernels(
-                create_backend(
-                    orders.attention_backend,
-                    regime,
-                    config.head_dim,
-                    orders.dtype,
-                    config.attention,
-                    runtime.device_type,
-                    memory.layout.dtype,
-                ),
-                views[regime],
-            )
-            for regime in Regime
-        }
         self._place = place
         self._runtime = runtime
         self._tables = [memory.block_tables(kind) for kind in range(memory.num_token_kinds)]
-        self._runner = ModelRunner(model, kernels, runtime)
+        self._runner = ModelRunner(model, computing.kernels(runtime, memory), runtime)
 
     def run(self) -> None:
         """Compute what rank 0 sends until it ends the group."""

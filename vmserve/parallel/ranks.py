@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -29,12 +28,12 @@ from vmserve.models.config import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.native import RankGroup, native_asked
 from vmserve.models.slices import refusal_of_ranks
-from vmserve.numbers.dtypes import DType
 from vmserve.options import rules
 from vmserve.parallel.columns import board_bytes, encode
 from vmserve.parallel.launched import Placement
 from vmserve.parallel.link import RankOrders
 from vmserve.parallel.members import LaunchedMember, LocalMember, Member
+from vmserve.runner.computing import Computing
 from vmserve.runner.model_runner import StepColumns
 from vmserve.system.threads import keep_to, split_cpus
 
@@ -90,25 +89,24 @@ class Ranks:
     """Ranks 1 and up of an engine whose rank 0 is this process.
 
     They end with this process and with :meth:`close`; if one ends before, all do. From here on this
-    thread computes on the first part of the CPUs, until :meth:`close`.
+    thread computes on the first part of the CPUs, until :meth:`close`. ``device``: torch's, None
+    for the native decoder.
 
     Raises :class:`~vmserve.errors.ConfigurationError` for fewer cores than ranks.
     """
 
     def __init__(
         self,
-        config: EngineConfig,
+        size: int,
+        computing: Computing,
         resolved: ResolvedConfig,
-        model: ModelConfig,
-        path: Path,
-        dtype: DType,
-        num_kinds: int,
         *,
-        native: bool,
+        kv_driver: str,
+        attention_backend: str,
         device: torch.device | None,
         placed: Placement | None,
     ) -> None:
-        self.size = config.tensor_parallel_size
+        self.size = size
         self._failure: str | None = None
         self._listeners: list[Callable[[str], None]] = []
         self._lock = threading.Lock()
@@ -125,7 +123,7 @@ class Ranks:
             resolved.max_num_seqs,
             resolved.max_model_len,
             resolved.block_tokens,
-            num_kinds,
+            len(set(computing.model.windows)),
         )
         common = RankOrders(
             rank=0,
@@ -133,20 +131,21 @@ class Ranks:
             parent_pid=os.getpid(),
             cpus=(),
             log_level=logging.getLogger("vmserve").getEffectiveLevel(),
-            path=str(path),
-            dtype=dtype,
-            max_model_len=resolved.max_model_len,
-            native=native,
+            path=str(computing.path),
+            dtype=computing.dtype,
+            kv_dtype=computing.kv_dtype,
+            max_model_len=computing.max_model_len,
+            native=computing.native,
             store_port=0,
-            quantization=config.quantization,
+            quantization=computing.quantization,
             device="cpu" if device is None else device.type,
-            kv_driver=config.kv_driver,
-            attention_backend=config.attention_backend,
+            kv_driver=kv_driver,
+            attention_backend=attention_backend,
             board_bytes=board,
         )
         try:
             if placed is None:
-                rows = _rows_bytes(model, resolved) if native else 1 << 13
+                rows = _rows_bytes(computing.model, resolved) if computing.native else 1 << 13
                 self._start(common, rows, device)
             else:
                 assert device is not None, "torch computes what a launcher has started"
