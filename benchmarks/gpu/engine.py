@@ -26,7 +26,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,7 @@ from unittest import mock
 from vmserve import SamplingParams  # first: it sets how torch's threads wait
 
 import torch  # isort: skip
-import vmserve.engine.build  # isort: skip
+import vmserve.runner.computing  # isort: skip
 import vmserve.runner.graphs  # isort: skip
 from vmserve_bench.lab.machine import machine_info
 from vmserve_bench.lab.report import replace_text
@@ -60,6 +60,8 @@ from vmserve.runner.torch_runtime import TorchCpuRuntime
 Row = dict[str, Any]
 MIB = 1 << 20
 REGIMES = ("virtual", "paged")
+#: What replaying a step is called, by the method of the engine's graphs.
+KINDS = {"whole": "captured", "in_pieces": "captured in pieces"}
 
 COMMON: Row = {
     "architectures": ["LlamaForCausalLM"],
@@ -143,13 +145,15 @@ class Bench:
             return sorted({most, *(width for width in widths if width < most)})
 
         with (
-            mock.patch.object(vmserve.engine.build, "load_model", random_model),
+            mock.patch.object(vmserve.runner.computing, "load_model", random_model),
             mock.patch.object(vmserve.runner.graphs, "widths", chosen),
         ):
             # A dry run captures steps, too.
             runtime = TorchCpuRuntime(graphs=True) if self.device == "cpu" else None
             engine = LLMEngine(config, runtime=runtime)
-        self._count_replays(engine)
+        graphs = engine.runner._graphs
+        for name, kind in KINDS.items() if graphs is not None else ():
+            setattr(graphs, name, self._counted(kind, getattr(graphs, name)))
         try:
             yield engine
         finally:
@@ -158,13 +162,6 @@ class Bench:
             gc.collect()
             if self.device == "cuda":
                 torch.cuda.empty_cache()
-
-    def _count_replays(self, engine: LLMEngine) -> None:
-        graphs = engine.runner._graphs
-        if graphs is None:
-            return
-        for name, kind in (("whole", "captured"), ("in_pieces", "captured in pieces")):
-            setattr(graphs, name, self._counted(kind, getattr(graphs, name)))
 
     def _counted(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any) -> Any:
@@ -204,12 +201,11 @@ def how(replays: Counter[str], num_steps: int) -> str:
 
 
 def random_model(
-    path: Path, dtype: DType, device: str, *,
-    config: ModelConfig, max_model_len: int, native: bool = False, quantization: str = "none",
-    progress: Any = None, ranks: Any = None, group: Any = None,
+    path: Path, dtype: DType, device: str, *, config: ModelConfig, max_model_len: int,
+    native: bool, quantization: str, **others: Any,
 ) -> LoadedModel:  # fmt: skip
     """In the place of ``load_model``: small random weights, ones in the norms."""
-    if native or quantization != "none" or ranks is not None or group is not None:
+    if native or quantization != "none":
         raise ValueError("random weights are for torch's layers, which are captured")
     generator = torch.Generator(device).manual_seed(0)
     tensors = {}
@@ -315,18 +311,15 @@ def timed(bench: Bench, engine: LLMEngine, count: int) -> Any:
     )
 
 
-@contextmanager
-def decoders(
-    bench: Bench, batch: int, steps: int, context: int = 0, sampling: str = "greedy", **options: Any
-) -> Iterator[LLMEngine]:
-    """``batch`` requests that decode for so many steps yet, behind ``context`` tokens."""
-    with bench.engine((batch,), max_num_seqs=batch, **options) as engine:
-        for index in range(batch):
-            num_prompt = context or bench.plan.context
-            add(engine, index, num_prompt, 3 * steps + 16, **SAMPLING[sampling])
-        run_until_decoding(engine, batch)
-        step_seconds(engine, 3)  # whatever is made at first use
-        yield engine
+def begin(
+    bench: Bench, engine: LLMEngine, batch: int, context: int = 0, sampling: str = "greedy"
+) -> None:
+    """``batch`` requests that decode behind ``context`` tokens, for all steps that are timed."""
+    for index in range(batch):
+        num_prompt = context or bench.plan.context
+        add(engine, index, num_prompt, 3 * bench.plan.steps + 16, **SAMPLING[sampling])
+    run_until_decoding(engine, batch)
+    step_seconds(engine, 3)  # whatever is made at first use
 
 
 SAMPLING: dict[str, Row] = {
@@ -351,31 +344,39 @@ def cases(**columns: Iterable[Any]) -> list[Row]:
 
 
 def decodes(bench: Bench, chosen: Iterable[Row], steps: int = 0) -> Iterator[Row]:
-    """So many steps (by default half of the plan's) in an engine for each case."""
+    """So many steps (by default half of the plan's) for each case; an engine for those that follow
+    one another with equal options."""
     steps = steps or bench.plan.steps // 2
-    for case in chosen:
-        options = {OPTIONS.get(name, name): value for name, value in case.items()}
-        refusals: tuple[type[Exception], ...] = ()
-        if "page_mib" in options:  # not all layouts can be had
-            options["kv_page_size"] = int(options.pop("page_mib") * MIB)
-            refusals = (ConfigurationError, OutOfMemoryError)
+
+    def options_of(case: Row) -> Row:
+        options = {OPTIONS[name]: value for name, value in case.items() if name in OPTIONS}
+        if "page_mib" in case:
+            options["kv_page_size"] = int(case["page_mib"] * MIB)
+        return options | {"max_num_seqs": case["batch"]}
+
+    for options, alike in groupby(chosen, options_of):
+        [*rows] = alike
         try:
-            with decoders(bench, steps=steps, **options) as engine:
-                found = timed(bench, engine, steps)
-        except refusals as error:
-            nothing = {"backend": None, "steps": None, "step_ms": None, "tokens_per_s": None}
-            yield case | nothing | {"refused": str(error)}
-            continue
-        yield (
-            case
-            | found.served
-            | {
-                "step_ms": 1e3 * found.median,
-                "tokens_per_s": case["batch"] / found.median,
-                "overlapped": found.overlapped,
-                "timed": steps,
-            }
-        )
+            with bench.engine((options["max_num_seqs"],), **options) as engine:
+                for row in rows:
+                    asked = {name: row[name] for name in ("context", "sampling") if name in row}
+                    begin(bench, engine, row["batch"], **asked)
+                    found = timed(bench, engine, steps)
+                    yield (
+                        row
+                        | found.served
+                        | {
+                            "step_ms": 1e3 * found.median,
+                            "tokens_per_s": row["batch"] / found.median,
+                            "overlapped": found.overlapped,
+                            "timed": steps,
+                        }
+                    )
+                    empty(engine)
+        except (ConfigurationError, OutOfMemoryError) as error:
+            if "page_mib" not in rows[0]:  # not all layouts can be had
+                raise
+            yield rows[0] | {"backend": None, "steps": None, "refused": str(error)}
 
 
 # -- parts -----------------------------------------------------------------------------------
@@ -440,9 +441,7 @@ def part_decode(bench: Bench) -> Iterator[Row]:
             graphs, layout = engine.runner._graphs, engine.memory.layout
             weights = sum(num_weights(engine)[1:]) * engine.runner.model.dtype.itemsize
             for batch in batches:
-                for index in range(batch):
-                    add(engine, index, bench.plan.context, 4 * steps + 16)
-                run_until_decoding(engine, batch)
+                begin(bench, engine, batch)
                 ends = batch in (min(batches), max(batches))
                 for eager in (False, True) if ends else (False,):
                     engine.runner._graphs = None if eager else graphs
@@ -471,7 +470,8 @@ def part_profile(bench: Bench) -> Iterator[Row]:
     activities = [getattr(torch.profiler.ProfilerActivity, "CUDA" if on_device else "CPU")]
     name = "self_device_time_total" if on_device else "self_cpu_time_total"
     for batch, regime in product((bench.plan.batches[0], bench.plan.batches[-2]), REGIMES):
-        with decoders(bench, batch, steps + 4, kv_regime=regime) as engine:
+        with bench.engine((batch,), max_num_seqs=batch, kv_regime=regime) as engine:
+            begin(bench, engine, batch)
             bench.replays.clear()
             with torch.profiler.profile(activities=activities) as profile:
                 step_seconds(engine, steps)
@@ -501,7 +501,7 @@ def part_long(bench: Bench) -> Iterator[Row]:
     """Decoding in long slots, behind little and much of what they hold."""
     slots, contexts = [bench.plan.long_slots], bench.plan.long_contexts
     columns = {"batch": bench.plan.batches[:2], "slot_tokens": slots, "context": contexts}
-    return decodes(bench, cases(**columns, regime=REGIMES))
+    return decodes(bench, cases(regime=REGIMES, **columns))
 
 
 def part_overlap(bench: Bench) -> Iterator[Row]:
@@ -722,9 +722,7 @@ def part_idle(bench: Bench) -> Iterator[Row]:
             }
 
         yield row("at start", None)
-        for index in range(num):
-            add(engine, index, bench.plan.context, 3 * bench.plan.steps)
-        run_until_decoding(engine, num)
+        begin(bench, engine, num)
         yield row("serving", timed(bench, engine, 4).served["steps"])
         for key in engine.request_ids:
             engine.abort(key)

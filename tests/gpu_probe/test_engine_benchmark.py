@@ -29,7 +29,7 @@ ROWS: dict[str, tuple[tuple[str, ...], Any]] = {
     ),
     "sampling": (("batch", "sampling"), product(PLAN.batches, engine.SAMPLING)),
     "long": (
-        ("batch", "context", "regime"), product(PLAN.batches, PLAN.long_contexts, REGIMES)
+        ("regime", "batch", "context"), product(REGIMES, PLAN.batches, PLAN.long_contexts)
     ),
     "auto": (("regime",), product(REGIMES)),
     "overlap": (
