@@ -70,7 +70,8 @@ def test_a_view_finds_each_number_where_the_layout_puts_it(layers: int) -> None:
 def make_work(q_len: int) -> Work:
     torch.manual_seed(3)
     keys, values = torch.randn(2, 3, 48, 2, 16)
-    return Work(ContiguousView((keys,), (values,)), [2, 1], [40, 17], q_len, q_heads=4)
+    view = ContiguousView((keys,), (values,))
+    return Work(view, [2, 1], [40, 17], torch.randn(2 * q_len, 4, 16))
 
 
 @pytest.mark.parametrize("q_len", [1, 5])

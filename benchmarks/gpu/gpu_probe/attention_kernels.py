@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -30,21 +31,20 @@ MAX_ERROR = 1e-2
 
 
 class Work:
-    """The last ``q_len`` tokens of each sequence attend, in every layer of a view.
+    """The last tokens of each sequence attend, in every layer of a view.
 
-    ``places``: slots, or rows of the block tables; ``lengths``: tokens of each sequence.
+    ``places``: slots, or rows of the block tables; ``lengths``: tokens of each sequence; ``q``:
+    equally many rows of each.
     """
 
     def __init__(
-        self, view: KVView, places: Iterable[int], lengths: Sequence[int], q_len: int, q_heads: int
+        self, view: KVView, places: Iterable[int], lengths: Sequence[int], q: Tensor
     ) -> None:
-        like = view.keys[0]
-        self.view, self.places, self.lengths, self.q_len = view, list(places), lengths, q_len
-        past = [length - q_len for length in lengths]
-        self.batch = RaggedBatch.build(self.places, past, [q_len] * len(past))
-        rows = (len(past) * q_len, q_heads, like.shape[-1])
-        self.q = torch.randn(rows, dtype=like.dtype, device=like.device)
-        scale = 1 / math.sqrt(like.shape[-1])
+        self.view, self.places, self.lengths, self.q = view, list(places), lengths, q
+        self.q_len = len(q) // len(lengths)
+        past = [length - self.q_len for length in lengths]
+        self.batch = RaggedBatch.build(self.places, past, [self.q_len] * len(past))
+        scale = 1 / math.sqrt(q.shape[-1])
         self.specs = [LayerAttention(layer, scale) for layer in range(len(view.keys))]
 
     def calls(self, kernel: SlotKernel) -> list[Callable[[], Tensor]]:
@@ -98,6 +98,11 @@ def slot_view(pool: Tensor, layout: KVLayout, num_slots: int, max_len: int) -> C
         return (pool.as_strided(shape, strides, location[1] // layout.itemsize),)
 
     return ContiguousView(view(layout.key_location(layer)), view(layout.value_location(layer)))
+
+
+def random_queries(scale: SimpleNamespace, rows: int, device: str) -> Tensor:
+    size = (rows, scale.q_heads, scale.head_dim)
+    return torch.randn(size, dtype=torch.bfloat16, device=device)
 
 
 class HostLoop(StockKernel):

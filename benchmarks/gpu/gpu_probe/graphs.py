@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vmserve.errors import DriverError
 
-from .attention_kernels import MAX_ERROR, Work, slot_view, stock_kernels
+from .attention_kernels import MAX_ERROR, Work, random_queries, slot_view, stock_kernels
 from .machine import HostMachine, Region
 from .run import WORKERS, Finding, Probe, Row, yes
 from .scale import layout
@@ -28,7 +28,12 @@ def remapped_pages(probe: Probe) -> Iterator[Finding]:
     region = Region(machine, scale.page_bytes, NUM_PAGES, extra=NUM_PAGES)
     pool = region.tensor(dtype=torch.bfloat16)
     length = NUM_PAGES * tokens.page_tokens
-    work = Work(slot_view(pool, tokens, 1, length), [0], [length - 5], 1, scale.q_heads)
+    work = Work(
+        slot_view(pool, tokens, 1, length),
+        [0],
+        [length - 5],
+        random_queries(scale, 1, machine.device),
+    )
     wrong = []
     for kernel in stock_kernels(probe.dry_run):
         if probe.late(f"graphs of {kernel.name}"):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention_kernels import Work, slot_view, stock_kernels
+from .attention_kernels import Work, random_queries, slot_view, stock_kernels
 from .machine import READ, READ_WRITE, HostMachine, Region
 from .run import WORKERS, Finding, Probe, Row, yes
 from .scale import layout
@@ -56,7 +56,7 @@ def attention_tail(machine: HostMachine, scale: Any, params: Mapping[str, Any]) 
     for [tensor], poison in ((view.keys, "nan_k"), (view.values, "nan_v")):
         tensor[1, length : mapped * page_tokens].fill_(math.nan if tail == poison else 0.0)
     [kernel] = (k for k in stock_kernels(machine.device == "cpu") if k.name == params["kernel"])
-    work = Work(view, [1], [length], params["q_len"], scale.q_heads)
+    work = Work(view, [1], [length], random_queries(scale, params["q_len"], machine.device))
     machine.synchronize()
     output = work.calls(kernel)[0]()
     machine.synchronize()
