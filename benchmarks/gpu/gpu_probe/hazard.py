@@ -96,7 +96,10 @@ def tails(probe: Probe) -> Iterator[Finding]:
     cases = list(tail_cases(names, groups))
 
     def first(params: Row) -> Row | None:
-        return None if probe.late(f"tail case {params}") else run_tail(probe, params)
+        if probe.late(f"tail case {params}"):
+            return None
+        row = run_tail(probe, params)
+        return row if row["result"] == "fault" else probe.emit("tail", **row)
 
     with ThreadPoolExecutor(WORKERS) as pool:
         rows = list(pool.map(first, cases))
@@ -105,9 +108,9 @@ def tails(probe: Probe) -> Iterator[Finding]:
     for params, row in zip(cases, rows, strict=True):
         if row is None:
             continue
-        if row["result"] == "fault" and not probe.late(f"confirming {params}"):
-            row = run_tail(probe, params)
-        probe.emit("tail", **row)
+        if row["result"] == "fault":
+            is_late = probe.late(f"confirming {params}")
+            row = probe.emit("tail", **(row if is_late else run_tail(probe, params)))
         found = bad.setdefault(f"{row['kernel']} q{row['q_len']}", [])
         if row["result"] != "ok":
             where = f"{row['tail']}, group {row['group']}, short by {row['short_by']}"
