@@ -362,16 +362,14 @@ def decodes(bench: Bench, chosen: Iterable[Row], steps: int = 0) -> Iterator[Row
                     asked = {name: row[name] for name in ("context", "sampling") if name in row}
                     begin(bench, engine, row["batch"], **asked)
                     found = timed(bench, engine, steps)
-                    yield (
-                        row
-                        | found.served
-                        | {
-                            "step_ms": 1e3 * found.median,
-                            "tokens_per_s": row["batch"] / found.median,
-                            "overlapped": found.overlapped,
-                            "timed": steps,
-                        }
-                    )
+                    yield {
+                        **row,
+                        **found.served,
+                        "step_ms": 1e3 * found.median,
+                        "tokens_per_s": row["batch"] / found.median,
+                        "overlapped": found.overlapped,
+                        "timed": steps,
+                    }
                     empty(engine)
         except (ConfigurationError, OutOfMemoryError) as error:
             if "page_mib" not in rows[0]:  # not all layouts can be had
@@ -764,7 +762,7 @@ def write(out: Path, results: Row) -> None:
     texts = [DRY] if results["device"] == "cpu" else []
     for name, rows in results["parts"].items():
         title = (PARTS[name].__doc__ or name).splitlines()[0]
-        names = tuple(rows[0]) if rows else ()
+        names = tuple(dict.fromkeys(name for row in rows for name in row))
         cells = tuple(tuple(cell(row.get(name)) for name in names) for row in rows)
         texts.append(Table(title, names, cells).to_markdown())
     texts += [f"{name} failed: {error}\n" for name, error in results["failed"].items()]

@@ -45,10 +45,6 @@ class HostMachine:
         """A uint8 tensor ``[num_bytes]`` over memory that is not torch's own."""
         return torch.from_numpy(_bytes_at(address, num_bytes))
 
-    def granularity(self) -> tuple[int, int]:
-        """The least and the advised page, in bytes."""
-        return 4096, 4096
-
     def free_bytes(self) -> int:
         return HOST_FREE_BYTES
 
@@ -108,10 +104,6 @@ class CudaMachine(HostMachine):
 
     def wrap(self, address: int, num_bytes: int) -> Tensor:
         return self._memory.tensor(_bytes_at(address, num_bytes))
-
-    def granularity(self) -> tuple[int, int]:
-        least, advised = _core.cuda_granularity()
-        return least, advised
 
     def free_bytes(self) -> int:
         return int(cuda.mem_get_info()[0])

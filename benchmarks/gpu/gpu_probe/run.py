@@ -97,10 +97,6 @@ class Probe:
     def scale(self) -> Any:
         return TINY if self.dry_run else FULL
 
-    def left(self) -> float:
-        """Seconds."""
-        return self.deadline - time.monotonic()
-
     def emit(self, kind: str, **fields: Any) -> Row:
         row = {"section": self.section, "kind": kind, **fields}
         # One write: several threads share the file.
@@ -108,32 +104,26 @@ class Probe:
             file.write((json.dumps(row) + "\n").encode())
         return row
 
-    def late(self, what: str, keep: float = 0.0) -> bool:
-        """Whether no more than ``keep`` seconds are left; a row then says what was left out."""
-        is_late = self.left() <= keep
+    def late(self, what: str) -> bool:
+        """Whether no time is left; a row then says what was left out."""
+        is_late = time.monotonic() > self.deadline
         if is_late:
             self.emit("cut", what=what)
         return is_late
 
-    @contextlib.contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
-        """An error becomes a row, and the rest goes on."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - whatever it is, the rest tells more
-            traceback.print_exc()
-            self.emit("failed", what=what, error=one_line(error))
-
     def ask(self, questions: Sequence[str]) -> bool:
-        """Whether each question came to its end."""
+        """Whether each question came to its end. An error becomes a row, and the rest goes on."""
         num_asked = 0
         for name in questions:
             if self.late(name):
                 break
-            with self.attempt(name):
+            try:
                 for finding in resolve(name)(self):
                     self.emit("finding", **finding._asdict())
                 num_asked += 1
+            except Exception as error:  # noqa: BLE001 - whatever it is, the rest tells more
+                traceback.print_exc()
+                self.emit("failed", what=name, error=one_line(error))
         return num_asked == len(questions)
 
     def run_case(self, case: str, params: Mapping[str, Any]) -> Row:
