@@ -17,7 +17,7 @@ __all__ = ["KINDS", "MemorySamples", "child_processes", "pss_bytes", "read_memor
 
 #: Seconds between samples. A sample walks the page tables of the whole process: at this distance it
 #: costs under 1 %.
-SAMPLE_INTERVAL_S = 2.0
+_SAMPLE_INTERVAL_S = 2.0
 #: Fields of /proc/PID/smaps_rollup (the split: since Linux 5.3). Memory shared by processes counts
 #: for each in equal parts, so the processes of a machine add up.
 KINDS: Mapping[str, str] = {
@@ -89,7 +89,7 @@ def watch(process: subprocess.Popen[bytes], samples: MemorySamples, limit_s: flo
                 return False
             samples.take(process.pid)
             try:
-                process.wait(SAMPLE_INTERVAL_S)
+                process.wait(_SAMPLE_INTERVAL_S)
             except subprocess.TimeoutExpired:
                 continue
         return True
