@@ -16,6 +16,7 @@ from vmserve import _core
 from vmserve.config import LEAST, EngineConfig, resolve
 from vmserve.engine.build import EngineParts
 from vmserve.engine.engine import LLMEngine
+from vmserve.engine.parts import create_scheduler
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models.config import ModelConfig
@@ -23,8 +24,6 @@ from vmserve.numbers.dtypes import DType
 from vmserve.runner.cpu_runtime import CpuRuntime
 from vmserve.runner.model_runner import null_logits
 from vmserve.sampling.tokens import SampledToken
-from vmserve.scheduler.fairness import TenantShares
-from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import Preemption, PreemptionPolicy
 from vmserve.scheduler.profile import SequenceWork
 from vmserve.scheduler.regime import CostModel, RegimePolicy
@@ -235,25 +234,20 @@ class SimulatedEngine:
             copy_bytes_per_second=config.profile.swap_bytes_per_second,
             prefill_tokens_per_second=1 / config.profile.token if config.profile.token else 1e12,
         )
-        limits = SchedulerLimits(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            watermark=config.watermark,
-            narrowest_window=memory.narrowest_window,
-            checkpoints=memory.checkpoints,
-            priority_max_wait=resolved.priority_max_wait,
-            separates_phases=config.policy == "v0",
-        )
         regimes = RegimePolicy(config.regime, CostModel(config.profile, config.layout))
-        shares = TenantShares() if config.fair_sharing else None
         model = _NullModel(self)
         return EngineParts(
             resolved=resolved,
             model_config=model_config,
             tokenizer=cast("Tokenizer", SimpleNamespace(eos_ids=frozenset({END_ID}))),
             memory=memory,
-            scheduler=FCFSScheduler(
-                memory, limits, regimes, preemption, shares, clock=lambda: self.now
+            scheduler=create_scheduler(
+                resolved,
+                memory,
+                regimes,
+                preemption,
+                lambda: self.now,
+                watermark=config.watermark,
             ),
             regimes=regimes,
             preemption=preemption,
