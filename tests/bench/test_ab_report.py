@@ -71,11 +71,12 @@ def document() -> dict[str, Any]:
                       "page_tokens": 16} for name in NAMES],
         "workloads": [{
             "name": "chat", "rounds": rounds, "comparisons": {NAMES[1]: found},
+            "same_answers": {NAMES[1]: {"same": 3, "of": 3}},
             "described": {"num_requests": 1, "mean_input_tokens": 5.0, "mean_output_tokens": 3.0,
                           "decoding": ["greedy"], "load": "all at once"},
         }],
         "searches": [{
-            "name": "chat", "goodput": 0.9, "probes": probes,
+            "name": "chat", "goodput": 0.9, "probes": probes, "closed_loop_per_s": 2.0,
             "max_rate_per_s": {NAMES[0]: [2.0], NAMES[1]: [None]},
             "comparisons": {NAMES[1]: None},
         }],

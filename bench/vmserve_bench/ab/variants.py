@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
@@ -16,7 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["REGIMES", "Variant", "parse_variants"]
 
 REGIMES = ("virtual", "paged", "auto")
-_FALSE, _TRUE = ("false", "no", "off", "0"), ("true", "yes", "on", "1")
+_SWITCH = {
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +51,14 @@ def parse_variants(
     for item in text:
         if "=" in item:
             variants.append(_with_options(item))
-        else:
-            variants += [_known(name.strip(), known) for name in item.split(",") if name.strip()]
+            continue
+        for name in filter(None, map(str.strip, item.split(","))):
+            if name not in known:
+                raise ConfigurationError(
+                    f"--variants: no variant is named {name!r}: choose from {', '.join(known)}, or "
+                    f"write name=option=value,option=value"
+                )
+            variants.append(known[name])
     names = [variant.name for variant in variants]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -62,15 +70,6 @@ def parse_variants(
             f"write e.g. --variants {','.join([*known][:2])}"
         )
     return variants
-
-
-def _known(name: str, known: Mapping[str, Variant]) -> Variant:
-    if name not in known:
-        raise ConfigurationError(
-            f"--variants: no variant is named {name!r}: choose from {', '.join(known)}, or "
-            f"write name=option=value,option=value"
-        )
-    return known[name]
 
 
 def _with_options(item: str) -> Variant:
@@ -96,27 +95,23 @@ def _with_options(item: str) -> Variant:
 def _value(variant: str, option: str, text: str) -> Any:
     """Parse ``text`` as the option's type."""
     hints = get_type_hints(EngineConfig)
-    known = [one.name for one in dataclasses.fields(EngineConfig)]
-    if option not in known:
+    if option not in EngineConfig.__dataclass_fields__:
         raise ConfigurationError(
             f"--variants: {variant}: no engine option is named {option!r}: known are "
-            f"{', '.join(sorted(known))}"
+            f"{', '.join(sorted(EngineConfig.__dataclass_fields__))}"
         )
     hint = hints[option]
-    is_union = get_origin(hint) in (Union, types.UnionType)
-    accepted = get_args(hint) if is_union else (hint,)
+    accepted = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if text.lower() == "none" and type(None) in accepted:
         return None
     if bool in accepted:
-        if text.lower() in _TRUE + _FALSE:
-            return text.lower() in _TRUE
+        if text.lower() in _SWITCH:
+            return _SWITCH[text.lower()]
         raise ConfigurationError(f"--variants: {variant}: {option} is on or off, not {text!r}")
-    for number in (int, float):
-        if number in accepted and str not in accepted:
-            try:
-                return number(text)
-            except ValueError:
-                raise ConfigurationError(
-                    f"--variants: {variant}: {option} is a number, not {text!r}"
-                ) from None
-    return text
+    number = next((one for one in (int, float) if one in accepted and str not in accepted), None)
+    try:
+        return text if number is None else number(text)
+    except ValueError:
+        raise ConfigurationError(
+            f"--variants: {variant}: {option} is a number, not {text!r}"
+        ) from None
