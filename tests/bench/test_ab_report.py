@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from vmserve_bench.ab.metrics import METRICS
-from vmserve_bench.ab.page import render
 from vmserve_bench.ab.plots import largest
 from vmserve_bench.ab.record import MEMORY_STATES
+from vmserve_bench.ab.results import render
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ("virtual", "<b>&")

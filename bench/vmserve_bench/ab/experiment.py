@@ -5,11 +5,10 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vmserve.engine.engine import LLMEngine
-from vmserve_bench.ab.client import ALL_AT_ONCE, Load, check_jobs, serve
-from vmserve_bench.ab.jobs import Prompts
+from vmserve_bench.ab.client import ALL_AT_ONCE, Load, serve
 from vmserve_bench.ab.metrics import METRICS, NO_SLO, Slo, headline_names, summarize
 from vmserve_bench.lab.statistics import compare_metrics
 
@@ -19,28 +18,19 @@ if TYPE_CHECKING:
     from vmserve_bench.ab.jobs import Job
     from vmserve_bench.ab.record import RunRecord
     from vmserve_bench.ab.variants import Variant
+    from vmserve_bench.lab.report import RunProgress
 
 __all__ = [
     "Engines",
-    "Progress",
     "Settings",
     "Workload",
     "WorkloadResult",
     "orders",
-    "run_once",
     "run_workload",
 ]
 
 #: First seed of warm-up rounds, away from those of the rounds that count.
 _WARMUP_SEED = 1_000_000
-
-
-class Progress(Protocol):
-    """Receives what runs now, and a call for each request that ended."""
-
-    def starting(self, what: str, num_requests: int) -> None: ...
-
-    def finished(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,24 +144,8 @@ def orders(names: Sequence[str], num_rounds: int) -> list[tuple[str, ...]]:
     return found
 
 
-def run_once(
-    engine: LLMEngine,
-    jobs: Sequence[Job],
-    load: Load,
-    seed: int,
-    on_finished: Callable[[], None] = lambda: None,
-) -> RunRecord:
-    """Serve the jobs of one round with one engine."""
-    special = engine.tokenizer.hf.all_special_ids
-    vocab_size = engine.model_config.vocab_size
-    reserved = {one for one in (*special, *engine.model_config.eos_token_ids) if one < vocab_size}
-    prompts = Prompts(vocab_size, seed, reserved)
-    check_jobs(engine, jobs, prompts, seed)
-    return serve(engine, jobs, load, prompts, seed, on_finished=on_finished)
-
-
 def run_workload(
-    engines: Engines, workload: Workload, settings: Settings, progress: Progress
+    engines: Engines, workload: Workload, settings: Settings, progress: RunProgress
 ) -> WorkloadResult:
     """Run warm-up rounds, which are dropped, then the rounds that count.
 
@@ -182,7 +156,7 @@ def run_workload(
     def run(what: str, name: str, jobs: Sequence[Job], seed: int) -> RunRecord:
         progress.starting(f"{workload.name}, {what}, {name}", len(jobs))
         with engines.use(name) as engine:
-            return run_once(engine, jobs, workload.load, seed, progress.finished)
+            return serve(engine, jobs, workload.load, seed, progress.finished)
 
     rounds = []
     for index, order in enumerate(orders(engines.names, settings.rounds)):

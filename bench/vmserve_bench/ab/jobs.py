@@ -44,9 +44,8 @@ class Decoding:
     width: int = 1
 
     def __str__(self) -> str:
-        return {"greedy": "greedy", "parallel": "n = {}", "beam": "beam {}"}[self.kind].format(
-            self.width
-        )
+        told = {"greedy": "greedy", "parallel": f"n = {self.width}", "beam": f"beam {self.width}"}
+        return told[self.kind]
 
 
 GREEDY = Decoding()

@@ -6,17 +6,18 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vmserve_bench.ab.client import Load
-from vmserve_bench.ab.experiment import orders, run_once
+from vmserve_bench.ab.client import Load, serve
+from vmserve_bench.ab.experiment import orders
 from vmserve_bench.ab.metrics import summarize
 from vmserve_bench.lab.statistics import compare_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from vmserve_bench.ab.experiment import Engines, Progress, Settings
+    from vmserve_bench.ab.experiment import Engines, Settings
     from vmserve_bench.ab.jobs import Job
     from vmserve_bench.ab.record import RunRecord
+    from vmserve_bench.lab.report import RunProgress
 
 __all__ = ["MAX_RATE", "Bracket", "RateSearch", "search_rate"]
 
@@ -67,7 +68,7 @@ class Bracket:
 
 
 def search_rate(
-    engines: Engines, search: RateSearch, settings: Settings, progress: Progress
+    engines: Engines, search: RateSearch, settings: Settings, progress: RunProgress
 ) -> dict[str, Any]:
     """Search every variant's rate anew in each round; rounds are the pairs.
 
@@ -81,7 +82,7 @@ def search_rate(
         load = Load(is_open=rate is not None)
         round_seed = settings.seed if rate is None else seed
         with engines.use(name) as engine:
-            return run_once(engine, jobs, load, round_seed, progress.finished)
+            return serve(engine, jobs, load, round_seed, progress.finished)
 
     #: Requests per second of the fastest variant, all at once; also the warm-up.
     capacity = 0.0

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmserve.errors import ConfigurationError
+from vmserve.options import read_text
 from vmserve_bench.ab.jobs import Job
 from vmserve_bench.workloads.shapes import RequestShape
 
@@ -29,7 +30,7 @@ def read_trace(path: Path, block_tokens: int = HASH_BLOCK_TOKENS) -> list[Job]:
     prompt's blocks of ``block_tokens`` in order: equal names, equal tokens. Other fields are
     ignored. Raises ConfigurationError with the line's number.
     """
-    rows = [_trace_row(value, where, block_tokens) for value, where in _json_lines(path)]
+    rows = [_trace_row(value, where, block_tokens) for value, where in _json_lines(path, "--trace")]
     if not rows:
         raise ConfigurationError(f"{path}: no request in it; write one JSON object per line")
     for before, after in itertools.pairwise(rows):
@@ -55,8 +56,8 @@ def read_prompts(
     ConfigurationError with the line's number.
     """
     jobs: list[Job] = []
-    lines = _json_lines(path) if path.suffix == ".jsonl" else _text_lines(path)
-    for value, where in lines:
+    read_lines = _json_lines if path.suffix == ".jsonl" else _text_lines
+    for value, where in read_lines(path, "--prompts"):
         prompt, num_output = value, num_output_tokens
         if isinstance(value, dict):
             prompt = value.get("prompt", value.get("prompt_token_ids"))
@@ -89,21 +90,16 @@ def at_rate(jobs: list[Job], rate: float) -> list[Job]:
     return [job.reshaped(arrival_s=round(job.shape.arrival_s * factor, 9)) for job in jobs]
 
 
-def _text_lines(path: Path) -> Iterator[tuple[str, str]]:
+def _text_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """Lines that are not blank, each with its place in the file."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigurationError(f"{path}: it is not UTF-8 text") from None
+    lines = read_text(path, option).splitlines()
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield line, f"{path}:{number}"
 
 
-def _json_lines(path: Path) -> Iterator[tuple[Any, str]]:
-    for line, where in _text_lines(path):
+def _json_lines(path: Path, option: str) -> Iterator[tuple[Any, str]]:
+    for line, where in _text_lines(path, option):
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:

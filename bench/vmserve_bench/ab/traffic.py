@@ -70,42 +70,40 @@ class Kind:
     has_times: bool = False
 
 
-def _published(lengths: Callable[..., list[RequestShape]], decoding: Decoding = GREEDY) -> Make:
+def _of(draw: Callable[[int, int], list[RequestShape]], decoding: Decoding = GREEDY) -> Make:
+    """Jobs of shapes, which come all at once until a load says when."""
+
     def make(num_requests: int, seed: int) -> list[Job]:
-        return [Job(one, decoding) for one in lengths(num_requests, seed, request_rate=None)]
+        return [Job(one, decoding).reshaped(arrival_s=0.0) for one in draw(num_requests, seed)]
 
     return make
 
 
-def _long(num_requests: int, seed: int) -> list[Job]:
+def _long(num_requests: int, seed: int) -> list[RequestShape]:
     lengths = ARXIV.sample(num_requests, np.random.default_rng([seed, _LONG]))
     columns = zip(*(column.tolist() for column in lengths), strict=True)
-    return [Job(RequestShape(i, o, index=index)) for index, (i, o) in enumerate(columns)]
+    return [RequestShape(i, o, index=index) for index, (i, o) in enumerate(columns)]
 
 
-def _long_context(num_requests: int, seed: int) -> list[Job]:
+def _long_context(num_requests: int, seed: int) -> list[RequestShape]:
     """Combine every length with every ratio, in a random order."""
-    cases = [(length, ratio) for length in _LONG_PROMPTS for ratio in _PROMPT_TO_DECODE]
+    cases = [(length, length // ratio) for length in _LONG_PROMPTS for ratio in _PROMPT_TO_DECODE]
     order = np.random.default_rng([seed, _LONG, 1]).permutation(len(cases)).tolist()
-    jobs = []
-    for index in range(num_requests):
-        length, ratio = cases[order[index % len(cases)]]
-        jobs.append(Job(RequestShape(length, length // ratio, index=index)))
-    return jobs
+    drawn = [cases[order[index % len(cases)]] for index in range(num_requests)]
+    return [RequestShape(i, o, index=index) for index, (i, o) in enumerate(drawn)]
 
 
-def _shared_prefix(num_requests: int, seed: int) -> list[Job]:
+def _shared_prefix(num_requests: int, seed: int) -> list[RequestShape]:
     num_groups = max(1, round(num_requests / _REQUESTS_PER_PREFIX))
-    shapes = workloads.shared_prefix(num_requests, seed, num_groups=num_groups)
-    return [Job(shape) for shape in shapes]
+    return workloads.shared_prefix(num_requests, seed, num_groups=num_groups)
 
 
-def _translation(num_prefix: int, num_requests: int, seed: int) -> list[Job]:
+def _translation(num_prefix: int, num_requests: int, seed: int) -> list[RequestShape]:
     """One prefix for all; own input and output of 40 to 60 tokens, uniform (our assumption)."""
     rng = np.random.default_rng([seed, _WMT, num_prefix])
     lengths = rng.integers(40, 61, size=(num_requests, 2)).tolist()
     return [
-        Job(RequestShape(num_prefix + own, out, 0.0, index, 0, num_prefix))
+        RequestShape(num_prefix + own, out, 0.0, index, 0, num_prefix)
         for index, (own, out) in enumerate(lengths)
     ]
 
@@ -169,10 +167,6 @@ def _mix(num_requests: int, seed: int) -> list[Job]:
     return mixed
 
 
-def _hot_cold(num_requests: int, seed: int) -> list[Job]:
-    return [Job(shape) for shape in workloads.hot_cold(num_requests, seed)]
-
-
 def _vllm_cpu(num_input: int, num_output: int) -> Kind:
     """A test of vLLM's suite for CPUs, whose ShareGPT is ``chat`` here.
 
@@ -180,37 +174,36 @@ def _vllm_cpu(num_input: int, num_output: int) -> Kind:
     (2026): random prompts of one length, an infinite rate, greedy, end tokens ignored.
     """
 
-    def make(num_requests: int, seed: int) -> list[Job]:
-        return [Job(RequestShape(num_input, num_output, index=i)) for i in range(num_requests)]
+    def draw(num_requests: int, seed: int) -> list[RequestShape]:
+        return [RequestShape(num_input, num_output, index=i) for i in range(num_requests)]
 
     lengths = "" if num_input == num_output == 128 else f"-{num_input}-{num_output}"
     return Kind(
         f"vllm-cpu{lengths}",
         f"vLLM's suite for CPUs: random, {num_input:,} in, {num_output:,} out, 12 to 200 at once",
         num_input + num_output,
-        make,
+        _of(draw),
         (12, 16, 24, 32, 64, 128, 200),
         num_requests=200,
     )
 
 
-_CHAT, _ALPACA = _published(workloads.sharegpt), _published(workloads.alpaca)
+_CHAT, _ALPACA = _of(workloads.sharegpt), _of(workloads.alpaca)
 _CONVERSATION, _CODE = workloads.azure_conversation, workloads.azure_code
-_BEAM = _published(workloads.alpaca, Decoding("beam", _WIDTH))
-_PARALLEL = _published(workloads.alpaca, Decoding("parallel", _WIDTH))
-_ONE_SHOT, _FIVE_SHOT = (partial(_translation, num_prefix) for num_prefix in _EXAMPLES)
+_BEAM, _PARALLEL = (_of(workloads.alpaca, Decoding(k, _WIDTH)) for k in ("beam", "parallel"))
+_ONE_SHOT, _FIVE_SHOT = (_of(partial(_translation, num_prefix)) for num_prefix in _EXAMPLES)
 _ALL = (
     Kind("chat", "ShareGPT's lengths: short in, long out", 2048, _CHAT),
     Kind("alpaca", "Alpaca's lengths: short in, short out", 512, _ALPACA),
     Kind("azure-conversation", "Azure's conversation trace of 2023", 8192,
-         _published(_CONVERSATION), burstiness=_CONVERSATION.burstiness),
+         _of(_CONVERSATION), burstiness=_CONVERSATION.burstiness),
     Kind("azure-code", "Azure's code trace of 2023: long in, very short out, in bursts", 8192,
-         _published(_CODE), burstiness=_CODE.burstiness),
-    Kind("long", "single streams with arXiv summarization's lengths", 8192, _long, (1,)),
+         _of(_CODE), burstiness=_CODE.burstiness),
+    Kind("long", "single streams with arXiv summarization's lengths", 8192, _of(_long), (1,)),
     Kind("long-context", "single streams of 32k to 128k tokens, prompt : answer 500, 100 and 50",
-         131_072 + 2_622, _long_context, (1,)),
+         131_072 + 2_622, _of(_long_context), (1,)),
     Kind("shared-prefix", "groups of 16 with a common prefix of 2,048 tokens, 128 of their own",
-         2432, _shared_prefix),
+         2432, _of(_shared_prefix)),
     Kind("wmt-one-shot", "translations after one example, common to all", 256, _ONE_SHOT),
     Kind("wmt-five-shot", "translations after five examples, common to all", 512, _FIVE_SHOT),
     Kind("beam", f"Alpaca's lengths, beam search of width {_WIDTH}", 512, _BEAM),
@@ -218,7 +211,7 @@ _ALL = (
     Kind("sessions", "conversations with growing history, ShareGPT's turns", 8192, sessions),
     *(_vllm_cpu(*lengths) for lengths in ((128, 128), (128, 2048), (2048, 128), (2048, 2048))),
     Kind("hot-cold", "16 short prefixes that come again, and prompts that come once", 1024 + 256,
-         _hot_cold, (96,), num_requests=2500),
+         _of(workloads.hot_cold), (96,), num_requests=2500),
     Kind("mix", "some of the others together: " + ", ".join(MIX), 8192, _mix),
 )  # fmt: skip
 

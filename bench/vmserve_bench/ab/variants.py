@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError
+from vmserve.options import declared_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["REGIMES", "Variant", "parse_variants"]
+__all__ = ["Variant", "parse_variants"]
 
-REGIMES = ("virtual", "paged", "auto")
 _SWITCH = {
     **dict.fromkeys(("false", "no", "off", "0"), False),
     **dict.fromkeys(("true", "yes", "on", "1"), True),
@@ -36,11 +35,11 @@ class Variant:
             raise ConfigurationError(f"variant {self.name}: {error}") from None
 
 
-_REGIME_VARIANTS = {name: Variant(name, {"kv_regime": name}) for name in REGIMES}
+_REGIMES = {name: Variant(name, {"kv_regime": name}) for name in ("virtual", "paged", "auto")}
 
 
 def parse_variants(
-    text: Sequence[str], known: Mapping[str, Variant] = _REGIME_VARIANTS, *, least: int = 2
+    text: Sequence[str], known: Mapping[str, Variant] = _REGIMES, *, least: int = 2
 ) -> list[Variant]:
     """``virtual,paged,auto`` and ``name=option=value,option=value``, in their order.
 
@@ -94,23 +93,21 @@ def _with_options(item: str) -> Variant:
 
 def _value(variant: str, option: str, text: str) -> Any:
     """Parse ``text`` as the option's type."""
-    hints = get_type_hints(EngineConfig)
-    if option not in EngineConfig.__dataclass_fields__:
+    known = declared_options(EngineConfig)
+    if option not in known:
         raise ConfigurationError(
             f"--variants: {variant}: no engine option is named {option!r}: known are "
-            f"{', '.join(sorted(EngineConfig.__dataclass_fields__))}"
+            f"{', '.join(sorted(known))}"
         )
-    hint = hints[option]
-    accepted = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    if text.lower() == "none" and type(None) in accepted:
+    kind = known[option].type
+    if text.lower() == "none" and known[option].optional:
         return None
-    if bool in accepted:
+    if kind is bool:
         if text.lower() in _SWITCH:
             return _SWITCH[text.lower()]
         raise ConfigurationError(f"--variants: {variant}: {option} is on or off, not {text!r}")
-    number = next((one for one in (int, float) if one in accepted and str not in accepted), None)
     try:
-        return text if number is None else number(text)
+        return kind(text) if kind in (int, float) else text
     except ValueError:
         raise ConfigurationError(
             f"--variants: {variant}: {option} is a number, not {text!r}"

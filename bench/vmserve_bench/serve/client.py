@@ -122,28 +122,23 @@ async def send_load(
             gc.unfreeze()
 
 
+@dataclass(eq=False)
 class _Run:
-    def __init__(
-        self,
-        client: httpx.AsyncClient,
-        target: Target,
-        prompts: Prompts,
-        seed: int,
-        on_finished: Callable[[], None],
-    ) -> None:
-        self._client = client
-        self._target = target
-        self._prompts = prompts
-        self._seed = seed
-        self._on_finished = on_finished
-        self._finished: list[RequestSample] = []
-        self._failures: list[Failure] = []
-        self._num_retries = self._num_counted = self._num_other_length = 0
-        self._send_delays_s: list[float] = []
-        self._began = 0.0
+    client: httpx.AsyncClient
+    target: Target
+    prompts: Prompts
+    seed: int
+    on_finished: Callable[[], None]
+    finished: list[RequestSample] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    send_delays_s: list[float] = field(default_factory=list)
+    num_retries: int = 0
+    num_counted: int = 0
+    num_other_length: int = 0
+    began: float = 0.0
 
     async def run(self, conversations: Sequence[tuple[list[Job], bytes]], load: Load) -> ServedRun:
-        self._began, cpu = time.perf_counter(), time.process_time()
+        self.began, cpu = time.perf_counter(), time.process_time()
         if load.is_open:
             starts = [turns[0].shape.arrival_s for turns, _ in conversations]
             begun = zip(conversations, starts, strict=True)
@@ -159,18 +154,18 @@ class _Run:
             tasks = [work() for _ in range(width)]
         await asyncio.gather(*tasks)
         cpu = time.process_time() - cpu
-        ended = max((one.token_times_s[-1] for one in self._finished), default=self._now())
+        ended = max((one.token_times_s[-1] for one in self.finished), default=self._now())
         return ServedRun(
-            RunRecord(ended, cpu, tuple(sorted(self._finished, key=lambda one: one.index))),
-            tuple(sorted(self._failures, key=lambda one: one.index)),
-            self._num_retries,
-            self._num_counted,
-            self._num_other_length,
-            sum(self._send_delays_s) / max(len(self._send_delays_s), 1),
+            RunRecord(ended, cpu, tuple(sorted(self.finished, key=lambda one: one.index))),
+            tuple(sorted(self.failures, key=lambda one: one.index)),
+            self.num_retries,
+            self.num_counted,
+            self.num_other_length,
+            sum(self.send_delays_s) / max(len(self.send_delays_s), 1),
         )
 
     def _now(self) -> float:
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self.began
 
     async def _converse(self, turns: Sequence[Job], body: bytes, due_s: float | None) -> None:
         """Send turns one after the other; ``due_s`` None: at once. Stop after a failure."""
@@ -179,23 +174,23 @@ class _Run:
         for place, job in enumerate(turns):
             if due_s is not None:
                 await asyncio.sleep(max(0.0, due_s - self._now()))
-            prompt = self._prompts.of(job, history)
+            prompt = self.prompts.of(job, history)
             own = prompt[len(history) :]
             if place:
                 body = self.encode(job, prompt, own, messages)
             now = self._now()
-            self._send_delays_s.append(0.0 if due_s is None else now - due_s)
+            self.send_delays_s.append(0.0 if due_s is None else now - due_s)
             try:
                 answer = await self._ask(job, body, now if due_s is None else due_s)
             except _RequestFailed as failure:
-                self._failures.append(Failure(job.shape.index, failure.status, str(failure)))
+                self.failures.append(Failure(job.shape.index, failure.status, str(failure)))
                 for later in turns[place + 1 :]:
                     told = "an earlier turn failed"
-                    self._failures.append(Failure(later.shape.index, "not sent", told))
-                    self._on_finished()
+                    self.failures.append(Failure(later.shape.index, "not sent", told))
+                    self.on_finished()
                 return
             finally:
-                self._on_finished()
+                self.on_finished()
             if place + 1 < len(turns):
                 history = prompt + self._answer_ids(job, answer)
                 messages += [
@@ -210,13 +205,13 @@ class _Run:
         wanted = job.shape.num_output_tokens
         if given := answer.token_ids.get(min(answer.token_ids, default=0)):
             return (given * wanted)[:wanted]
-        return self._prompts.fresh(wanted, job.shape.index + 10**6)
+        return self.prompts.fresh(wanted, job.shape.index + 10**6)
 
     def encode(
         self, job: Job, prompt: Sequence[int], own: Sequence[int], messages: Sequence[Any]
     ) -> bytes:
         """The request's body; a chat's has ``messages`` before the turn's ``own`` tokens."""
-        target = self._target
+        target = self.target
         is_greedy = job.decoding.kind == "greedy"
         body: dict[str, Any] = {
             "model": target.model,
@@ -232,11 +227,11 @@ class _Run:
         if target.ignore_eos:
             body["ignore_eos"] = True
         if not is_greedy:
-            body |= {"n": job.decoding.width, "seed": sampling_seed(job, self._seed)}
+            body |= {"n": job.decoding.width, "seed": sampling_seed(job, self.seed)}
         return json.dumps(body | dict(target.extra_body)).encode()
 
     async def _ask(self, job: Job, body: bytes, due_s: float) -> Answer:
-        for attempt in range(self._target.max_retries + 1):
+        for attempt in range(self.target.max_retries + 1):
             answer = Answer()
             try:
                 wait_s = await self._stream(body, answer, attempt)
@@ -246,23 +241,23 @@ class _Run:
                 raise _RequestFailed("bad event", str(error)) from error
             if wait_s is None:
                 break
-            self._num_retries += 1
+            self.num_retries += 1
             await asyncio.sleep(wait_s)
         if answer.error:
             raise _RequestFailed("error event", answer.error[:_MESSAGE_CHARS])
         if not (answer.times_s and answer.is_complete):
             raise _RequestFailed("cut off", f"the stream ended after {answer.num_events} events")
-        self._finished.append(self._sample(job, due_s, answer))
+        self.finished.append(self._sample(job, due_s, answer))
         return answer
 
     async def _stream(self, body: bytes, answer: Answer, attempt: int) -> float | None:
         """Send once; return the seconds to wait before a retry, None when answered."""
-        url = self._target.base_url + _PATHS[self._target.endpoint]
+        url = self.target.base_url + _PATHS[self.target.endpoint]
         kind = {"content-type": "application/json"}
-        async with self._client.stream("POST", url, content=body, headers=kind) as response:
+        async with self.client.stream("POST", url, content=body, headers=kind) as response:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode("utf-8", "replace")
-                if response.status_code in _BUSY and attempt < self._target.max_retries:
+                if response.status_code in _BUSY and attempt < self.target.max_retries:
                     return retry_after_s(response.headers.get("retry-after"))
                 raise _RequestFailed(str(response.status_code), error_text(text))
             reader = EventReader()
@@ -274,9 +269,9 @@ class _Run:
 
     def _sample(self, job: Job, due_s: float, answer: Answer) -> RequestSample:
         width = len(answer.times_s)
-        self._num_counted += answer.num_output_tokens is None
+        self.num_counted += answer.num_output_tokens is None
         num_tokens = answer.num_output_tokens or answer.num_events
-        self._num_other_length += num_tokens != job.shape.num_output_tokens * width
+        self.num_other_length += num_tokens != job.shape.num_output_tokens * width
         texts = [answer.texts[index] for index in sorted(answer.texts)]
         return RequestSample(
             index=job.shape.index,

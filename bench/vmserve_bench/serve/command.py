@@ -46,6 +46,11 @@ _NUM_RESERVED = 100
 _WARMUP_SEED = 1_000_000
 #: Requests of a round, unless the workload was published with a number of its own.
 _REQUESTS = 100
+#: Options that the results file has.
+_KEPT = (
+    "endpoint", "seed", "num_requests", "rate", "burstiness", "concurrency", "scale", "max_len",
+    "vocab_size", "text_prompts", "ignore_eos", "retry",
+)  # fmt: skip
 
 HELP = f"""Send a workload to an OpenAI-compatible server, vmserve's or another, and time it.
 
@@ -70,6 +75,7 @@ Examples:
 
 
 def serve_load_command(
+    ctx: typer.Context,
     base_url: Annotated[str, typer.Option(help="http://HOST:PORT, or with a path, e.g. /v1.")],
     model: Annotated[
         str | None, typer.Option(help="Its name there. Default: the first that /models lists.")
@@ -184,21 +190,7 @@ def serve_load_command(
     made = make_workloads(found, load, max_len=length, scale=scale)
     path = json_path or (output or fresh_output("vmserve-serve")) / "results.json"
     check_writable(path)
-    options = {
-        "endpoint": endpoint,
-        "seed": seed,
-        "num_requests": num_requests,
-        "rate": rate,
-        "burstiness": burstiness,
-        "concurrency": concurrency,
-        "scale": scale,
-        "max_len": max_len,
-        "vocab_size": vocab_size,
-        "text_prompts": text_prompts,
-        "ignore_eos": ignore_eos,
-        "retry": retry,
-        "extra_body": extra,
-    }
+    options = {name: ctx.params[name] for name in _KEPT} | {"extra_body": extra}
     measured: list[list[ServedRound]] = []
     with watch(1 + rounds * len(made)) as progress:
 
