@@ -224,19 +224,13 @@ def sample(
     )
 
 
-def by_hand() -> RunRecord:
+def by_hand(**counted: float) -> RunRecord:
     counters = Counter(
-        prefix_cache_queries_total=40,
-        prefix_cache_hits_total=10,
-        converted_to_paged_total=2,
-        converted_to_virtual_total=1,
-        cow_blocks_total=3,
-        copied_blocks_total=4,
-        attention_virtual_seconds_total=3,
-        attention_paged_seconds_total=1,
-        attention_virtual_predicted_seconds_total=1,
-        attention_paged_predicted_seconds_total=1,
-    )
+        prefix_cache_queries=40, prefix_cache_hits=10, converted_to_paged=2,
+        converted_to_virtual=1, cow_blocks=3, copied_blocks=4, attention_virtual_seconds=3,
+        attention_paged_seconds=1, attention_virtual_predicted_seconds=1,
+        attention_paged_predicted_seconds=1, **counted,
+    )  # fmt: skip
     memory = [
         (0, 0, 0, 0, 0, 100, 0, 0, 0),
         (6_000_000, 40, 10, 20, 5, 25, 50, 1, 0),
@@ -252,7 +246,7 @@ def by_hand() -> RunRecord:
         ),
         steps={"sequences": [1, 3]},
         memory=dict(zip(MEMORY_COLUMNS, map(list, zip(*memory, strict=True)), strict=True)),
-        counters=counters,
+        counters=Counter({f"{name}_total": value for name, value in counters.items()}),
     )
 
 
@@ -260,42 +254,24 @@ def test_metrics_by_hand() -> None:
     found = summarize(by_hand(), Slo(ttft_s=2.0), price_per_hour=3.6)
     expected = {
         "output_tokens_per_s": 1.2,  # 3 + 2 x 4 + 1
-        "total_tokens_per_s": 4.2,
-        "requests_per_s": 0.3,
-        "goodput_per_s": 0.2,
-        "goodput_share": 2 / 3,
-        "ttft_mean_s": 11 / 3,
-        "ttft_p50_s": 2.0,
-        "tpot_mean_s": (1.0 + 2.0) / 2,
-        "itl_mean_s": 1.0,  # 0.5 and 1.5; beams are seen at their end only
-        "itl_p99_s": 1.49,
-        "e2e_p50_s": 8.0,
-        "normalized_mean_s": (1.0 + 2.0 + 8.0) / 3,
-        "kv_used_peak_bytes": 100,
-        "kv_used_mean_bytes": 0.6 * 50 + 0.4 * 100,
-        "kv_mapped_peak_bytes": 100,
-        "kv_committed_peak_bytes": 100,
-        "kv_waste_mean_bytes": 0.6 * 10 + 0.4 * 20,
-        "kv_token_share": 0.8,
-        "sharing_saved_share": 30 / 100,
-        "prefix_hit_rate": 0.25,
-        "virtual_share": 1.0 / 1.4,
-        "batch_mean": 2.0,
-        "batch_max": 3,
-        "conversions": 3,
-        "attention_s": 4,
-        "attention_predicted": 0.5,
-        "blocks_copied": 7,
-        "preemptions": 0,
-        "cpu_s": 15.0,
-        "cost_per_million": 3.6 / (1.2 * 3600) * 1e6,
-    }
+        "total_tokens_per_s": 4.2, "requests_per_s": 0.3,
+        "goodput_per_s": 0.2, "goodput_share": 2 / 3,
+        "ttft_mean_s": 11 / 3, "ttft_p50_s": 2.0, "tpot_mean_s": (1.0 + 2.0) / 2,
+        # 0.5 and 1.5; beams are seen at their end only
+        "itl_mean_s": 1.0, "itl_p99_s": 1.49,
+        "e2e_p50_s": 8.0, "normalized_mean_s": (1.0 + 2.0 + 8.0) / 3,
+        "kv_used_peak_bytes": 100, "kv_used_mean_bytes": 0.6 * 50 + 0.4 * 100,
+        "kv_mapped_peak_bytes": 100, "kv_committed_peak_bytes": 100,
+        "kv_waste_mean_bytes": 0.6 * 10 + 0.4 * 20, "kv_token_share": 0.8,
+        "sharing_saved_share": 30 / 100, "virtual_share": 1.0 / 1.4, "prefix_hit_rate": 0.25,
+        "batch_mean": 2.0, "batch_max": 3, "conversions": 3, "blocks_copied": 7, "preemptions": 0,
+        "attention_s": 4, "attention_predicted": 0.5,
+        "cpu_s": 15.0, "cost_per_million": 3.6 / (1.2 * 3600) * 1e6,
+    }  # fmt: skip
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert list(found) == list(METRICS)
-    drafts = {"draft_tokens": 8, "accepted_tokens": 2}
-    counters = {f"spec_decode_num_{name}_total": count for name, count in drafts.items()}
-    counters |= {"generation_tokens_total": 12}
-    found = summarize(replace(by_hand(), counters=Counter(by_hand().counters) + Counter(counters)))
+    drafts = {"spec_decode_num_draft_tokens": 8, "spec_decode_num_accepted_tokens": 2}
+    found = summarize(by_hand(**drafts, generation_tokens=12))
     names = ("drafted_tokens", "accepted_share", "tokens_per_row")
     assert [found[name] for name in names] == [8, 0.25, 1.2]
 
@@ -308,37 +284,34 @@ def test_what_a_run_has_not_is_none() -> None:
 
 
 def test_slos() -> None:
-    fast, slow, single = by_hand().requests
-    assert [Slo(tpot_s=1.5).met_by(one) for one in (fast, slow, single)] == [True, False, True]
-    assert [Slo(ttft_s=2.0).met_by(one) for one in (fast, slow, single)] == [True, True, False]
-    assert not Slo()
-    assert Slo(tpot_s=1.0)
+    requests = by_hand().requests  # a fast one, a slow one, and one of one token
+    assert [Slo(tpot_s=1.5).met_by(one) for one in requests] == [True, False, True]
+    assert [Slo(ttft_s=2.0).met_by(one) for one in requests] == [True, True, False]
+    assert (bool(Slo()), bool(Slo(tpot_s=1.0))) == (False, True)
 
 
-def test_memory_by_state_adds_up(engine: LLMEngine) -> None:
-    engine.add_request("a", [5] * 40, SamplingParams(max_tokens=30, ignore_eos=True))
+def sampled(engine: LLMEngine, num_tokens: int, n: int) -> tuple[dict[str, int], Any]:
+    """The memory after some steps of a request, by column, and as the engine has it."""
+    engine.add_request("a", [5] * num_tokens, SamplingParams(n=n, max_tokens=30, ignore_eos=True))
     for _ in range(3):
         engine.step()
     stats = engine.memory.stats()
-    found = dict(zip(MEMORY_COLUMNS, memory_row(1.0, stats), strict=True))
+    engine.abort("a")
+    return dict(zip(MEMORY_COLUMNS, memory_row(1.0, stats), strict=True)), stats
+
+
+def test_memory_by_state_adds_up(engines: Engines) -> None:
+    with engines.use("virtual") as engine:
+        found, stats = sampled(engine, 40, 1)
     states = [found[f"{state}_bytes"] for state in MEMORY_STATES]
     assert sum(states) == stats.committed_pages * stats.page_bytes
     assert sum(states[:2]) == stats.used_pages * stats.page_bytes
     assert states[0] == stats.used_tokens * stats.page_bytes // stats.page_tokens
     assert (found["at_us"], found["saved_bytes"], found["virtual"]) == (1_000_000, 0, 1)
-    engine.abort("a")
-
-
-def test_saved_bytes_are_blocks_that_sequences_share(engines: Engines) -> None:
-    with engines.use("paged") as paged:
-        paged.add_request("a", [5] * 48, SamplingParams(n=4, max_tokens=30, ignore_eos=True))
-        for _ in range(3):
-            paged.step()
-        stats = paged.memory.stats()
-        block_bytes = stats.page_bytes // stats.blocks_per_page
-        found = dict(zip(MEMORY_COLUMNS, memory_row(1.0, stats), strict=True))
-        assert found["saved_bytes"] == 3 * 3 * block_bytes
-        paged.abort("a")
+    with engines.use("paged") as engine:
+        found, stats = sampled(engine, 48, 4)
+    # Four sequences share three blocks.
+    assert found["saved_bytes"] == 3 * 3 * stats.page_bytes // stats.blocks_per_page
 
 
 def test_numbers_for_people() -> None:
@@ -352,11 +325,12 @@ def test_numbers_for_people() -> None:
 
 
 def test_verdicts_in_words() -> None:
-    assert judgement("higher", "lower") == "worse"
-    assert judgement("higher", "higher") == judgement("lower", "lower") == "better"
-    assert judgement("higher", None) == "higher"
-    assert judgement("no difference shown", "lower") == "no difference shown"
-    assert judgement(None, "lower") == ""
+    for verdict, better, told in (
+        ("higher", "lower", "worse"), ("higher", "higher", "better"), ("lower", "lower", "better"),
+        ("higher", None, "higher"), ("no difference shown", "lower", "no difference shown"),
+        (None, "lower", ""),
+    ):  # fmt: skip
+        assert judgement(verdict, better) == told  # type: ignore[arg-type]
 
 
 # -- variants and options
@@ -581,9 +555,7 @@ def test_regret_is_against_the_better_one() -> None:
     assert regret(times(1.2), dict(reversed(fixed.items()))).outcome == "FAIL"
     faster = regret(times(0.9), fixed)
     assert (faster.outcome, faster.value) == ("PASS", pytest.approx(-0.1))
-
-
-def test_regret_of_few_rounds_has_no_interval() -> None:
+    # Too few rounds for an interval, and rounds that all say the same.
     found = regret([1.0] * 5, {"virtual": [1.0] * 5, "paged": [2.0] * 5})
     assert (found.low, found.high, found.outcome) == (None, None, "not shown")
     exact = regret([1.0] * 6, {"virtual": [1.0] * 6, "paged": [2.0] * 6})

@@ -25,13 +25,17 @@ Unit = Literal["s", "bytes", "count", "rate", "share", "money"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``better`` None: neither is good in itself. ``is_headline``: gets a verdict."""
+    """``better`` None: neither is good in itself. ``is_headline``: gets a verdict.
+
+    ``is_usual``: tables have it, as they have headlines, if there is anything to say.
+    """
 
     name: str
     title: str
     unit: Unit
     better: Better | None = None
     is_headline: bool = False
+    is_usual: bool = False
 
     def format(self, value: float | None) -> str:
         """Format for tables; "-" for a missing value."""
@@ -74,8 +78,8 @@ _ALL = (
     Metric("output_tokens_per_s", "output tokens/s", "rate", "higher", True),
     Metric("total_tokens_per_s", "tokens/s, prompts too", "rate", "higher"),
     Metric("requests_per_s", "requests/s", "rate", "higher"),
-    Metric("goodput_per_s", "goodput, requests/s", "rate", "higher"),
-    Metric("goodput_share", "requests that meet the SLOs", "share", "higher"),
+    Metric("goodput_per_s", "goodput, requests/s", "rate", "higher", is_usual=True),
+    Metric("goodput_share", "requests that meet the SLOs", "share", "higher", is_usual=True),
     *(
         Metric(
             f"{latency}_{statistic}_s",
@@ -92,28 +96,28 @@ _ALL = (
     Metric("kv_mapped_peak_bytes", "KV memory mapped, peak", "bytes", "lower"),
     Metric("kv_committed_peak_bytes", "KV memory committed, peak", "bytes", "lower"),
     Metric("kv_waste_mean_bytes", "KV memory wasted, mean", "bytes", "lower"),
-    Metric("kv_token_share", "of used memory, holding tokens", "share", "higher"),
-    Metric("sharing_saved_share", "saved by sharing", "share", "higher"),
-    Metric("prefix_hit_rate", "prefix cache hits", "share", "higher"),
-    Metric("virtual_share", "sequences in the virtual view", "share"),
+    Metric("kv_token_share", "of used memory, holding tokens", "share", "higher", is_usual=True),
+    Metric("sharing_saved_share", "saved by sharing", "share", "higher", is_usual=True),
+    Metric("prefix_hit_rate", "prefix cache hits", "share", "higher", is_usual=True),
+    Metric("virtual_share", "sequences in the virtual view", "share", is_usual=True),
     Metric("batch_mean", "batch, mean over steps", "count"),
     Metric("batch_max", "batch, largest", "count"),
-    Metric("preemptions", "preemptions", "count", "lower"),
+    Metric("preemptions", "preemptions", "count", "lower", is_usual=True),
     Metric("swaps", "swapped out", "count", "lower"),
-    Metric("calls_unhidden", "driver calls waited for", "count", "lower"),
-    Metric("calls_hidden", "driver calls hidden", "count"),
+    Metric("calls_unhidden", "driver calls waited for", "count", "lower", is_usual=True),
+    Metric("calls_hidden", "driver calls hidden", "count", is_usual=True),
     Metric("pages_adopted", "pages found mapped", "count"),
     Metric("map_s", "time in driver calls", "s", "lower"),
-    Metric("conversions", "conversions", "count"),
+    Metric("conversions", "conversions", "count", is_usual=True),
     Metric("attention_s", "time in attention", "s", "lower"),
-    Metric("attention_predicted", "attention, predicted of measured", "share"),
+    Metric("attention_predicted", "attention, predicted of measured", "share", is_usual=True),
     Metric("forks", "forks", "count"),
     Metric("blocks_copied", "blocks copied", "count", "lower"),
-    Metric("drafted_tokens", "tokens drafted", "count"),
-    Metric("accepted_share", "of them accepted", "share", "higher"),
-    Metric("tokens_per_row", "tokens of a sequence and step", "count", "higher"),
+    Metric("drafted_tokens", "tokens drafted", "count", is_usual=True),
+    Metric("accepted_share", "of them accepted", "share", "higher", is_usual=True),
+    Metric("tokens_per_row", "tokens of a sequence and step", "count", "higher", is_usual=True),
     Metric("cpu_s", "processor time", "s", "lower", True),
-    Metric("cost_per_million", "cost of a million output tokens", "money", "lower"),
+    Metric("cost_per_million", "cost of a million output tokens", "money", "lower", is_usual=True),
 )
 
 #: Metrics by name, in the order of tables.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 import statistics
@@ -242,8 +243,5 @@ def within_context(max_len: int | None, longest: int, usual: int, told: str) -> 
 def fresh_output(name: str) -> Path:
     """A new path in the current directory; never one that exists."""
     stem = f"{name}-{datetime.now(UTC).date().isoformat()}"
-    path, count = Path(stem), 1
-    while path.exists():
-        count += 1
-        path = Path(f"{stem}-{count}")
-    return path
+    ends = itertools.chain([""], (f"-{count}" for count in itertools.count(2)))
+    return next(path for end in ends if not (path := Path(f"{stem}{end}")).exists())

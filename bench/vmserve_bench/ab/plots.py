@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from vmserve_bench.ab.metrics import METRICS, judgement
-from vmserve_bench.ab.record import MEMORY_STATES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,7 +191,10 @@ def _over_time(names: Sequence[str], rounds: Sequence[Json]) -> Iterator[Plot]:
         ("sequences in a step", "sequences", "sequences", 1.0),
         ("time of a step", "took_us", "ms", 1e-3),
     ):
-        series = {name: _steps(run["steps"], column, factor) for name, run in runs.items()}
+        series = {}
+        for name, run in runs.items():
+            times = [at / 1e6 for at in run["steps"]["ended_us"]]
+            series[name] = largest(times, [value * factor for value in run["steps"][column]])
         yield from _lines(f"{title}, {told}", "s", unit, series, end=end)
     throughput = {
         name: [(one["index"] + 1, one["metrics"][name]["output_tokens_per_s"]) for one in rounds]
@@ -200,18 +202,18 @@ def _over_time(names: Sequence[str], rounds: Sequence[Json]) -> Iterator[Plot]:
     }
     title = "output tokens/s of every round"
     yield from _lines(title, "round", "tokens/s", throughput, marker="o")
-    top = max(_peak(run["memory"]) for run in runs.values())
-    for name, run in runs.items():
-        draw = partial(_stacked, run["memory"], _STATES, "MiB", _MIB, end, top)
+    memories = {name: run["memory"] for name, run in runs.items()}
+    top = max(
+        sum(states) / _MIB
+        for memory in memories.values()
+        for states in zip(*(memory[column] for column, _, _ in _STATES), strict=True)
+    )
+    for name, memory in memories.items():
+        draw = partial(_stacked, memory, _STATES, "MiB", _MIB, (end, top))
         yield _draw(f"{name}: KV memory by state, {told}", draw)
-    for name, run in runs.items():
-        draw = partial(_stacked, run["memory"], _VIEWS, "sequences", 1.0, end, None)
+    for name, memory in memories.items():
+        draw = partial(_stacked, memory, _VIEWS, "sequences", 1.0, (end, None))
         yield _draw(f"{name}: sequences by view, {told}", draw)
-
-
-def _steps(steps: Json, column: str, factor: float) -> Points:
-    times = [at / 1e6 for at in steps["ended_us"]]
-    return largest(times, [value * factor for value in steps[column]])
 
 
 def largest(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
@@ -224,29 +226,22 @@ def largest(times: Sequence[float], values: Sequence[float]) -> list[tuple[float
     return points
 
 
-def _peak(memory: Json) -> float:
-    """MiB of all states together."""
-    columns = (memory[f"{state}_bytes"] for state in MEMORY_STATES)
-    return max(map(sum, zip(*columns, strict=True))) / _MIB
-
-
 def _stacked(
     memory: Json,
     layers: Sequence[tuple[str, str, str]],
     unit: str,
-    factor: float,
-    end: float,
-    top: float | None,
+    unit_size: float,
+    ends: tuple[float, float | None],
     axis: Axes,
 ) -> None:
     """Areas on top of each other, at few enough points, the last of all among them."""
     last = len(memory["at_us"]) - 1
     places = [*range(0, last, -(-(last + 1) // MAX_POINTS)), last]
 
-    def column(name: str, unit: float) -> list[float]:
-        return [memory[name][place] / unit for place in places]
+    def column(name: str, size: float) -> list[float]:
+        return [memory[name][place] / size for place in places]
 
     columns, labels, colors = zip(*layers, strict=True)
-    values = [column(name, factor) for name in columns]
+    values = [column(name, unit_size) for name in columns]
     axis.stackplot(column("at_us", 1e6), values, labels=labels, colors=colors)
-    axis.set(xlabel="s", ylabel=unit, xlim=(0, end), ylim=(0, top))
+    axis.set(xlabel="s", ylabel=unit, xlim=(0, ends[0]), ylim=(0, ends[1]))

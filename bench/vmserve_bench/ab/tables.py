@@ -18,24 +18,6 @@ __all__ = ["effect_cells", "search_table", "sizes_of", "workload_table"]
 
 Json = dict[str, Any]
 
-_ALWAYS_SHOWN = {
-    "goodput_per_s",
-    "goodput_share",
-    "kv_token_share",
-    "sharing_saved_share",
-    "prefix_hit_rate",
-    "virtual_share",
-    "attention_predicted",
-    "preemptions",
-    "calls_unhidden",
-    "calls_hidden",
-    "conversions",
-    "drafted_tokens",
-    "accepted_share",
-    "tokens_per_row",
-    "cost_per_million",
-}
-
 
 def sizes_of(described: Mapping[str, Any]) -> str:
     """How many requests, how long, and how they come."""
@@ -64,7 +46,7 @@ def workload_table(workload: Mapping[str, Any], *, everything: bool = False) -> 
     found = {(name, one["metric"]): one for name in others for one in workload["comparisons"][name]}
     rows = []
     for metric in METRICS.values():
-        if not (everything or metric.is_headline or metric.name in _ALWAYS_SHOWN):
+        if not (everything or metric.is_headline or metric.is_usual):
             continue
         medians = [median([one["metrics"][name][metric.name] for one in rounds]) for name in names]
         if all(value is None for value in medians):
