@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from vmserve_bench.ab.jobs import (
 from vmserve_bench.ab.plan import LoadOptions, make_workloads, sources
 from vmserve_bench.ab.traces import at_rate, read_prompts, read_trace
 from vmserve_bench.ab.traffic import ARXIV, KINDS, MIX, get_kind, sessions, text_jobs
+from vmserve_bench.workloads import texts
 from vmserve_bench.workloads.shapes import RequestShape
 from vmserve_bench.workloads.texts import TEXTS, conversations
 
+import vmserve
 from vmserve.errors import ConfigurationError
 from vmserve.sampling import BeamSearchParams, SamplingParams
 
@@ -142,6 +145,16 @@ def test_a_mix_has_every_part_in_its_share_and_conversations_whole() -> None:
     assert len({job.part for job in jobs[:20]}) > 3
 
 
+@pytest.fixture
+def few_functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Functions to edit of one package: all of them take seconds to parse."""
+    monkeypatch.setattr(texts, "_PACKAGE", Path(vmserve.__file__).with_name("memory"))
+    conversations.cache_clear()
+    yield
+    conversations.cache_clear()
+
+
+@pytest.mark.usefixtures("few_functions")
 @pytest.mark.parametrize("name", TEXTS)
 def test_conversations_of_text_are_drawn_and_may_end(name: str) -> None:
     def made(seed: int) -> list[Job]:
