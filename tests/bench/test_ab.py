@@ -116,17 +116,6 @@ def test_every_job_gets_its_tokens(engine: LLMEngine) -> None:
     assert not engine.has_unfinished
 
 
-def test_a_run_says_the_same_again_and_in_the_other_view(engines: Engines) -> None:
-    jobs = [job(20, 8, 0), job(20, 8, 1, decoding=Decoding("parallel", 2))]
-    digests = []
-    for name in ("virtual", "paged", "virtual"):
-        with engines.use(name) as one:
-            record = serve(one, jobs, Load(), seed=4)
-        digests.append([request.digest for request in record.requests])
-    assert digests[0] == digests[1] == digests[2]
-    assert digests[0][0] != digests[0][1]
-
-
 def test_the_prefix_cache_is_empty_when_a_run_begins(engine: LLMEngine) -> None:
     jobs = [Job(RequestShape(60, 2, 0.0, index, 0, 48)) for index in range(3)]
     for _ in range(2):

@@ -104,14 +104,15 @@ class Scripted:
         self._server.server_close()
 
 
+MODELS: Reply = (200, {}, json.dumps({"data": [{"id": "m", "max_model_len": 256}]}))
+
+
 @pytest.fixture
 def scripted() -> Iterator[Callable[..., Scripted]]:
     with contextlib.ExitStack() as stack:
 
-        def make(*replies: Reply, max_len: int = 256, models: Reply | None = None) -> Scripted:
-            listed = json.dumps({"data": [{"id": "m", "max_model_len": max_len}]})
-            answers = list(replies) or [(500, {}, "")]
-            made = Scripted(answers, models or (200, {}, listed))
+        def make(*replies: Reply, models: Reply = MODELS) -> Scripted:
+            made = Scripted(list(replies) or [(500, {}, "")], models)
             stack.callback(made.close)
             return made
 
@@ -142,19 +143,14 @@ def test_events_however_the_network_cuts_them(size: int) -> None:
 
 def test_which_events_count() -> None:
     answer = Answer()
+    usage = {"prompt_tokens": 5, "completion_tokens": 3}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 4}}  # type: ignore[dict-item]
     told: list[Any] = [
         {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
         {"choices": [{"index": 0, "delta": {"content": ""}}]},
         {"choices": [{"index": 0, "delta": {"content": "a"}}]},
         {"choices": [{"index": 1, "delta": {"content": "b"}, "finish_reason": "length"}]},
-        {
-            "choices": [],
-            "usage": {
-                "prompt_tokens": 5,
-                "completion_tokens": 3,
-                "prompt_tokens_details": {"cached_tokens": 4},
-            },
-        },
+        {"choices": [], "usage": usage},
     ]
     for at, event in enumerate(told):
         answer.take(json.dumps(event).encode(), float(at))
