@@ -306,8 +306,9 @@ def test_committed_files_are_read(path: str, expected: str) -> None:
     ids=lambda arguments: str(arguments[0]),
 )
 def test_what_a_command_writes_is_read(tmp_path: Path, arguments: tuple[str, ...]) -> None:
-    path = tmp_path / "a.json"
-    done = CliRunner().invoke(app, [*arguments, "--json", str(path)])
+    path = tmp_path / "results.json"
+    where = ["--output", str(tmp_path)] if arguments[0] == "sharing" else ["--json", str(path)]
+    done = CliRunner().invoke(app, [*arguments, *where])
     assert done.exit_code == 0, done.output
     assert SCHEMAS[json.loads(path.read_text())["schema"]][0] == f"bench {arguments[0]}"
     compared = CliRunner().invoke(app, ["compare", str(path), str(path)])
