@@ -59,6 +59,11 @@ def test_the_workloads_reach_what_they_are_about(report: Any) -> None:
         assert report.tally[what] > 0, what
 
 
+def test_no_later_request_of_a_tenant_claims_the_place_of_one_that_was_raised() -> None:
+    """Seed 259: one waits for more memory than its later sibling needs, and has waited for long."""
+    check_workload(259)
+
+
 def test_a_seed_is_one_workload() -> None:
     assert draw(7) == draw(7)
     assert check_workload(7) == check_workload(7)

@@ -160,16 +160,27 @@ class Claims:
 
     def _candidates(self) -> list[Sequence]:
         """The first waiting sequence of each tenant: by rank, swapped ones first, then by
-        arrival."""
+        arrival.
+
+        A raised sequence gets the next free place. Those of its tenant which it went before until
+        it was raised do not claim one ahead of it.
+        """
         granted = self.granted
         firsts: dict[str, Sequence] = {}
         num_tenants = self._shares.num_tenants if self._shares is not None else 1
+        raised: dict[str, int] = {}
+        for queue in (self._queues.swapped, self._queues.waiting):
+            for sequence in itertools.takewhile(lambda seq: seq.is_raised, queue):
+                tenant, own_rank = self._shared_by(sequence), sequence.request.rank
+                raised[tenant] = min(own_rank, raised.get(tenant, own_rank))
         for queue in (self._queues.swapped, self._queues.waiting):
             seen = set()
             for sequence in queue:
-                tenant = _tenant(sequence) if self._shares is not None else ""
+                tenant = self._shared_by(sequence)
                 if tenant in seen or sequence.is_raised or sequence in granted:
-                    continue  # a raised sequence gets the next free place
+                    continue
+                if tenant in raised and sequence.request.rank >= raised[tenant]:
+                    continue
                 seen.add(tenant)
                 known = firsts.get(tenant)
                 if known is None or sequence.rank < known.rank:
@@ -177,6 +188,10 @@ class Claims:
                 if len(seen) == num_tenants:
                     break
         return list(firsts.values())
+
+    def _shared_by(self, sequence: Sequence) -> str:
+        """Whose turn the sequence takes: its tenant's, or everybody's."""
+        return _tenant(sequence) if self._shares is not None else ""
 
     def _may_claim(self, sequence: Sequence, by_tenant: Counter[str]) -> bool:
         """Whether a running or swapped sequence exists that might be a victim."""
