@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY, KVLayout, plan_layout
-from vmserve_bench.alloc.section import Options, rows_table
-from vmserve_bench.lab.table import SectionResult
+from vmserve_bench.alloc.section import Options
+from vmserve_bench.lab.table import SectionResult, table_of
 from vmserve_bench.simulation import SimulatedEngine, SimulationConfig, asked
 from vmserve_bench.simulation.devices import LLAMA_8B_A100
 from vmserve_bench.workloads.shapes import hot_cold
@@ -83,7 +83,7 @@ def run(options: Options, report: Report) -> SectionResult:
             found = measure(layout, regime, num_requests, options.seed)
             rows.append({"pages": pages, **found})
             report(len(rows) / 6)
-    table = rows_table(
+    table = table_of(
         f"memory of an idle pool over its cached blocks, packed; {num_requests:,} requests before",
         rows,
         ("pages", "page_tokens", "regime", "idle", "bounded"),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vmserve.errors import ConfigurationError
-from vmserve_bench.lab.machine import machine_info
 from vmserve_bench.lab.report import (
     Report,
     dump,
+    head,
     keep,
     make_console,
     make_directory,
@@ -97,7 +96,12 @@ class Suite(Generic[Options]):
                 results[name] = self.sections[name](options, report)
             for table in results[name].tables:
                 print_table(console, table)
-        described = self.document(results, **told())
+        described = {
+            "schema": f"vmserve-bench-{self.name}",
+            "schema_version": 1,
+            **head(self.benchmark or self.name, told(), self.packages),
+            self.key: {name: dict(result.data) for name, result in results.items()},
+        }
         tables = markdown(results, described)
         for path, text in ((json_path, dump(described)), (markdown_path, tables)):
             if path is not None:
@@ -109,15 +113,3 @@ class Suite(Generic[Options]):
             # Imported late: it takes half a second.
             for path in importlib.import_module(self.plots).draw(described[self.key], directory):
                 console.print(f"drawn: {path}")
-
-    def document(self, results: Mapping[str, SectionResult], **told: Any) -> dict[str, Any]:
-        """Build the results document; ``told`` stands between the date and the machine."""
-        return {
-            "schema": f"vmserve-bench-{self.name}",
-            "schema_version": 1,
-            "benchmark": self.benchmark or self.name,
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            **told,
-            "machine": machine_info(self.packages),
-            self.key: {name: dict(result.data) for name, result in results.items()},
-        }

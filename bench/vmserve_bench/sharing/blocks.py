@@ -13,8 +13,7 @@ import numpy as np
 from vmserve.config import EngineConfig
 from vmserve.memory.base import Regime
 from vmserve.sampling import BeamSearchParams, SamplingParams
-from vmserve_bench.alloc.section import rows_table
-from vmserve_bench.lab.table import SectionResult
+from vmserve_bench.lab.table import SectionResult, table_of
 from vmserve_bench.sharing.record import WatchedEngine, described, percent, replay, run_to_end
 from vmserve_bench.sharing.reference import PAPER_SAVED_PERCENT
 from vmserve_bench.workloads.shapes import get_workload, prompts
@@ -52,7 +51,7 @@ def run(options: Options, report: Report) -> SectionResult:
     rows = [{**one, **size} for one in runs for size in one["sizes"]]
     columns = ["workload", "method", "width", "block_tokens", "saved_percent", "mean_step_percent"]
     columns += ["analytic_percent", "workload_percent", "paper_percent", "virtual/saved_percent"]
-    table = rows_table("memory saved by sharing, percent", rows, columns)
+    table = table_of("memory saved by sharing, percent", rows, columns)
     return SectionResult(data, (table,))
 
 

@@ -16,9 +16,8 @@ from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
 from vmserve.models.hub import is_embedded
 from vmserve.sampling import SamplingParams
-from vmserve_bench.alloc.section import rows_table
 from vmserve_bench.lab.rounds import compare
-from vmserve_bench.lab.table import SectionResult
+from vmserve_bench.lab.table import SectionResult, table_of
 from vmserve_bench.sharing.record import run_to_end
 from vmserve_bench.sharing.reference import PAPER_PREFIX_SPEEDUP, SHOT_TOKENS
 from vmserve_bench.workloads.shapes import RequestShape, prompts
@@ -117,7 +116,7 @@ def run(options: Options, report: Report) -> SectionResult:
     columns += ["hit_rate", "requests_with_same_tokens", "times", "times_interval"]
     paper = ", ".join(f"{name} {times}" for name, times in PAPER_PREFIX_SPEEDUP.items())
     note = f"The paper, over another system, LLaMA-13B on a GPU, under load: {paper} times."
-    table = rows_table(f"throughput with a shared prefix, {model['name']}", cases, columns, note)
+    table = table_of(f"throughput with a shared prefix, {model['name']}", cases, columns, note)
     return SectionResult({"model": model, "cases": cases}, (table,))
 
 
