@@ -15,10 +15,11 @@ from typing import Annotated, Any
 import typer
 
 from vmserve.errors import ConfigurationError
+from vmserve_bench import options as opt
 from vmserve_bench.ab.metrics import METRICS, Metric, headline_names
-from vmserve_bench.ab.results import format_effect, judgement
+from vmserve_bench.ab.tables import effect_cells
 from vmserve_bench.compare_cases import Case, read, read_cases
-from vmserve_bench.lab.report import check_writable, dump, make_console, write_text
+from vmserve_bench.lab.report import dump, make_console, write_text
 from vmserve_bench.lab.statistics import MIN_PAIRS, Comparison, compare_metrics, median
 from vmserve_bench.lab.table import Table, print_table
 
@@ -27,13 +28,41 @@ __all__ = ["compare_cases", "compare_command", "regressions"]
 #: Fields that are equal if two requests of equal place are the same.
 _SAME = ("input_tokens", "output_tokens", "sequences")
 _SETTINGS = ("quick", "seed", "minutes", "model", "driver", "isa", "num_threads")
+_SECTIONS = ("options", "settings", "slo", "server", "latency_model")
 _MACHINE = ("cpu", "num_usable_cores", "memory_bytes", "python", "git_revision")
+_REQUEST_METRICS = {
+    name: Metric(name, title, "s", "lower", True)
+    for name, title in (
+        ("ttft", "TTFT of a request"),
+        ("tpot", "TPOT of a request"),
+        ("e2e", "end to end"),
+    )
+}
+_NOTES = {
+    "rounds": "Rounds of the same requests in pairs, 99 % intervals.",
+    "repeats": f"99 % intervals where both files have {MIN_PAIRS} repeats or more; each row is "
+    "judged by itself. One value says nothing about its error.",
+    "requests": f"Fewer than {MIN_PAIRS} rounds: latencies of the same requests in pairs, 99 % "
+    "intervals. Requests of one run wait for each other, so that these are too narrow.",
+    "": "Nothing could be paired: ratios of medians, without intervals.",
+}
 
 
 def compare_cases(first: Case, other: Case) -> tuple[list[Comparison], str]:
-    """Comparisons, and the pairs: "rounds", "requests", or "" for none."""
+    """Comparisons, and the pairs: "rounds", "requests", "repeats", or "" for none."""
     if first.own:
-        return _compare_own(first, other), "repeats"
+        # Repeats that both have; a row's columns are judged together.
+        rows: dict[tuple[str, int], list[str]] = {}
+        for name in filter(other.own.__contains__, first.own):
+            count = min(len(first.columns[name]), len(other.columns[name]))
+            rows.setdefault((name.rpartition("|")[0], count), []).append(name)
+        found = []
+        for (_, count), names in rows.items():
+            left, right = (
+                {name: case.columns[name][:count] for name in names} for case in (first, other)
+            )
+            found += compare_metrics(left, right, names)
+        return found, "repeats"
     if first.seeds == other.seeds and len(first.seeds) >= MIN_PAIRS:
         return compare_metrics(first.columns, other.columns, headline_names()), "rounds"
     pairs = [
@@ -44,57 +73,27 @@ def compare_cases(first: Case, other: Case) -> tuple[list[Comparison], str]:
     ]
     if not pairs:
         return [], ""
-    left, right = (_latencies([pair[side] for pair in pairs]) for side in range(2))
+    a, b = (_latencies([pair[side] for pair in pairs]) for side in range(2))
     # Per token has fewer values than the others, which all rows of one call must share.
-    found = [
-        one
-        for name in left
-        for one in compare_metrics({name: left[name]}, {name: right[name]}, [name])
-    ]
+    found = [one for name in a for one in compare_metrics({name: a[name]}, {name: b[name]}, [name])]
     return found, "requests"
-
-
-def _compare_own(first: Case, other: Case) -> list[Comparison]:
-    """Columns and repeats that both have; a row's columns are judged together."""
-    families: dict[tuple[str, int], list[str]] = {}
-    for name in first.own:
-        if name in other.columns:
-            count = min(len(first.columns[name]), len(other.columns[name]))
-            families.setdefault((name.rpartition("|")[0], count), []).append(name)
-    return [
-        one
-        for (_, count), names in families.items()
-        for one in compare_metrics(
-            {name: first.columns[name][:count] for name in names},
-            {name: other.columns[name][:count] for name in names},
-            names,
-        )
-    ]
 
 
 def _latencies(requests: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
     return {
         "ttft": [request["ttft_us"] / 1e6 for request in requests],
-        "tpot": [_tpot(request) for request in requests if request["output_tokens"] > 1],
+        "tpot": [
+            (request["e2e_us"] - request["ttft_us"]) / 1e6 / (request["output_tokens"] - 1)
+            for request in requests
+            if request["output_tokens"] > 1
+        ],
         "e2e": [request["e2e_us"] / 1e6 for request in requests],
     }
 
 
-def _tpot(request: Mapping[str, Any]) -> float:
-    after_first_s = (request["e2e_us"] - request["ttft_us"]) / 1e6
-    return float(after_first_s / (request["output_tokens"] - 1))
-
-
-_REQUEST_TITLES = {"ttft": "TTFT of a request", "tpot": "TPOT of a request", "e2e": "end to end"}
-
-
 def metric_of(case: Case, name: str) -> Metric:
     """The metric behind a name of :func:`compare_cases`."""
-    if name in case.own:
-        return case.own[name]
-    if name in _REQUEST_TITLES:
-        return Metric(name, _REQUEST_TITLES[name], "s", "lower", True)
-    return METRICS[name]
+    return case.own.get(name) or _REQUEST_METRICS.get(name) or METRICS[name]
 
 
 def regressions(
@@ -104,52 +103,42 @@ def regressions(
     worse, judged = [], 0
     for one in comparisons:
         metric, effect = metric_of(case, one.metric), one.effect
-        if one.verdict is None or effect.low is None or effect.high is None:
-            continue
-        if metric.better is None:
+        has_interval = effect.low is not None and effect.high is not None
+        if one.verdict is None or metric.better is None or not has_interval:
             continue
         judged += 1
-        is_worse = (
-            effect.low > 1.0 + percent / 100.0
-            if metric.better == "lower"
-            else effect.high < 1.0 - percent / 100.0
-        )
+        if metric.better == "lower":
+            is_worse = (effect.low or 0.0) > 1.0 + percent / 100.0
+        else:
+            is_worse = (effect.high or 0.0) < 1.0 - percent / 100.0
         if is_worse:
-            worse.append(f"{case.name}: {metric.title} {format_effect(effect)}")
+            worse.append(f"{case.name}: {metric.title} {effect_cells(one.to_dict(), None)[0]}")
     return worse, judged
 
 
 def warnings(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Differences between the files besides the measurements."""
-    lines = []
-    for name in _MACHINE:
-        a, b = first["machine"].get(name), other["machine"].get(name)
-        if a != b:
-            lines.append(f"{name.replace('_', ' ')}: {a} and {b}")
-    versions_a, versions_b = (one["machine"].get("packages", {}) for one in (first, other))
-    lines += [
-        f"{name}: {versions_a.get(name)} and {versions_b.get(name)}"
-        for name in sorted(versions_a.keys() | versions_b.keys())
-        if versions_a.get(name) != versions_b.get(name)
-    ]
-    failed = [
-        sum(len(one.get("failures", ())) for one in found.get("rounds", ()))
-        for found in (first, other)
-    ]
-    if any(failed):
-        lines.append(f"failed requests, which no latency has: {failed[0]} and {failed[1]}")
-    lines += [
-        f"{name.replace('_', ' ')}: {first.get(name)} and {other.get(name)}"
-        for name in _SETTINGS
-        if first.get(name) != other.get(name)
-    ]
-    for section in ("options", "settings", "slo", "server", "latency_model"):
-        a, b = first.get(section) or {}, other.get(section) or {}
-        lines += [
-            f"{section}, {name}: {a.get(name)} and {b.get(name)}"
-            for name in sorted(a.keys() | b.keys())
+
+    def differ(names: Sequence[str], before: str, *values: Mapping[str, Any]) -> list[str]:
+        a, b = values
+        return [
+            f"{before}{name if before else name.replace('_', ' ')}: {a.get(name)} and {b.get(name)}"
+            for name in names or sorted(a.keys() | b.keys())
             if a.get(name) != b.get(name)
         ]
+
+    files = first, other
+    machines = [one["machine"] for one in files]
+    failed = [
+        sum(len(one.get("failures", ())) for one in found.get("rounds", ())) for found in files
+    ]
+    lines = differ(_MACHINE, "", *machines)
+    lines += differ((), "", *(one.get("packages", {}) for one in machines))
+    if any(failed):
+        lines.append(f"failed requests, which no latency has: {failed[0]} and {failed[1]}")
+    lines += differ(_SETTINGS, "", *files)
+    for section in _SECTIONS:
+        lines += differ((), f"{section}, ", *(one.get(section) or {} for one in files))
     return lines
 
 
@@ -166,10 +155,7 @@ def _matched(
         )
         raise ConfigurationError(f"no workload and variant, or section, is in both files: {told}")
     for a, b in found:
-        if (a.described.get("is_open"), a.described.get("decoding")) != (
-            b.described.get("is_open"),
-            b.described.get("decoding"),
-        ):
+        if any(a.described.get(name) != b.described.get(name) for name in ("is_open", "decoding")):
             raise ConfigurationError(
                 f"{a.name}: the loads are of different kinds (open and closed loop, or decoding) "
                 "in the two files, and their ratio would say nothing: measure both alike"
@@ -180,32 +166,21 @@ def _matched(
 def _table(
     a: Case, b: Case, found: Sequence[Comparison], paired: str, names: tuple[str, str]
 ) -> Table:
-    effects = {one.metric: one for one in found}
+    comparisons = {one.metric: one for one in found}
     rows = []
-    shown: list[str] = [name for name in a.own if name in b.own] or [
-        name for name in METRICS if METRICS[name].is_headline
-    ]
-    for name in [*shown, *(one for one in effects if one in _REQUEST_TITLES)]:
+    shown = [name for name in a.own if name in b.own] or headline_names()
+    for name in [*shown, *(one for one in comparisons if one in _REQUEST_METRICS)]:
         metric = metric_of(a, name)
         left, right = (median(case.columns.get(name, ())) for case in (a, b))
-        comparison = effects.get(name)
+        comparison = comparisons.get(name)
         if left is None and right is None and comparison is None:
             continue
+        ratio, verdict = f"{right / left:.3f}" if left and right else "-", ""
         if comparison is not None:
-            ratio = format_effect(comparison.effect)
-            verdict = "" if comparison.effect.low is None else judgement(comparison, metric)
-        else:
-            ratio, verdict = f"{right / left:.3f}" if left and right else "-", ""
+            ratio, told = effect_cells(comparison.to_dict(), metric.better)
+            verdict = "" if comparison.effect.low is None else told
         rows.append((metric.title, metric.format(left), metric.format(right), ratio, verdict))
-    note = {
-        "rounds": "Rounds of the same requests in pairs, 99 % intervals.",
-        "repeats": f"99 % intervals where both files have {MIN_PAIRS} repeats or more; each row is "
-        "judged by itself. One value says nothing about its error.",
-        "requests": f"Fewer than {MIN_PAIRS} rounds: latencies of the same requests in pairs, 99 % "
-        "intervals. Requests of one run wait for each other, so that these are too narrow.",
-        "": "Nothing could be paired: ratios of medians, without intervals.",
-    }[paired]
-    return Table(a.name, ("", *names, "ratio", "verdict"), tuple(rows), note)
+    return Table(a.name, ("", *names, "ratio", "verdict"), tuple(rows), _NOTES[paired])
 
 
 def compare_command(
@@ -213,10 +188,7 @@ def compare_command(
         list[Path],
         typer.Argument(metavar="FILE", help="The first is what others are held against."),
     ],
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the comparisons to this file.", callback=check_writable),
-    ] = None,
+    json_path: opt.JsonPath = None,
     fail_above: Annotated[
         float | None,
         typer.Option(
@@ -254,8 +226,7 @@ def compare_command(
         differences = warnings(first, other)
         cases = _matched(read_cases(first), read_cases(other), (files[0], path))
         for a, b in cases:
-            only = len(a.own.keys() ^ b.own.keys())
-            if only:
+            if only := len(a.own.keys() ^ b.own.keys()):
                 differences.append(f"{a.name}: {only} figures are in one of the files only")
             if a.described != b.described:
                 differences.append(f"workload {a.name}: other lengths, numbers or load")
@@ -267,10 +238,9 @@ def compare_command(
         for a, b in cases:
             found, paired = compare_cases(a, b)
             print_table(console, _table(a, b, found, paired, (str(files[0]), str(path))))
-            if fail_above is not None:
-                more, judged = regressions(a, found, fail_above)
-                worse += more
-                num_judged += judged
+            more, judged = regressions(a, found, fail_above or 0.0)
+            worse += more
+            num_judged += judged
             told.append(
                 {"name": a.name, "paired": paired, "comparisons": [one.to_dict() for one in found]}
             )

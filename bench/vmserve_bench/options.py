@@ -18,7 +18,6 @@ __all__ = [
     "JsonPath",
     "MarkdownPath",
     "Output",
-    "Plots",
     "Quick",
     "Rate",
     "Scale",
@@ -74,10 +73,7 @@ MarkdownPath = Annotated[
     Path | None,
     typer.Option("--markdown", help="Write the tables to this file.", callback=check_writable),
 ]
-Plots = Annotated[
-    Path | None, typer.Option(help="Draw a plot of each section into this directory.")
-]
 Output = Annotated[
     Path | None,
-    typer.Option(help="Write results.json, tables.md and plots into this directory."),
+    typer.Option(help="Write results.json and tables.md into this directory."),
 ]

@@ -3,8 +3,8 @@
     python benchmarks/gpu/compile_matrix.py                # all: about four minutes
     python benchmarks/gpu/compile_matrix.py --out results/compile.json
 
-Prints registers, shared memory and spills of each kernel as a table; the exit status is 1 if any
-kernel spills. The JSON has the tensor cores' instructions, too.
+Prints registers, shared memory and spills of each kernel; the exit status is 1 if any kernel
+spills. The JSON has the tensor cores' instructions, too.
 """
 
 from __future__ import annotations
@@ -15,22 +15,21 @@ import json
 import struct
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from vmserve_bench.lab.report import replace_text
 
 from vmserve.attention.cuda.compile import (
     CompileError,
-    KernelResources,
     compile_cubin,
     compiler_version,
     resources_of,
 )
 from vmserve.attention.cuda.variant import HEAD_DIMS, Sizes, Variant, sizes_for
-
-__all__ = ["ARCHITECTURES", "VARIANTS", "Row", "main", "measure", "sizes_of"]
 
 #: Shared memory in bytes: for a block, and of a multiprocessor (CUDA programming guide, technical
 #: specifications per compute capability).
@@ -57,34 +56,24 @@ VARIANTS = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    variant: str
-    architecture: str
-    resources: KernelResources
-    shared_bytes: int
-    cubin_bytes: int
-    #: How many of each (:data:`OPCODES`).
-    instructions: Mapping[str, int]
-
-
 def sizes_of(variant: Variant, architecture: str) -> Sizes:
     return sizes_for(variant.head_dim, *ARCHITECTURES[architecture], fp8=variant.fp8)
 
 
-def measure(variant: Variant, architecture: str) -> list[Row]:
-    """One row for each kernel."""
+def measure(variant: Variant, architecture: str) -> list[dict[str, Any]]:
+    """One row for each kernel; ``instructions``: how many of each of :data:`OPCODES`."""
     sizes = sizes_of(variant, architecture)
     cubin, log = compile_cubin(variant, sizes, architecture)
     return [
-        Row(
-            variant.name,
-            architecture,
-            resources,
-            sizes.shared_bytes(name),
-            len(cubin),
-            instructions(cubin, name),
-        )
+        {
+            "variant": variant.name,
+            "architecture": architecture,
+            "resources": asdict(resources),
+            "spills": resources.spills,
+            "shared_bytes": sizes.shared_bytes(name),
+            "cubin_bytes": len(cubin),
+            "instructions": instructions(cubin, name),
+        }
         for name, resources in resources_of(log).items()
     ]
 
@@ -108,28 +97,6 @@ def _section(elf: bytes, wanted: str) -> bytes:
     raise KeyError(wanted)
 
 
-def table(rows: Sequence[Row]) -> str:
-    """A line for each variant and architecture: registers, and KiB of shared memory, by kernel."""
-    kernels = sorted({row.resources.kernel for row in rows})
-    lines = [
-        f"{'variant':18} {'target':8} " + " ".join(f"{name:>13}" for name in kernels),
-    ]
-    keys = sorted({(row.variant, row.architecture) for row in rows})
-    for key in keys:
-        cells = {r.resources.kernel: r for r in rows if (r.variant, r.architecture) == key}
-        columns = []
-        for name in kernels:
-            row = cells[name]
-            text = f"{row.resources.registers} r"
-            if row.shared_bytes:
-                text += f" {row.shared_bytes / 1024:.0f} K"
-            if row.resources.spills:
-                text += " SPILLS"
-            columns.append(f"{text:>13}")
-        lines.append(f"{key[0]:18} {key[1]:8} " + " ".join(columns))
-    return "\n".join(lines)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
@@ -138,22 +105,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="where to write the rows as JSON")
     options = parser.parse_args(arguments)
-    rows: list[Row] = []
+    rows: list[dict[str, Any]] = []
+    print(f"{compiler_version()}; registers of a thread, KiB of shared memory of a block")
     try:
         for architecture, name in itertools.product(options.architectures, options.variants):
-            rows += measure(VARIANTS[name], architecture)
+            found = measure(VARIANTS[name], architecture)
+            rows += found
+            cells = [
+                f"{row['resources']['kernel']} {row['resources']['registers']}"
+                + f" {row['shared_bytes'] / 1024:.0f} K" * bool(row["shared_bytes"])
+                + " SPILLS" * row["spills"]
+                for row in found
+            ]
+            print(f"{name:18} {architecture:8} {', '.join(cells)}", flush=True)
     except CompileError as error:
         sys.exit(f"compile_matrix.py: {' '.join(str(error).split())}")
-    spilling = [row for row in rows if row.resources.spills]
-    print(f"{compiler_version()}; r: registers of a thread; K: KiB of shared memory of a block")
-    print(table(rows))
-    verdict = f"{len(spilling)} kernels spill" if spilling else "no kernel spills"
+    num_spilling = sum(row["spills"] for row in rows)
+    verdict = f"{num_spilling} kernels spill" if num_spilling else "no kernel spills"
     print(f"{len(rows)} kernels, {verdict}")
     if options.out is not None:
-        report = {"compiler": compiler_version(), "rows": [asdict(row) for row in rows]}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 1 if spilling else 0
+        report = {"compiler": compiler_version(), "rows": rows}
+        replace_text(options.out, json.dumps(report, indent=1) + "\n")
+    return 1 if num_spilling else 0
 
 
 if __name__ == "__main__":

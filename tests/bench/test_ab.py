@@ -13,36 +13,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from vmserve_bench.ab import experiment
+from vmserve_bench.ab import client, experiment, results
 from vmserve_bench.ab.client import Load, RunFailedError, serve
 from vmserve_bench.ab.experiment import (
     Engines,
     Settings,
     Workload,
     orders,
-    run_once,
     run_workload,
 )
-from vmserve_bench.ab.jobs import Decoding, Job, Prompts
-from vmserve_bench.ab.metrics import METRICS, Metric, Slo, headline_names, summarize
+from vmserve_bench.ab.jobs import Decoding, Job
+from vmserve_bench.ab.metrics import METRICS, Slo, judgement, summarize
 from vmserve_bench.ab.plan import LoadOptions, duration
-from vmserve_bench.ab.record import MemorySample, RequestSample, RunRecord, StepSample
+from vmserve_bench.ab.record import (
+    MEMORY_COLUMNS,
+    MEMORY_STATES,
+    RequestSample,
+    RunRecord,
+    memory_row,
+)
 from vmserve_bench.ab.regret import regret
-from vmserve_bench.ab.results import SCHEMA, SCHEMA_VERSION, judgement
 from vmserve_bench.ab.search import Bracket, RateSearch, search_rate
 from vmserve_bench.ab.traffic import KINDS
 from vmserve_bench.ab.variants import Variant, parse_variants
 from vmserve_bench.command import app
-from vmserve_bench.lab.statistics import Comparison, Effect
 from vmserve_bench.workloads.shapes import RequestShape
 
-from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.sampling import SamplingParams
 
 COMMON = {"max_model_len": 256, "kv_cache_memory": "64MiB", "max_num_seqs": 8}
 
@@ -64,16 +68,24 @@ def job(num_in: int, num_out: int, index: int = 0, at: float = 0.0, **more: Any)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[LLMEngine]:
-    made = LLMEngine(EngineConfig.from_options({**COMMON, "kv_regime": "virtual"}))
-    yield made
-    made.close()
+def engines() -> Iterator[Engines]:
+    # A collection visits torch's modules, which takes longer than all that is served here.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client, "gc", SimpleNamespace(collect=lambda: None))
+        with Engines(parse_variants(["virtual,paged"]), COMMON) as made:
+            yield made
 
 
 @pytest.fixture(scope="module")
-def engines() -> Iterator[Engines]:
-    with Engines(parse_variants(["virtual,paged"]), COMMON) as made:
-        yield made
+def engine(engines: Engines) -> Iterator[LLMEngine]:
+    with engines.use("virtual") as one:
+        yield one
+
+
+@pytest.fixture
+def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw nothing."""
+    monkeypatch.setattr(results, "render", lambda document: "")
 
 
 # -- the client
@@ -86,7 +98,7 @@ def test_every_job_gets_its_tokens(engine: LLMEngine) -> None:
         job(20, 6, 2, decoding=Decoding("parallel", 3)),
         job(20, 6, 3, decoding=Decoding("beam", 2)),
     ]
-    record = run_once(engine, jobs, Load(), seed=1)
+    record = serve(engine, jobs, Load(), seed=1)
     assert [
         (one.num_input_tokens, one.num_output_tokens, one.num_sequences, one.is_streamed)
         for one in record.requests
@@ -97,42 +109,29 @@ def test_every_job_gets_its_tokens(engine: LLMEngine) -> None:
     assert (single.tpot_s, beam.tpot_s is not None) == (None, True)
     assert beam.ttft_s < beam.e2e_s <= record.elapsed_s
     assert {one.kv_regime for one in record.requests} == {"virtual"}
-    assert sum(step.num_tokens for step in record.steps) == record.counters["tokens_computed_total"]
-    assert record.steps[-1].ended_s == record.elapsed_s
-    assert record.memory[0].at_s == 0.0
-    assert record.memory[-1].used_bytes == 0
+    assert sum(record.steps["tokens"]) == record.counters["tokens_computed_total"]
+    assert record.steps["ended_us"][-1] == round(record.elapsed_s * 1e6)
+    assert record.memory["at_us"][0] == 0
+    assert record.memory["tokens_bytes"][-1] == record.memory["waste_bytes"][-1] == 0
     assert not engine.has_unfinished
 
 
-def test_a_run_says_the_same_again_and_in_the_other_view(engines: Engines) -> None:
-    jobs = [job(20, 8, 0), job(20, 8, 1, decoding=Decoding("parallel", 2))]
-    digests = []
-    for name in ("virtual", "paged", "virtual"):
-        with engines.use(name) as one:
-            record = run_once(one, jobs, Load(), seed=4)
-        digests.append([request.digest for request in record.requests])
-    assert digests[0] == digests[1] == digests[2]
-    assert digests[0][0] != digests[0][1]
-
-
 def test_the_prefix_cache_is_empty_when_a_run_begins(engine: LLMEngine) -> None:
-    shapes = [RequestShape(60, 2, 0.0, index, 0, 48) for index in range(3)]
-    jobs = [Job(shape) for shape in shapes]
+    jobs = [Job(RequestShape(60, 2, 0.0, index, 0, 48)) for index in range(3)]
     for _ in range(2):
-        record = run_once(engine, jobs, Load(concurrency=1), seed=0)
+        record = serve(engine, jobs, Load(concurrency=1), seed=0)
         assert [one.num_cached_tokens for one in record.requests] == [0, 48, 48]
     assert summarize(record)["prefix_hit_rate"] == pytest.approx(96 / 180)
 
 
 def test_a_closed_loop_has_so_many_at_once(engine: LLMEngine) -> None:
     jobs = [job(5, 6, index) for index in range(5)]
-    for concurrency, largest in ((1, 1), (2, 2), (None, 5)):
-        record = run_once(engine, jobs, Load(concurrency=concurrency), seed=0)
+    for concurrency, largest in ((2, 2), (None, 5), (1, 1)):
+        record = serve(engine, jobs, Load(concurrency=concurrency), seed=0)
         assert summarize(record)["batch_max"] == largest
-    alone = run_once(engine, jobs, Load(concurrency=1), seed=0)
-    ends = [one.token_times_s[-1] for one in alone.requests]
+    ends = [one.token_times_s[-1] for one in record.requests]
     assert ends == sorted(ends)
-    assert all(one.due_s >= end for one, end in zip(alone.requests[1:], ends, strict=False))
+    assert all(one.due_s >= end for one, end in zip(record.requests[1:], ends, strict=False))
 
 
 def test_turns_follow_each_other_with_their_history(engine: LLMEngine) -> None:
@@ -142,7 +141,7 @@ def test_turns_follow_each_other_with_their_history(engine: LLMEngine) -> None:
         job(70, 5, 2, previous=1),
     ]
     for load in (Load(), Load(is_open=True)):
-        record = run_once(engine, jobs, load, seed=0)
+        record = serve(engine, jobs, load, seed=0)
         first, second, third = record.requests
         assert second.due_s >= first.token_times_s[-1] + (0.01 if load.is_open else 0.0)
         assert third.due_s >= second.token_times_s[-1]
@@ -157,14 +156,14 @@ class FakeClock:
         self.time = 100.0
         self.slept: list[float] = []
 
-    def now(self) -> float:
+    def monotonic(self) -> float:
         self.time += 0.001
         return self.time
 
-    def cpu(self) -> float:
+    def process_time(self) -> float:
         return self.time / 2
 
-    def sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float, /) -> None:
         self.slept.append(seconds)
         self.time += seconds
 
@@ -172,8 +171,7 @@ class FakeClock:
 def test_an_open_loop_waits_and_counts_from_when_requests_were_due(engine: LLMEngine) -> None:
     jobs = [job(5, 3, 0, at=2.0), job(5, 3, 1, at=50.0), job(5, 3, 2, at=50.0)]
     clock = FakeClock()
-    prompts = Prompts(engine.model_config.vocab_size, 0)
-    record = serve(engine, jobs, Load(is_open=True), prompts, 0, clock=clock)
+    record = serve(engine, jobs, Load(is_open=True), 0, clock=clock)
     assert [one.due_s for one in record.requests] == [2.0, 50.0, 50.0]
     assert [round(seconds) for seconds in clock.slept] == [2, 48]
     # Two looks at the clock each step, one each time round: 0.002 to the first token or so.
@@ -184,10 +182,10 @@ def test_an_open_loop_waits_and_counts_from_when_requests_were_due(engine: LLMEn
 
 def test_what_cannot_be_served_is_said_before_the_run(engine: LLMEngine) -> None:
     with pytest.raises(InvalidRequestError, match="maximum context length is 256"):
-        run_once(engine, [job(300, 5)], Load(), seed=0)
+        serve(engine, [job(300, 5)], Load(), seed=0)
     wide = job(5, 5, decoding=Decoding("beam", 9))
     with pytest.raises(InvalidRequestError, match="beam_width must be at most 8"):
-        run_once(engine, [wide], Load(), seed=0)
+        serve(engine, [wide], Load(), seed=0)
 
 
 def test_a_failed_request_ends_the_run_and_leaves_nothing(
@@ -198,10 +196,10 @@ def test_a_failed_request_ends_the_run_and_leaves_nothing(
 
     monkeypatch.setattr(engine.runner, "execute", fail)
     with pytest.raises(RunFailedError, match="request 0 failed"):
-        run_once(engine, [job(5, 5)], Load(), seed=0)
+        serve(engine, [job(5, 5)], Load(), seed=0)
     monkeypatch.undo()
     assert not engine.has_unfinished
-    assert len(run_once(engine, [job(5, 5)], Load(), seed=0).requests) == 1
+    assert len(serve(engine, [job(5, 5)], Load(), seed=0).requests) == 1
 
 
 # -- metrics
@@ -215,19 +213,18 @@ def sample(
     )
 
 
-def by_hand() -> RunRecord:
+def by_hand(**counted: float) -> RunRecord:
     counters = Counter(
-        prefix_cache_queries_total=40,
-        prefix_cache_hits_total=10,
-        converted_to_paged_total=2,
-        converted_to_virtual_total=1,
-        cow_blocks_total=3,
-        copied_blocks_total=4,
-        attention_virtual_seconds_total=3,
-        attention_paged_seconds_total=1,
-        attention_virtual_predicted_seconds_total=1,
-        attention_paged_predicted_seconds_total=1,
-    )
+        prefix_cache_queries=40, prefix_cache_hits=10, converted_to_paged=2,
+        converted_to_virtual=1, cow_blocks=3, copied_blocks=4, attention_virtual_seconds=3,
+        attention_paged_seconds=1, attention_virtual_predicted_seconds=1,
+        attention_paged_predicted_seconds=1, **counted,
+    )  # fmt: skip
+    memory = [
+        (0, 0, 0, 0, 0, 100, 0, 0, 0),
+        (6_000_000, 40, 10, 20, 5, 25, 50, 1, 0),
+        (10_000_000, 80, 20, 0, 0, 0, 0, 1, 1),
+    ]
     return RunRecord(
         elapsed_s=10.0,
         cpu_s=15.0,
@@ -236,13 +233,9 @@ def by_hand() -> RunRecord:
             sample(1, 1.0, (3.0, 9.0), 4, width=2),
             sample(2, 2.0, (10.0,), 1),
         ),
-        steps=(StepSample(5.0, 5.0, 1, 8), StepSample(10.0, 5.0, 3, 5)),
-        memory=(
-            MemorySample(0.0, (0, 0, 0, 0, 100), 0, 0, 0),
-            MemorySample(6.0, (40, 10, 20, 5, 25), 50, 1, 0),
-            MemorySample(10.0, (80, 20, 0, 0, 0), 0, 1, 1),
-        ),
-        counters=counters,
+        steps={"sequences": [1, 3]},
+        memory=dict(zip(MEMORY_COLUMNS, map(list, zip(*memory, strict=True)), strict=True)),
+        counters=Counter({f"{name}_total": value for name, value in counters.items()}),
     )
 
 
@@ -250,110 +243,83 @@ def test_metrics_by_hand() -> None:
     found = summarize(by_hand(), Slo(ttft_s=2.0), price_per_hour=3.6)
     expected = {
         "output_tokens_per_s": 1.2,  # 3 + 2 x 4 + 1
-        "total_tokens_per_s": 4.2,
-        "requests_per_s": 0.3,
-        "goodput_per_s": 0.2,
-        "goodput_share": 2 / 3,
-        "ttft_mean_s": 11 / 3,
-        "ttft_p50_s": 2.0,
-        "tpot_mean_s": (1.0 + 2.0) / 2,
-        "itl_mean_s": 1.0,  # 0.5 and 1.5; beams are seen at their end only
-        "itl_p99_s": 1.49,
-        "e2e_p50_s": 8.0,
-        "normalized_mean_s": (1.0 + 2.0 + 8.0) / 3,
-        "kv_used_peak_bytes": 100,
-        "kv_used_mean_bytes": 0.6 * 50 + 0.4 * 100,
-        "kv_mapped_peak_bytes": 100,
-        "kv_committed_peak_bytes": 100,
-        "kv_waste_mean_bytes": 0.6 * 10 + 0.4 * 20,
-        "kv_token_share": 0.8,
-        "sharing_saved_share": 30 / 100,
-        "prefix_hit_rate": 0.25,
-        "virtual_share": 1.0 / 1.4,
-        "batch_mean": 2.0,
-        "batch_max": 3,
-        "conversions": 3,
-        "blocks_copied": 7,
-        "preemptions": 0,
-        "cpu_s": 15.0,
-        "cost_per_million": 3.6 / (1.2 * 3600) * 1e6,
-    }
+        "total_tokens_per_s": 4.2, "requests_per_s": 0.3,
+        "goodput_per_s": 0.2, "goodput_share": 2 / 3,
+        "ttft_mean_s": 11 / 3, "ttft_p50_s": 2.0, "tpot_mean_s": (1.0 + 2.0) / 2,
+        # 0.5 and 1.5; beams are seen at their end only
+        "itl_mean_s": 1.0, "itl_p99_s": 1.49,
+        "e2e_p50_s": 8.0, "normalized_mean_s": (1.0 + 2.0 + 8.0) / 3,
+        "kv_used_peak_bytes": 100, "kv_used_mean_bytes": 0.6 * 50 + 0.4 * 100,
+        "kv_mapped_peak_bytes": 100, "kv_committed_peak_bytes": 100,
+        "kv_waste_mean_bytes": 0.6 * 10 + 0.4 * 20, "kv_token_share": 0.8,
+        "sharing_saved_share": 30 / 100, "virtual_share": 1.0 / 1.4, "prefix_hit_rate": 0.25,
+        "batch_mean": 2.0, "batch_max": 3, "conversions": 3, "blocks_copied": 7, "preemptions": 0,
+        "attention_s": 4, "attention_predicted": 0.5,
+        "cpu_s": 15.0, "cost_per_million": 3.6 / (1.2 * 3600) * 1e6,
+    }  # fmt: skip
     assert {name: found[name] for name in expected} == pytest.approx(expected)
     assert list(found) == list(METRICS)
-    drafts = {"draft_tokens": 8, "accepted_tokens": 2}
-    counters = {f"spec_decode_num_{name}_total": count for name, count in drafts.items()}
-    counters |= {"generation_tokens_total": 12}
-    found = summarize(replace(by_hand(), counters=Counter(by_hand().counters) + Counter(counters)))
+    drafts = {"spec_decode_num_draft_tokens": 8, "spec_decode_num_accepted_tokens": 2}
+    found = summarize(by_hand(**drafts, generation_tokens=12))
     names = ("drafted_tokens", "accepted_share", "tokens_per_row")
     assert [found[name] for name in names] == [8, 0.25, 1.2]
 
 
 def test_what_a_run_has_not_is_none() -> None:
-    found = summarize(by_hand())
-    assert found["goodput_share"] is found["goodput_per_s"] is found["cost_per_million"] is None
-    only_beams = RunRecord(10.0, 1.0, (by_hand().requests[1],), by_hand().steps,
-                           by_hand().memory, Counter())  # fmt: skip
-    found = summarize(only_beams)
-    assert found["itl_p99_s"] is found["prefix_hit_rate"] is None
+    found = summarize(replace(by_hand(), requests=by_hand().requests[1:2], counters=Counter()))
+    for name in ("goodput_share", "goodput_per_s", "cost_per_million", "itl_p99_s"):
+        assert found[name] is None
+    assert summarize(RunRecord(1.0, 1.0, by_hand().requests))["kv_used_peak_bytes"] is None
 
 
 def test_slos() -> None:
-    fast, slow, single = by_hand().requests
-    assert [Slo(tpot_s=1.5).met_by(one) for one in (fast, slow, single)] == [True, False, True]
-    assert [Slo(ttft_s=2.0).met_by(one) for one in (fast, slow, single)] == [True, True, False]
-    assert not Slo()
-    assert Slo(tpot_s=1.0)
+    requests = by_hand().requests  # a fast one, a slow one, and one of one token
+    assert [Slo(tpot_s=1.5).met_by(one) for one in requests] == [True, False, True]
+    assert [Slo(ttft_s=2.0).met_by(one) for one in requests] == [True, True, False]
+    assert (bool(Slo()), bool(Slo(tpot_s=1.0))) == (False, True)
 
 
-def test_headlines_are_eight() -> None:
-    assert headline_names() == [
-        "output_tokens_per_s", "ttft_p50_s", "tpot_p50_s", "itl_p99_s", "e2e_p95_s",
-        "normalized_mean_s", "kv_used_peak_bytes", "cpu_s",
-    ]  # fmt: skip
-
-
-def test_memory_by_state_adds_up(engine: LLMEngine) -> None:
-    engine.add_request("a", [5] * 40, _params(30))
+def sampled(engine: LLMEngine, num_tokens: int, n: int) -> tuple[dict[str, int], Any]:
+    """The memory after some steps of a request, by column, and as the engine has it."""
+    engine.add_request("a", [5] * num_tokens, SamplingParams(n=n, max_tokens=30, ignore_eos=True))
     for _ in range(3):
         engine.step()
     stats = engine.memory.stats()
-    found = MemorySample.of(1.0, stats)
-    assert found.committed_bytes == stats.committed_pages * stats.page_bytes
-    assert found.used_bytes == stats.used_pages * stats.page_bytes
-    token_bytes = stats.page_bytes // stats.page_tokens
-    assert found.state_bytes[0] == stats.used_tokens * token_bytes
-    assert found.saved_bytes == 0
     engine.abort("a")
+    return dict(zip(MEMORY_COLUMNS, memory_row(1.0, stats), strict=True)), stats
 
 
-def test_saved_bytes_are_blocks_that_sequences_share() -> None:
-    paged = LLMEngine(EngineConfig.from_options({**COMMON, "kv_regime": "paged"}))
-    paged.add_request("a", [5] * 48, _params(30, n=4))
-    for _ in range(3):
-        paged.step()
-    stats = paged.memory.stats()
-    block_bytes = stats.page_bytes // stats.blocks_per_page
-    assert MemorySample.of(1.0, stats).saved_bytes == 3 * 3 * block_bytes
-    paged.close()
+def test_memory_by_state_adds_up(engines: Engines) -> None:
+    with engines.use("virtual") as engine:
+        found, stats = sampled(engine, 40, 1)
+    states = [found[f"{state}_bytes"] for state in MEMORY_STATES]
+    assert sum(states) == stats.committed_pages * stats.page_bytes
+    assert sum(states[:2]) == stats.used_pages * stats.page_bytes
+    assert states[0] == stats.used_tokens * stats.page_bytes // stats.page_tokens
+    assert (found["at_us"], found["saved_bytes"], found["virtual"]) == (1_000_000, 0, 1)
+    with engines.use("paged") as engine:
+        found, stats = sampled(engine, 48, 4)
+    # Four sequences share three blocks.
+    assert found["saved_bytes"] == 3 * 3 * stats.page_bytes // stats.blocks_per_page
 
 
-def _params(num_tokens: int, n: int = 1) -> Any:
-    from vmserve.sampling import SamplingParams
-
-    return SamplingParams(n=n, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-
-
-@pytest.mark.parametrize(
-    ("metric", "value", "text"),
-    [
+def test_numbers_for_people() -> None:
+    for metric, value, text in (
         ("ttft_p50_s", 0.01234, "12.3 ms"), ("ttft_p50_s", 2.5, "2.5 s"), ("map_s", 0.0, "0 us"),
         ("kv_used_peak_bytes", 3 << 20, "3 MiB"), ("prefix_hit_rate", 0.123, "12.3%"),
         ("output_tokens_per_s", 12345.6, "12,346"), ("preemptions", 3.0, "3"),
         ("preemptions", None, "-"),
-    ],
-)  # fmt: skip
-def test_numbers_for_people(metric: str, value: float | None, text: str) -> None:
-    assert METRICS[metric].format(value) == text
+    ):  # fmt: skip
+        assert METRICS[metric].format(value) == text
+
+
+def test_verdicts_in_words() -> None:
+    for verdict, better, told in (
+        ("higher", "lower", "worse"), ("higher", "higher", "better"), ("lower", "lower", "better"),
+        ("higher", None, "higher"), ("no difference shown", "lower", "no difference shown"),
+        (None, "lower", ""),
+    ):  # fmt: skip
+        assert judgement(verdict, better) == told  # type: ignore[arg-type]
 
 
 # -- variants and options
@@ -364,17 +330,18 @@ def test_variants_and_their_options() -> None:
         ["virtual,paged", "small=kv-page-size=64KiB,kv_mapper=off,max_num_seqs=8",
          "b=enable_prefix_caching=no,gpu_memory_utilization=0.5,kv_page_size=none"]
     )  # fmt: skip
+    small = {"kv_page_size": "64KiB", "kv_mapper": "off", "max_num_seqs": 8}
+    b = {"enable_prefix_caching": False, "gpu_memory_utilization": 0.5, "kv_page_size": None}
     assert found == [
         Variant("virtual", {"kv_regime": "virtual"}),
         Variant("paged", {"kv_regime": "paged"}),
-        Variant("small", {"kv_page_size": "64KiB", "kv_mapper": "off", "max_num_seqs": 8}),
-        Variant(
-            "b",
-            {"enable_prefix_caching": False, "gpu_memory_utilization": 0.5, "kv_page_size": None},
-        ),
+        Variant("small", small),
+        Variant("b", b),
     ]
     config = found[2].config({"max_num_seqs": 4, "seed": 7})
     assert (config.max_num_seqs, config.seed) == (8, 7)
+    with pytest.raises(ConfigurationError, match="variant x: kv_mapper: 'sometimes' is not one of"):
+        Variant("x", {"kv_mapper": "sometimes"}).config({})
 
 
 @pytest.mark.parametrize(
@@ -389,17 +356,11 @@ def test_variants_and_their_options() -> None:
         (["virtual", "x=enforce_eager=perhaps"], "x: enforce_eager is on or off, not 'perhaps'"),
         (["virtual,x=kv_mapper=off"], "give variants with options a --variants of their own"),
     ],
-)  # fmt: skip
+)
 def test_bad_variants_are_told(given: list[str], told: str) -> None:
     with pytest.raises(ConfigurationError) as error:
         parse_variants(given)
     assert told in str(error.value)
-
-
-def test_a_bad_value_names_its_variant() -> None:
-    variant = Variant("x", {"kv_mapper": "sometimes"})
-    with pytest.raises(ConfigurationError, match="variant x: kv_mapper: 'sometimes' is not one of"):
-        variant.config({})
 
 
 def test_durations() -> None:
@@ -417,6 +378,7 @@ def test_durations() -> None:
         (LoadOptions(search=True, rate=1.0), True, "leave --rate"),
         (LoadOptions(search=True), False, "needs an objective"),
         (LoadOptions(burstiness=0.5), False, "give --rate"),
+        (LoadOptions(rate=0.0), False, "--rate: 0 is not a number above 0"),
     ],
 )
 def test_loads_that_exclude_each_other(options: LoadOptions, has_slo: bool, told: str) -> None:
@@ -452,17 +414,71 @@ def test_rounds_pair_the_same_requests(engines: Engines) -> None:
         engines, Workload("w", make), Settings(rounds=3, warmup=1, seed=5), progress
     )
     assert seeds == [1_000_005, 5, 6, 7]
-    assert [one.order for one in result.rounds] == orders(["virtual", "paged"], 3)
+    assert [tuple(one["order"]) for one in result.rounds] == orders(["virtual", "paged"], 3)
     assert progress.num_finished == 2 * 2 * 4
     assert [len(set(run.split(","))) for run in progress.runs] == [3] * 8
     for one in result.rounds:
-        assert list(one.records) == ["virtual", "paged"]
-        virtual, paged = one.records.values()
-        assert [r.num_input_tokens for r in virtual.requests] == [10 + one.seed % 3] * 2
-        assert [r.digest for r in virtual.requests] == [r.digest for r in paged.requests]
-        assert {r.kv_regime for r in paged.requests} == {"paged"}
-    assert result.same_answers == {"paged": (6, 6)}
-    assert [c.metric for c in result.comparisons["paged"]][:1] == ["elapsed_s"]
+        assert list(one["runs"]) == ["virtual", "paged"]
+        virtual, paged = (run["requests"] for run in one["runs"].values())
+        assert [each["input_tokens"] for each in virtual] == [10 + one["seed"] % 3] * 2
+        assert [each["digest"] for each in virtual] == [each["digest"] for each in paged]
+        assert {each["kv_regime"] for each in paged} == {"paged"}
+    assert result.same_answers == {"paged": {"same": 6, "of": 6}}
+    assert [one["metric"] for one in result.comparisons["paged"]][:1] == ["elapsed_s"]
+
+
+class FakeEngines(Engines):
+    """Notes which engines are made, and makes none."""
+
+    def __init__(self) -> None:
+        super().__init__(parse_variants(["virtual,paged"]), COMMON)
+        self.made: list[str] = []
+
+    @contextmanager
+    def use(self, name: str) -> Iterator[Any]:
+        if name not in self._kept:
+            self.made.append(name)
+            self._kept[name] = name  # type: ignore[assignment]
+        yield name
+
+    def renew(self) -> None:
+        self._kept.clear()
+
+
+def test_engines_are_made_anew_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of the round to come, each time warmed up with other requests."""
+    seeds: list[int] = []
+
+    def make(seed: int) -> list[Job]:
+        seeds.append(seed)
+        return [job(10, 2, 0)]
+
+    monkeypatch.setattr(experiment, "serve", lambda *_: by_hand())
+    engines, progress = FakeEngines(), Silent()
+    settings = Settings(rounds=4, renew_every=2)
+    run_workload(engines, Workload("w", make), settings, progress)
+    assert len(progress.runs) == 2 * settings.num_runs
+    assert engines.made == ["virtual", "paged", "paged", "virtual"]
+    assert seeds == [1_000_000, 0, 1, 1_000_002, 2, 3]
+
+
+def test_the_fastest_try_of_a_round_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    seconds = iter([3.0, 5.0, 4.0, 2.0, 1.0, 9.0])
+
+    def timed(engine: str, *_: Any) -> RunRecord:
+        ran.append(engine)
+        return replace(by_hand(), elapsed_s=next(seconds))
+
+    monkeypatch.setattr(experiment, "serve", timed)
+    settings = Settings(rounds=1, warmup=0, tries=3)
+    progress = Silent()
+    workload = Workload("w", lambda seed: [job(10, 2, 0)])
+    result = run_workload(FakeEngines(), workload, settings, progress)
+    assert ran == ["virtual", "paged", "paged", "virtual", "virtual", "paged"]
+    assert result.values("virtual", "elapsed_s") == [1.0]
+    assert result.values("paged", "elapsed_s") == [4.0]
+    assert len(progress.runs) == 2 * settings.num_runs
 
 
 def test_engines_are_kept_or_made_anew() -> None:
@@ -475,56 +491,7 @@ def test_engines_are_kept_or_made_anew() -> None:
                 assert (first is second) is not rebuild
 
 
-def test_engines_are_made_anew_between_rounds() -> None:
-    """In the order of the round to come, each time warmed up with other requests."""
-    seeds: list[int] = []
-
-    def make(seed: int) -> list[Job]:
-        seeds.append(seed)
-        return [job(10, 2, 0)]
-
-    made: list[str] = []
-
-    class Counted(Engines):
-        @contextmanager
-        def use(self, name: str) -> Iterator[LLMEngine]:
-            is_new = name not in self._kept
-            with super().use(name) as engine:
-                if is_new:
-                    made.append(name)
-                yield engine
-
-    with Counted(parse_variants(["virtual,paged"]), COMMON) as engines:
-        settings = Settings(rounds=4, renew_every=2)
-        progress = Silent()
-        run_workload(engines, Workload("w", make), settings, progress)
-    assert len(progress.runs) == 2 * settings.num_runs
-    assert made == ["virtual", "paged", "paged", "virtual"]
-    assert seeds == [1_000_000, 0, 1, 1_000_002, 2, 3]
-
-
-def test_the_fastest_try_of_a_round_counts(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ran: list[str] = []
-    seconds = iter([3.0, 5.0, 4.0, 2.0, 1.0, 9.0])
-
-    def timed(engine: LLMEngine, *arguments: Any) -> RunRecord:
-        ran.append(engine.config.kv_regime)
-        return replace(run_once(engine, *arguments), elapsed_s=next(seconds))
-
-    monkeypatch.setattr(experiment, "run_once", timed)
-    settings = Settings(rounds=1, warmup=0, tries=3)
-    progress = Silent()
-    workload = Workload("w", lambda seed: [job(10, 2, 0)])
-    result = run_workload(engines, workload, settings, progress)
-    assert ran == ["virtual", "paged", "paged", "virtual", "virtual", "paged"]
-    assert result.values("virtual", "elapsed_s") == [1.0]
-    assert result.values("paged", "elapsed_s") == [4.0]
-    assert len(progress.runs) == 2 * settings.num_runs
-
-
-# -- the search
+# -- the search and regret
 
 
 def test_a_bracket_finds_a_rate() -> None:
@@ -546,114 +513,86 @@ def test_a_search_probes_every_variant_in_every_round(engines: Engines) -> None:
     generous = Settings(rounds=2, slo=Slo(ttft_s=100.0))
     search = RateSearch("s", make, steps=2)
     result = search_rate(engines, search, generous, Silent())
-    assert len(result.probes) == 2 * 2 * 2
-    assert all(probe.passed for probe in result.probes)
-    assert result.rates == {"virtual": [None, None], "paged": [None, None]}
-    assert result.comparisons == {"paged": None}
-    low, high = result.bounds
-    assert all(low < probe.rate < high for probe in result.probes)
+    assert len(result["probes"]) == 2 * 2 * 2
+    assert all(probe["passed"] for probe in result["probes"])
+    assert result["max_rate_per_s"] == {"virtual": [None, None], "paged": [None, None]}
+    assert result["comparisons"] == {"paged": None}
+    capacity = result["closed_loop_per_s"]
+    assert all(capacity / 16 < probe["rate_per_s"] < 2 * capacity for probe in result["probes"])
     strict = Settings(rounds=1, slo=Slo(ttft_s=1e-9))
-    assert not any(probe.passed for probe in search_rate(engines, search, strict, Silent()).probes)
-
-
-# -- regret
+    probes = search_rate(engines, search, strict, Silent())["probes"]
+    assert not any(probe["passed"] for probe in probes)
 
 
 def test_regret_is_against_the_better_one() -> None:
     wobble = [1.0, 1.01, 0.99, 1.02, 0.98, 1.0, 1.01, 0.99]
-    virtual = [2.0 * w for w in wobble]
-    paged = [3.0 * w for w in wobble]
+    fixed = {"virtual": [2.0 * w for w in wobble], "paged": [3.0 * w for w in wobble]}
 
     def times(factor: float) -> list[float]:
         return [2.0 * factor * w for w in reversed(wobble)]
 
-    equal = regret(times(1.0), {"virtual": virtual, "paged": paged})
+    equal = regret(times(1.0), fixed)
     assert (equal.better, equal.outcome) == ("virtual", "PASS")
     assert equal.value == pytest.approx(0.0, abs=1e-9)
     assert equal.low is not None
     assert equal.high is not None
     assert equal.low < 0.0 < equal.high < 0.05
-    slow = regret(times(1.2), {"virtual": virtual, "paged": paged})
+    slow = regret(times(1.2), fixed)
     assert (slow.outcome, round(slow.value, 6)) == ("FAIL", 0.2)
-    unclear = regret(times(1.045), {"virtual": virtual, "paged": paged})
-    assert unclear.outcome == "not shown"
+    assert regret(times(1.045), fixed).outcome == "not shown"
     # Better than one and worse than the other: the better one counts.
-    assert regret(times(1.2), {"paged": paged, "virtual": virtual}).outcome == "FAIL"
-    faster = regret(times(0.9), {"virtual": virtual, "paged": paged})
-    assert faster.outcome == "PASS"
-    assert faster.value == pytest.approx(-0.1)
-
-
-def test_regret_of_few_rounds_has_no_interval() -> None:
+    assert regret(times(1.2), dict(reversed(fixed.items()))).outcome == "FAIL"
+    faster = regret(times(0.9), fixed)
+    assert (faster.outcome, faster.value) == ("PASS", pytest.approx(-0.1))
+    # Too few rounds for an interval, and rounds that all say the same.
     found = regret([1.0] * 5, {"virtual": [1.0] * 5, "paged": [2.0] * 5})
     assert (found.low, found.high, found.outcome) == (None, None, "not shown")
     exact = regret([1.0] * 6, {"virtual": [1.0] * 6, "paged": [2.0] * 6})
     assert (exact.low, exact.high, exact.outcome) == (0.0, 0.0, "PASS")
 
 
+@pytest.mark.usefixtures("no_report")
 def test_the_benchmark_of_regimes_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks/regimes"))
     benchmark = importlib.import_module("run")
     del sys.modules["run"]  # a later test may mean another module of that name
-    out = tmp_path / "out"
-    options = ["--quick", "--rounds", "1", "--workloads", "alpaca", "--output", str(out)]
-    assert benchmark.main(options) == 0
+    monkeypatch.setattr(benchmark, "TRIES", 1)
+    options = ["--quick", "--rounds", "1", "--workloads", "alpaca", "--same", "paged"]
+    assert benchmark.main([*options, "--output", str(tmp_path)]) == 0
     assert "regret of auto" in capsys.readouterr().out
-    assert "regret of auto" in (out / "tables.md").read_text()
-    assert (out / "report.html").exists()
-    results = json.loads((out / "results.json").read_text())
-    assert results["regrets"]["alpaca"]["elapsed_s"]["outcome"] == "not shown"
-    [one] = results["workloads"][0]["rounds"]
+    assert ", --same paged." in (tmp_path / "tables.md").read_text()
+    assert (tmp_path / "report.html").exists()
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["regrets"]["alpaca"]["elapsed_s"]["outcome"] == "not shown"
+    [one] = found["workloads"][0]["rounds"]
     assert set(one["metrics"]) == {"virtual", "paged", "auto"}
     assert "runs" not in one
+    assert [one["resolved"]["kv_regime"] for one in found["variants"]] == ["paged"] * 3
     assert set(benchmark.SIZES) <= set(KINDS)
-    again = tmp_path / "same"
-    assert benchmark.main([*options[:-1], str(again), "--same", "paged"]) == 0
-    assert ", --same paged." in (again / "tables.md").read_text()
-    variants = json.loads((again / "results.json").read_text())["variants"]
-    assert [one["resolved"]["kv_regime"] for one in variants] == ["paged"] * 3
 
 
-# -- words and the command
-
-
-def test_verdicts_in_words() -> None:
-    effect = Effect(1.5, 1.2, 1.9, 0.0001, 8)
-    lower, higher, neither = (Metric("m", "m", "s", better) for better in ("lower", "higher", None))  # type: ignore[arg-type]
-    rise = Comparison("m", effect, "higher", 0.001)
-    assert [judgement(rise, one) for one in (lower, higher, neither)] == [
-        "worse", "better", "higher",
-    ]  # fmt: skip
-    assert judgement(Comparison("m", effect, "lower", 0.001), lower) == "better"
-    assert judgement(Comparison("m", effect, "no difference shown", 1.0), lower) == (
-        "no difference shown"
-    )
-    assert judgement(Comparison("m", effect, None, None), lower) == ""
-
+# -- the command
 
 SMALL = ["--num-requests", "2", "--max-len", "64", "--rounds", "1", "--warmup", "0",
          "--kv-cache-memory", "64MiB", "--max-model-len", "256"]  # fmt: skip
 
 
-def invoke(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["ab", *arguments], catch_exceptions=False)
+def invoke(out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
+    command = ["ab", *SMALL, *arguments, "--output", str(out)]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    return done.output
+    return done.output, json.loads((out / "results.json").read_text())
 
 
 def test_the_command_writes_everything(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    told = invoke(*SMALL, "--workload", "chat,beam", "--slo-ttft", "100s", "--price-per-hour", "2",
-                  "--output", str(out))  # fmt: skip
+    told, found = invoke(tmp_path, "--slo-ttft", "100s", "--price-per-hour", "2")
     assert "chat: 2 requests" in told
-    assert "beam: 2 requests" in told
-    results = json.loads((out / "results.json").read_text())
-    assert (results["schema"], results["schema_version"]) == (SCHEMA, SCHEMA_VERSION)
-    assert [one["name"] for one in results["variants"]] == ["virtual", "paged", "auto"]
-    assert [one["name"] for one in results["workloads"]] == ["chat", "beam"]
-    chat, beam = results["workloads"]
+    assert (tmp_path / "report.html").exists()
+    assert (found["schema"], found["schema_version"]) == ("vmserve-bench-ab", 1)
+    assert [one["name"] for one in found["variants"]] == ["virtual", "paged", "auto"]
+    [chat] = found["workloads"]
     [first] = chat["rounds"]
     assert first["order"] == ["virtual", "paged", "auto"]
     assert first["metrics"]["auto"]["goodput_share"] == 1.0
@@ -662,65 +601,53 @@ def test_the_command_writes_everything(tmp_path: Path) -> None:
     assert len(run["requests"][0]["itl_us"]) == run["requests"][0]["output_tokens"] - 1
     assert len({len(column) for column in run["memory"].values()}) == 1
     assert len({len(column) for column in run["steps"].values()}) == 1
-    assert beam["described"]["decoding"] == ["beam 4"]
-    assert results["machine"]["python"]
+    assert found["machine"]["python"]
 
 
+@pytest.mark.usefixtures("no_report")
 def test_the_command_takes_traces_prompts_and_named_variants(tmp_path: Path) -> None:
-    trace = tmp_path / "mine.jsonl"
+    trace, prompts = tmp_path / "mine.jsonl", tmp_path / "asked.txt"
     trace.write_text('{"timestamp": 0, "input_length": 30, "output_length": 2}\n')
-    prompts = tmp_path / "asked.txt"
     prompts.write_text("Once upon a time\n")
-    out = tmp_path / "out"
-    files = ["--trace", str(trace), "--prompts", str(prompts), "--output", str(out)]
+    files = ["--trace", str(trace), "--prompts", str(prompts)]
     variants = ["--variants", "paged", "--variants", "off=kv_mapper=off"]
-    invoke(*SMALL, *files, *variants, "--output-len", "3")
-    results = json.loads((out / "results.json").read_text())
-    assert [one["name"] for one in results["workloads"]] == ["mine", "asked"]
-    assert [one["name"] for one in results["variants"]] == ["paged", "off"]
-    assert results["variants"][1]["resolved"]["kv_mapper"] == "off"
-    mine, asked = results["workloads"]
+    _, found = invoke(tmp_path, *files, *variants, "--output-len", "3")
+    assert [one["name"] for one in found["workloads"]] == ["mine", "asked"]
+    assert [one["name"] for one in found["variants"]] == ["paged", "off"]
+    assert found["variants"][1]["resolved"]["kv_mapper"] == "off"
+    mine, asked = found["workloads"]
     assert (mine["load"]["is_open"], asked["load"]["is_open"]) == (True, False)
     assert mine["rounds"][0]["runs"]["off"]["requests"][0]["input_tokens"] == 30
     assert asked["rounds"][0]["runs"]["off"]["requests"][0]["output_tokens"] == 3
 
 
+@pytest.mark.usefixtures("no_report")
 def test_the_command_speculates_on_real_text(tmp_path: Path) -> None:
-    out = tmp_path / "out"
     variants = ["--variants", "off=speculative=off", "--variants", "on=speculative=prompt-lookup"]
-    told = invoke(*SMALL, "--workload", "stories", *variants, "--max-len", "256",
-                  "--output-len", "40", "--output", str(out))  # fmt: skip
+    more = ["--max-len", "256", "--output-len", "40"]
+    told, found = invoke(tmp_path, "--workload", "stories", *variants, *more)
     assert "at most 40 out" in told
     assert "tokens drafted" in told
-    [stories] = json.loads((out / "results.json").read_text())["workloads"]
+    [stories] = found["workloads"]
     assert stories["same_answers"] == {"on": {"same": 2, "of": 2}}
     metrics = stories["rounds"][0]["metrics"]
     assert metrics["off"]["drafted_tokens"] is None
     assert metrics["on"]["drafted_tokens"] > 0
 
 
-def test_the_command_makes_engines_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    times: list[int] = []
-    renew = Engines.renew
-
-    def counted(engines: Engines) -> None:
-        times.append(len(engines._kept))
-        renew(engines)
-
-    monkeypatch.setattr(Engines, "renew", counted)
-    arguments = [*SMALL, "--rounds", "5", "--renew", "2", "--variants", "virtual,paged"]
-    invoke(*arguments, "--output", str(tmp_path))
-    assert times == [2, 2, 2]  # before the third and the fifth round, and at the end
-    assert json.loads((tmp_path / "results.json").read_text())["settings"]["renew_every"] == 2
-
-
-def test_the_command_searches(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    told = invoke(*SMALL, "--search", "--search-steps", "1", "--slo-ttft", "100s", "--variants",
-                  "virtual,paged", "--output", str(out))  # fmt: skip
+@pytest.mark.usefixtures("no_report")
+def test_the_command_renews_and_searches(tmp_path: Path) -> None:
+    variants = ["--variants", "virtual,paged"]
+    more = ["--rounds", "3", "--renew", "2", "--workload", "beam,alpaca"]
+    told, found = invoke(tmp_path, *more, *variants)
+    assert "beam: 2 requests" in told
+    assert found["settings"]["renew_every"] == 2
+    assert [one["name"] for one in found["workloads"]] == ["beam", "alpaca"]
+    assert found["workloads"][0]["described"]["decoding"] == ["beam 4"]
+    search = ["--search", "--search-steps", "1", "--slo-ttft", "100s"]
+    told, found = invoke(tmp_path, *search, *variants)
     assert "highest rate with 90% of requests in time" in told
-    [search] = json.loads((out / "results.json").read_text())["searches"]
-    assert [probe["passed"] for probe in search["probes"]] == [True, True]
+    assert [probe["passed"] for probe in found["searches"][0]["probes"]] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -728,7 +655,6 @@ def test_the_command_searches(tmp_path: Path) -> None:
     [
         (["--workload", "chats"], "--workload: no workload is named 'chats'"),
         (["--variants", "virtual"], "needs two or more"),
-        (["--rate", "0"], "--rate: 0 is not a number above 0"),
         (["--scale", "nan"], "--scale: nan is not a number above 0"),
         (["--slo-ttft", "soon"], "--slo-ttft: 'soon' is no duration"),
         (["--max-len", "9000"], "--max-len: 9000 is above the 8192 tokens"),

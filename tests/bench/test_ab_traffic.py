@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from vmserve_bench.ab.jobs import (
 from vmserve_bench.ab.plan import LoadOptions, make_workloads, sources
 from vmserve_bench.ab.traces import at_rate, read_prompts, read_trace
 from vmserve_bench.ab.traffic import ARXIV, KINDS, MIX, get_kind, sessions, text_jobs
+from vmserve_bench.workloads import texts
 from vmserve_bench.workloads.shapes import RequestShape
 from vmserve_bench.workloads.texts import TEXTS, conversations
 
+import vmserve
 from vmserve.errors import ConfigurationError
-from vmserve.sampling import BeamSearchParams, SamplingParams
+from vmserve.sampling import SamplingParams
 
 MANY = 20_000
 
@@ -42,31 +45,6 @@ def job(num_in: int, num_out: int, index: int = 0, **more: Any) -> Job:
 # -- shapes
 
 
-@pytest.mark.parametrize(
-    ("name", "mean_in", "mean_out"),
-    [("chat", 161.31, 337.99), ("alpaca", 19.31, 58.45), ("beam", 19.31, 58.45),
-     ("parallel", 19.31, 58.45), ("long", 2588, 291)],
-)  # fmt: skip
-def test_means_are_the_published_ones(name: str, mean_in: float, mean_out: float) -> None:
-    inputs, outputs = lengths(get_kind(name).make(MANY, 3))
-    assert np.mean(inputs) == pytest.approx(mean_in, rel=0.02)
-    assert np.mean(outputs) == pytest.approx(mean_out, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("name", "inputs", "outputs"),
-    [("azure-conversation", (1020, 2734, 4142), (129, 424, 601)),
-     ("azure-code", (1469, 5188, 7436), (13, 55, 251))],
-)  # fmt: skip
-def test_azure_has_the_published_percentiles(
-    name: str, inputs: tuple[int, ...], outputs: tuple[int, ...]
-) -> None:
-    columns = lengths(get_kind(name).make(MANY, 3))
-    for column, expected in zip(columns, (inputs, outputs), strict=True):
-        found = np.percentile(column, (50, 90, 99))
-        assert found == pytest.approx(expected, rel=0.06, abs=1)
-
-
 def test_arxiv_has_the_published_percentiles_and_means() -> None:
     inputs, outputs = ARXIV.sample(200_000, np.random.default_rng(1))
     assert np.percentile(inputs, (50, 90)) == pytest.approx((2730, 3702), rel=0.01)
@@ -75,43 +53,35 @@ def test_arxiv_has_the_published_percentiles_and_means() -> None:
     assert outputs.mean() == pytest.approx(291, rel=0.01)
 
 
-def test_azure_bursts_are_the_traces() -> None:
-    assert get_kind("azure-code").burstiness == pytest.approx(1 / 13.2**2)
-    assert get_kind("azure-conversation").burstiness == pytest.approx(1 / 1.09**2)
-
-
-def test_long_context_has_every_prompt_with_every_ratio() -> None:
-    jobs = get_kind("long-context").make(9, 0)
+def test_kinds_have_what_they_say() -> None:
+    long = get_kind("long-context").make(9, 0)
     expected = {(n, n // r) for n in (32768, 65536, 131072) for r in (500, 100, 50)}
-    assert set(zip(*lengths(jobs), strict=True)) == expected
+    assert set(zip(*lengths(long), strict=True)) == expected
+    shared = get_kind("shared-prefix").make(64, 0)
+    assert Counter(one.shape.prefix_group for one in shared) == {0: 16, 1: 16, 2: 16, 3: 16}
+    for name, prefix in (("wmt-one-shot", 80), ("wmt-five-shot", 341)):
+        shapes = [one.shape for one in get_kind(name).make(200, 0)]
+        assert {(one.num_prefix_tokens, one.prefix_group) for one in shapes} == {(prefix, 0)}
+        own = [one.num_input_tokens - prefix for one in shapes]
+        assert (min(own), max(own)) == (40, 60)
+    with pytest.raises(ConfigurationError, match="'chats': choose from chat, alpaca"):
+        get_kind("chats")
 
 
-def test_shared_prefix_has_groups_of_16() -> None:
-    jobs = get_kind("shared-prefix").make(64, 0)
-    assert Counter(job.shape.prefix_group for job in jobs) == {0: 16, 1: 16, 2: 16, 3: 16}
-    assert {(j.shape.num_prefix_tokens, *ls) for j in jobs for ls in [(2176, 256)]} == {
-        (2048, 2176, 256)
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "num_in", "num_out"),
-    [("vllm-cpu", 128, 128), ("vllm-cpu-128-2048", 128, 2048), ("vllm-cpu-2048-128", 2048, 128),
-     ("vllm-cpu-2048-2048", 2048, 2048)],
-)  # fmt: skip
-def test_vllms_suite_has_a_run_for_each_number_at_once(
-    name: str, num_in: int, num_out: int
-) -> None:
-    [source] = sources([name], None, None, num_requests=None, usual=5)
-    found = make_workloads(source, LoadOptions(), max_len=num_in + num_out, scale=None)
-    at_once = [12, 16, 24, 32, 64, 128, 200]
-    assert [one.load.concurrency for one in found] == at_once
-    assert [one.name for one in found] == [f"{name} at {number}" for number in at_once]
-    assert not any(one.load.is_open for one in found)
-    jobs = found[0].make(3)
-    assert len(jobs) == 200
-    shapes = {(job.shape.num_input_tokens, job.shape.num_output_tokens) for job in jobs}
-    assert shapes == {(num_in, num_out)}
+def test_vllms_suite_has_a_run_for_each_number_at_once() -> None:
+    for name, *expected in (
+        ("vllm-cpu", 128, 128), ("vllm-cpu-128-2048", 128, 2048), ("vllm-cpu-2048-128", 2048, 128),
+        ("vllm-cpu-2048-2048", 2048, 2048),
+    ):  # fmt: skip
+        [source] = sources([name], None, None, num_requests=None, usual=5)
+        found = make_workloads(source, LoadOptions(), max_len=sum(expected), scale=None)
+        at_once = [12, 16, 24, 32, 64, 128, 200]
+        assert [one.load.concurrency for one in found] == at_once
+        assert [one.name for one in found] == [f"{name} at {number}" for number in at_once]
+        assert not any(one.load.is_open for one in found)
+        jobs = found[0].make(3)
+        assert len(jobs) == 200
+        assert set(zip(*lengths(jobs), strict=True)) == {tuple(expected)}
 
 
 def test_what_is_asked_for_goes_before_the_workloads_own_numbers() -> None:
@@ -133,14 +103,6 @@ def test_what_is_asked_for_goes_before_the_workloads_own_numbers() -> None:
         made(LoadOptions("x"))
 
 
-@pytest.mark.parametrize(("name", "prefix"), [("wmt-one-shot", 80), ("wmt-five-shot", 341)])
-def test_translations_share_one_prefix(name: str, prefix: int) -> None:
-    jobs = get_kind(name).make(200, 0)
-    assert {(job.shape.num_prefix_tokens, job.shape.prefix_group) for job in jobs} == {(prefix, 0)}
-    own = [job.shape.num_input_tokens - prefix for job in jobs]
-    assert (min(own), max(own)) == (40, 60)
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_same_seed_same_jobs_and_indices_are_places(name: str) -> None:
     kind = get_kind(name)
@@ -151,7 +113,8 @@ def test_same_seed_same_jobs_and_indices_are_places(name: str) -> None:
     assert (jobs != kind.make(40, 6)) != name.startswith("vllm-cpu")
     assert [job.shape.index for job in jobs] == list(range(40))
     assert all(job.previous is None or job.previous < job.shape.index for job in jobs)
-    fitted = fit(jobs, min(1.0, 512 / kind.context), 512)
+    assert {job.shape.arrival_s for job in jobs} == {0.0}
+    fitted = fit(jobs, min(1.0, 512 / (kind.context or 1)), 512)
     assert fitted
     assert all(
         0 < job.shape.num_output_tokens <= 512 - job.shape.num_input_tokens for job in fitted
@@ -182,6 +145,16 @@ def test_a_mix_has_every_part_in_its_share_and_conversations_whole() -> None:
     assert len({job.part for job in jobs[:20]}) > 3
 
 
+@pytest.fixture
+def few_functions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Functions to edit of one package: all of them take seconds to parse."""
+    monkeypatch.setattr(texts, "_PACKAGE", Path(vmserve.__file__).with_name("memory"))
+    conversations.cache_clear()
+    yield
+    conversations.cache_clear()
+
+
+@pytest.mark.usefixtures("few_functions")
 @pytest.mark.parametrize("name", TEXTS)
 def test_conversations_of_text_are_drawn_and_may_end(name: str) -> None:
     def made(seed: int) -> list[Job]:
@@ -196,11 +169,6 @@ def test_conversations_of_text_are_drawn_and_may_end(name: str) -> None:
     assert fitted.token_ids == jobs[0].token_ids
     assert generation_params(fitted, 0).max_tokens <= 192
     assert not generation_params(fitted, 0).ignore_eos
-
-
-def test_unknown_kinds_are_told_the_known() -> None:
-    with pytest.raises(ValueError, match="'chats': choose from chat, alpaca"):
-        get_kind("chats")
 
 
 # -- scaling
@@ -269,36 +237,20 @@ def test_turns_begin_with_their_history() -> None:
     assert second[:5] == [*first, 30, 31]
     assert len(second) == 9
     assert not {0, 1} & set(second)
-
-
-def test_equal_hash_ids_are_equal_tokens() -> None:
-    a = job(10, 1, 0, hash_ids=(7, 8, 9), block_tokens=4)
-    b = job(12, 1, 1, hash_ids=(7, 8, 5), block_tokens=4)
+    # Names of blocks need not cover the prompt.
     short = job(11, 1, 2, hash_ids=(7,), block_tokens=4)
-    prompts = Prompts(1000, 0, reserved=(3,))
-    assert prompts.of(a)[:8] == prompts.of(b)[:8]
-    assert prompts.of(a)[8:] != prompts.of(b)[8:10]
-    assert list(map(len, map(prompts.of, (a, b, short)))) == [10, 12, 11]
-    assert prompts.of(short)[:4] == prompts.of(a)[:4]
-    assert Prompts(1000, 1).of(a) != prompts.of(a)
+    assert len(prompts.of(short)) == 11
+    assert prompts.of(short)[:4] == prompts.of(job(4, 1, 3, hash_ids=(7,), block_tokens=4))
 
 
-def test_every_sequence_gets_exactly_its_tokens() -> None:
-    greedy = generation_params(job(1, 9, 3), seed=2)
+def test_greedy_and_sampled_requests_have_seeds_of_their_own() -> None:
+    greedy, other = (generation_params(job(1, 9, index), seed=2) for index in (3, 4))
     sampled = generation_params(job(1, 9, 3, decoding=Decoding("parallel", 4)), seed=2)
-    beams = generation_params(job(1, 9, 3, decoding=Decoding("beam", 4)), seed=2)
     assert isinstance(greedy, SamplingParams)
     assert isinstance(sampled, SamplingParams)
-    assert isinstance(beams, BeamSearchParams)
-    assert (greedy.temperature, greedy.n) == (0.0, 1)
-    assert (sampled.temperature, sampled.n, sampled.seed) == (1.0, 4, greedy.seed)
-    assert beams.beam_width == 4
-    for params in (greedy, sampled, beams):
-        assert params.max_tokens == 9
-        assert params.ignore_eos
-    other = generation_params(job(1, 9, 4), seed=2)
     assert isinstance(other, SamplingParams)
-    assert other.seed != greedy.seed
+    assert (greedy.temperature, sampled.temperature) == (0.0, 1.0)
+    assert greedy.seed == sampled.seed != other.seed
 
 
 # -- files
@@ -390,22 +342,21 @@ GOOD = {"timestamp": 5, "input_length": 9, "output_length": 4}
 def test_what_is_wrong_with_a_trace_is_told_with_its_line(
     tmp_path: Path, row: Any, told: str
 ) -> None:
-    path = write(tmp_path / "t.jsonl", GOOD, "", row)
     with pytest.raises(ConfigurationError) as error:
-        read_trace(path)
+        read_trace(write(tmp_path / "t.jsonl", GOOD, "", row))
     assert told in str(error.value)
 
 
 def test_files_that_are_no_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="No such file"):
-        read_trace(tmp_path / "none.jsonl")
-    with pytest.raises(ConfigurationError, match="no request in it"):
-        read_trace(write(tmp_path / "empty.jsonl", ""))
-    with pytest.raises(ConfigurationError, match="no prompt in it"):
-        read_prompts(write(tmp_path / "empty.txt", ""), list, 4)
     (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\xff")
-    with pytest.raises(ConfigurationError, match="not UTF-8"):
-        read_prompts(tmp_path / "bytes.txt", list, 4)
+    (tmp_path / "empty.txt").write_text("")
+    for name, told in (
+        ("none.txt", "No such file"), ("empty.txt", "no request in it"), ("bytes.txt", "not UTF-8")
+    ):  # fmt: skip
+        with pytest.raises(ConfigurationError, match=told):
+            read_trace(tmp_path / name)
+    with pytest.raises(ConfigurationError, match="no prompt in it"):
+        read_prompts(tmp_path / "empty.txt", list, 4)
 
 
 def test_a_trace_that_arrives_at_once_has_no_rate(tmp_path: Path) -> None:
@@ -433,19 +384,14 @@ def test_prompts_of_text_and_of_json(tmp_path: Path) -> None:
     assert listed[2].source.endswith("p.jsonl:3")
 
 
-@pytest.mark.parametrize(
-    ("row", "told"),
-    [
+def test_what_is_wrong_with_prompts_is_told_with_its_line(tmp_path: Path) -> None:
+    for row, told in (
         ("5", ":1: a string, a list of token ids, or an object"),
         ('{"text": "a"}', ":1: a string, a list of token ids, or an object"),
         ('""', ":1: the prompt is empty"),
         ('{"prompt": "a", "max_tokens": 0}', ":1: max_tokens: a whole number of at least 1"),
         ("[1, -1]", ":1: a string, a list of token ids"),
-    ],
-)
-def test_what_is_wrong_with_prompts_is_told_with_its_line(
-    tmp_path: Path, row: str, told: str
-) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        read_prompts(write(tmp_path / "p.jsonl", row), encode, 4)
-    assert told in str(error.value)
+    ):
+        with pytest.raises(ConfigurationError) as error:
+            read_prompts(write(tmp_path / "p.jsonl", row), encode, 4)
+        assert told in str(error.value)

@@ -238,7 +238,7 @@ SMOKES = [
 
 #: What another one, or a test, starts: where that is written.
 ELSEWHERE = {
-    "gpu/run.sh": "tests/gpu_probe/test_engine_benchmark.py",
+    "gpu/run.sh": "tests/gpu_probe/test_run_sh.py",
     "gpu/serve.py": "tests/gpu_probe/test_serve.py",
     "peers/from_gguf.py": "benchmarks/peers/models.py",
     "peers/reference.py": "benchmarks/peers/run.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -51,6 +52,15 @@ def running() -> Iterator[Running]:
 
 
 @pytest.fixture
+def engine(running: Running) -> ScriptedEngine:
+    """It has noted no request yet."""
+    engine = running.engine
+    assert isinstance(engine, ScriptedEngine)
+    engine.requests.clear()
+    return engine
+
+
+@pytest.fixture
 def target(running: Running) -> Target:
     return Target(f"{running.url}/v1", "fake")
 
@@ -94,20 +104,19 @@ class Scripted:
         self._server.server_close()
 
 
-MODELS: Reply = (200, {}, json.dumps({"data": [{"id": "m", "max_model_len": 64}]}))
+MODELS: Reply = (200, {}, json.dumps({"data": [{"id": "m", "max_model_len": 256}]}))
 
 
 @pytest.fixture
 def scripted() -> Iterator[Callable[..., Scripted]]:
-    made: list[Scripted] = []
+    with contextlib.ExitStack() as stack:
 
-    def make(*replies: Reply, models: Reply = MODELS) -> Scripted:
-        made.append(Scripted(list(replies) or [(500, {}, "")], models))
-        return made[-1]
+        def make(*replies: Reply, models: Reply = MODELS) -> Scripted:
+            made = Scripted(list(replies) or [(500, {}, "")], models)
+            stack.callback(made.close)
+            return made
 
-    yield make
-    for one in made:
-        one.close()
+        yield make
 
 
 def stream(*events: Any, done: bool = True) -> Reply:
@@ -134,19 +143,14 @@ def test_events_however_the_network_cuts_them(size: int) -> None:
 
 def test_which_events_count() -> None:
     answer = Answer()
+    usage = {"prompt_tokens": 5, "completion_tokens": 3}
+    usage |= {"prompt_tokens_details": {"cached_tokens": 4}}  # type: ignore[dict-item]
     told: list[Any] = [
         {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
         {"choices": [{"index": 0, "delta": {"content": ""}}]},
         {"choices": [{"index": 0, "delta": {"content": "a"}}]},
         {"choices": [{"index": 1, "delta": {"content": "b"}, "finish_reason": "length"}]},
-        {
-            "choices": [],
-            "usage": {
-                "prompt_tokens": 5,
-                "completion_tokens": 3,
-                "prompt_tokens_details": {"cached_tokens": 4},
-            },
-        },
+        {"choices": [], "usage": usage},
     ]
     for at, event in enumerate(told):
         answer.take(json.dumps(event).encode(), float(at))
@@ -160,13 +164,11 @@ def test_which_events_count() -> None:
 # -- the client against vmserve's server
 
 
-def test_lengths_are_exact_and_every_token_has_a_time(running: Running, target: Target) -> None:
-    engine = running.engine
-    assert isinstance(engine, ScriptedEngine)
-    before = len(engine.requests)
-    run = send(
-        target, [job(20, 9, 0), job(7, 1, 1), job(5, 4, 2, decoding=Decoding("parallel", 3))]
-    )
+def test_lengths_are_exact_and_every_token_has_a_time(
+    engine: ScriptedEngine, target: Target
+) -> None:
+    jobs = [job(20, 9, 0), job(7, 1, 1), job(5, 4, 2, decoding=Decoding("parallel", 3))]
+    run = send(target, jobs)
     assert run.failures == ()
     assert [
         (one.num_input_tokens, one.num_output_tokens, one.num_sequences)
@@ -178,20 +180,17 @@ def test_lengths_are_exact_and_every_token_has_a_time(running: Running, target: 
     assert first.e2e_s >= first.ttft_s > 0
     assert first.tpot_s == pytest.approx((first.e2e_s - first.ttft_s) / 8)
     assert (run.num_counted, run.num_other_length, run.num_retries) == (0, 0, 0)
-    sent = {len(ids): (ids, params) for ids, params, _ in engine.requests[before:]}
+    sent = {len(ids): (ids, params) for ids, params, _ in engine.requests}
     assert sent[20][0] == Prompts(VOCAB_SIZE, 0, range(3)).of(job(20, 9, 0))
     assert (sent[20][1].ignore_eos, sent[20][1].temperature) == (True, 0.0)
     assert (sent[5][1].n, sent[5][1].temperature) == (3, 1.0)
 
 
-def test_a_chat_grows_by_its_answers(running: Running, target: Target) -> None:
-    engine = running.engine
-    assert isinstance(engine, ScriptedEngine)
-    before = len(engine.requests)
+def test_a_chat_grows_by_its_answers(engine: ScriptedEngine, target: Target) -> None:
     chat = Target(target.base_url, "fake", "chat")
     run = send(chat, [job(2, 5, 0), job(9, 5, 1, previous=0)])
     assert run.failures == ()
-    first, second = (engine.tokenizer.decode(ids) for ids, _, _ in engine.requests[before:])
+    first, second = (engine.tokenizer.decode(ids) for ids, _, _ in engine.requests)
     begin = first.removesuffix("[assistant]")
     assert second.startswith(f"{begin}[assistant]hello|[user]")
     # The fake's tokens are bytes: the server's own count is what is kept.
@@ -200,14 +199,11 @@ def test_a_chat_grows_by_its_answers(running: Running, target: Target) -> None:
 
 
 def test_a_conversation_of_token_ids_begins_with_what_was_said(
-    running: Running, target: Target
+    engine: ScriptedEngine, target: Target
 ) -> None:
-    engine = running.engine
-    assert isinstance(engine, ScriptedEngine)
-    before = len(engine.requests)
     run = send(target, [job(4, 3, 0), job(10, 3, 1, previous=0)], Load(concurrency=1))
     assert run.failures == ()
-    first, second = (ids for ids, _, _ in engine.requests[before:])
+    first, second = (ids for ids, _, _ in engine.requests)
     assert (len(first), len(second), second[:4]) == (4, 10, first)
 
 
@@ -218,28 +214,21 @@ def test_open_loop_waits_for_arrivals(target: Target) -> None:
     assert late.token_times_s[0] > 0.15
     assert run.record.elapsed_s == late.token_times_s[-1]
     # What the client itself was late by is in the times to the first token, and said.
-    assert run.mean_send_delay_s > 0
-    assert 2 * run.mean_send_delay_s <= late.ttft_s + early.ttft_s
-    slow = dataclasses.replace(run, mean_send_delay_s=0.025)
-    assert any("25 ms after they were due" in line for line in told_of(slow))
-    assert not any(
-        "were due" in line for line in told_of(dataclasses.replace(slow, mean_send_delay_s=0))
-    )
+    assert 0 < 2 * run.mean_send_delay_s <= late.ttft_s + early.ttft_s
+    for delay_s, is_told in ((0.025, True), (0.0, False)):
+        told = told_of(dataclasses.replace(run, mean_send_delay_s=delay_s))
+        assert ("25 ms after they were due" in told) == is_told
 
 
-def test_a_closed_loop_is_never_late(target: Target) -> None:
-    run = send(target, [job(4, 2)], Load(concurrency=1))
-    assert run.mean_send_delay_s == 0
-
-
-def told_of(run: ServedRun) -> list[str]:
-    return notes([ServedRound.of(0, 0, run, Slo(), None)])
+def told_of(run: ServedRun) -> str:
+    return " ".join(notes([ServedRound.of(0, 0, run, Slo(), None)]))
 
 
 def test_concurrency_bounds_what_is_under_way(target: Target) -> None:
     run = send(target, [job(4, 4, index) for index in range(6)], Load(concurrency=1))
     spans = sorted((one.due_s, one.token_times_s[-1]) for one in run.record.requests)
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    assert run.mean_send_delay_s == 0
 
 
 def test_failures_are_counted_by_status(target: Target) -> None:
@@ -251,7 +240,7 @@ def test_failures_are_counted_by_status(target: Target) -> None:
     assert one.metrics["goodput_share"] == pytest.approx(1 / 3)
     assert one.metrics["cpu_s"] is None
     assert one.metrics["kv_used_peak_bytes"] is None
-    assert any(line.startswith("Failed with 400: 1 (") for line in notes([one]))
+    assert "Failed with 400: 1 (" in told_of(run)
 
 
 # -- other servers
@@ -263,8 +252,7 @@ def test_tokens_are_counted_where_no_usage_is_told(scripted: Callable[..., Scrip
     assert (run.num_counted, run.num_other_length) == (1, 0)
     (one,) = run.record.requests
     assert (one.num_input_tokens, one.num_output_tokens) == (4, 3)
-    told = ServedRound.of(0, 0, run, Slo(), None)
-    assert any("no usage for 1 answers" in line for line in notes([told]))
+    assert "no usage for 1 answers" in told_of(run)
 
 
 def test_a_busy_server_is_asked_again_if_wanted(scripted: Callable[..., Scripted]) -> None:
@@ -353,7 +341,6 @@ def test_a_sweep_has_a_row_and_a_file_for_each_number_at_once(
     usage = {"prompt_tokens": 128, "completion_tokens": 1, "prompt_tokens_details": None}
     server = scripted(
         stream(text_event("a", "length"), {"choices": [], "usage": usage}),
-        models=(200, {}, json.dumps({"data": [{"id": "m", "max_model_len": 256}]})),
     )
     path = tmp_path / "a.json"
     args = ["serve", "--base-url", server.url, "--workload", "vllm-cpu", "--requests", "3"]
@@ -386,7 +373,6 @@ def test_a_trace_tells_its_hits_beside_those_without_a_limit(
     usage |= {"prompt_tokens_details": {"cached_tokens": 16}}  # type: ignore[dict-item]
     server = scripted(
         stream(text_event("a", "length"), {"choices": [], "usage": usage}),
-        models=(200, {}, json.dumps({"data": [{"id": "m", "max_model_len": 256}]})),
     )
     trace = tmp_path / "t.jsonl"
     row = {"timestamp": 0, "input_length": 2048, "output_length": 32}

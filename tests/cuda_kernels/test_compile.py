@@ -44,11 +44,9 @@ SIZES = sizes_for(128, *H100_BYTES)
 def test_kernels_compile_without_spills(variant: Variant, architecture: str) -> None:
     """A cross-section; benchmarks/gpu/compile_matrix.py does all of them."""
     rows = compile_matrix.measure(variant, architecture)
-    assert {row.resources.kernel for row in rows} == {kernel.name for kernel in KERNELS}
-    spilling = [row for row in rows if row.resources.spills]
-    assert not spilling
-    # As many blocks as the launch bounds ask for have their registers.
-    counts = {row.resources.kernel: row.instructions for row in rows}
+    assert {row["resources"]["kernel"] for row in rows} == {kernel.name for kernel in KERNELS}
+    assert not [row for row in rows if row["spills"]]
+    counts = {row["resources"]["kernel"]: row["instructions"] for row in rows}
     # Nothing lives in local memory, and products are the tensor cores': of a tile's scores, and of
     # its values, one instruction for each 16 x 8 x 16.
     assert all(each["LDL"] == each["STL"] == 0 for each in counts.values())
@@ -65,7 +63,8 @@ def test_kernels_compile_without_spills(variant: Variant, architecture: str) -> 
         loads += blocks * steps + (2 * steps + 2 * (dim // 16)) // (2 if variant.fp8 else 1)
     assert counts["vms_append"]["HMMA"] == products
     assert counts["vms_append"]["LDSM"] == loads
-    by_name = {row.resources.kernel: row.resources.registers for row in rows}
+    # As many blocks as the launch bounds ask for have their registers.
+    by_name = {row["resources"]["kernel"]: row["resources"]["registers"] for row in rows}
     sizes = compile_matrix.sizes_of(variant, architecture)
     assert by_name["vms_decode"] * 128 * sizes.decode_blocks <= 65_536
     assert by_name["vms_append"] * 128 * sizes.append_blocks <= 65_536

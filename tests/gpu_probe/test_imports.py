@@ -12,6 +12,8 @@ import pytest
 from tests.helpers import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
+BACK = "tests/gpu/test_memory.py::test_memory_goes_back_to_the_device"
+TENANTS = "tests/gpu/test_memory.py::test_no_tenant_reads_a_byte_of_another"
 
 LACKED = (
     "cryptography",
@@ -43,25 +45,28 @@ assert not any(importlib.util.find_spec(name) for name in {LACKED})
 """
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
+def test_what_is_measured_with_is_imported() -> None:
+    modules = (
         "benchmarks.gpu.engine",
         "benchmarks.gpu.gpu_probe.cli",
+        "benchmarks.gpu.gpu_probe.memory",
         "benchmarks.gpu.gpu_probe.bench_kernels",
         "benchmarks.gpu.compile_matrix",
+        "benchmarks.gpu.serve",
         "vmserve_bench.alloc",
-    ],
-)
-def test_what_is_measured_with_is_imported(module: str) -> None:
-    done = run_python(LACKING + f"importlib.import_module({module!r})")
+    )
+    done = run_python(LACKING + f"for module in {modules}: importlib.import_module(module)")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.timeout(240)
-def test_the_tests_of_a_gpu_are_collected() -> None:
-    arguments = ["-m", "gpu", "tests/gpu", "--gpu-tests-on", "cpu", "--collect-only", "-q"]
-    arguments += ["-p", "no:cacheprovider", "-p", "pytest_timeout", "-W", "default"]
+def test_the_tests_of_a_gpu_start_and_what_has_begun_is_not_begun_again(tmp_path: Path) -> None:
+    """All are collected, on the processor; another process goes on behind one that died."""
+    progress = tmp_path / "progress"
+    progress.write_text(TENANTS + "\n")  # of a process that died of it
+    arguments = ["-m", "gpu", "tests/gpu", "--gpu-tests-on", "cpu", "-k", "goes_back or tenant"]
+    arguments += ["--gpu-tests-progress", str(progress), "-q", "-W", "default"]
+    arguments += ["-p", "no:cacheprovider", "-p", "pytest_timeout"]
     code = f"""
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 os.chdir({str(ROOT)!r})
@@ -70,4 +75,5 @@ sys.exit(pytest.main({arguments}))
 """
     done = run_python(LACKING + code)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tests/gpu/test_engine.py::test_an_idle_engine_gives_its_memory_back" in done.stdout
+    assert "1 passed" in done.stdout
+    assert progress.read_text().splitlines() == [TENANTS, BACK, "all told"]

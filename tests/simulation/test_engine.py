@@ -74,7 +74,6 @@ def test_the_clock_is_the_profile_of_the_work() -> None:
     assert record.first_scheduled == 0.0
     assert record.ttft == pytest.approx(1.64)
     assert record.latency == pytest.approx(3.66)
-    assert record.tpot == pytest.approx(1.01)
     assert record.normalized_latency == pytest.approx(1.22)
 
 

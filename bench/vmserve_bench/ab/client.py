@@ -10,14 +10,20 @@ import gc
 import hashlib
 import heapq
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from vmserve.errors import VmserveError
 from vmserve.types import RequestTerms
 from vmserve_bench.ab.jobs import Job, Prompts, generation_params
-from vmserve_bench.ab.record import MemorySample, RequestSample, RunRecord, StepSample
+from vmserve_bench.ab.record import (
+    MEMORY_COLUMNS,
+    STEP_COLUMNS,
+    RequestSample,
+    RunRecord,
+    memory_row,
+    microseconds,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,33 +31,20 @@ if TYPE_CHECKING:
     from vmserve.engine.engine import LLMEngine
     from vmserve.text.update import RequestUpdate
 
-__all__ = ["Clock", "Load", "RunFailedError", "check_jobs", "reset", "serve"]
+__all__ = ["ALL_AT_ONCE", "Clock", "Load", "RunFailedError", "serve"]
 
 #: Least seconds between samples of the memory: reading it takes some 50 us.
 _SAMPLE_EVERY_S = 0.005
 
 
 class Clock(Protocol):
-    """Seconds of ``time.monotonic``, the clock of the engine's own times."""
+    """Of the module :mod:`time`: ``monotonic`` is the clock of the engine's own times."""
 
-    def now(self) -> float: ...
+    def monotonic(self) -> float: ...
 
-    def cpu(self) -> float:
-        """Processor time of this process."""
-        ...
+    def process_time(self) -> float: ...
 
-    def sleep(self, seconds: float) -> None: ...
-
-
-class SystemClock:
-    def now(self) -> float:
-        return time.monotonic()
-
-    def cpu(self) -> float:
-        return time.process_time()
-
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
+    def sleep(self, seconds: float, /) -> None: ...
 
 
 class RunFailedError(VmserveError):
@@ -68,58 +61,56 @@ class Load:
     concurrency: int | None = None
 
 
-def check_jobs(engine: LLMEngine, jobs: Sequence[Job], prompts: Prompts, seed: int) -> None:
-    """Raises :class:`~vmserve.errors.InvalidRequestError` for a job that cannot be served."""
-    for job in jobs:
-        placeholder = [0] * (job.shape.num_input_tokens if job.previous is not None else 0)
-        token_ids = placeholder or prompts.of(job)
-        engine.limits.check(token_ids, generation_params(job, seed))
-
-
-def reset(engine: LLMEngine) -> None:
-    """Empty the caches and collect garbage before a run.
-
-    Pages stay where an idle engine leaves them, as they do in a server between two busy times:
-    committed up to a limit, and mapped in parked slots. A new engine's first pages are the
-    warm-up's affair.
-    """
-    engine.memory.clear_cache()
-    gc.collect()
+ALL_AT_ONCE = Load()
 
 
 def serve(
     engine: LLMEngine,
     jobs: Sequence[Job],
     load: Load,
-    prompts: Prompts,
     seed: int,
-    *,
-    clock: Clock | None = None,
     on_finished: Callable[[], None] = lambda: None,
+    *,
+    clock: Clock = time,
 ) -> RunRecord:
     """Serve all jobs, from an empty cache to the last token.
 
-    Raises :class:`RunFailedError` when a request fails.
+    Pages stay where an idle engine leaves them, as they do in a server between two busy times:
+    committed up to a limit, and mapped in parked slots. A new engine's first pages are the
+    warm-up's affair. Raises :class:`~vmserve.errors.InvalidRequestError`, before any runs, for a
+    job that cannot be served, and :class:`RunFailedError` when a request fails.
     """
-    reset(engine)
-    run = _Run(engine, jobs, load, prompts, seed, clock or SystemClock(), on_finished)
+    special = engine.tokenizer.hf.all_special_ids
+    vocab_size = engine.model_config.vocab_size
+    reserved = {one for one in (*special, *engine.model_config.eos_token_ids) if one < vocab_size}
+    prompts = Prompts(vocab_size, seed, reserved)
+    for job in jobs:
+        placeholder = [0] * (job.shape.num_input_tokens if job.previous is not None else 0)
+        engine.limits.check(placeholder or prompts.of(job), generation_params(job, seed))
+    engine.memory.clear_cache()
+    gc.collect()
     before = engine.stats()
-    cpu = run.clock.cpu()
+    cpu = clock.process_time()
+    run = _Run(engine, jobs, load, prompts, seed, clock, on_finished)
     try:
         run.loop()
     finally:
         for request_id in engine.request_ids:
             engine.abort(request_id)
-    cpu = run.clock.cpu() - cpu
+    cpu = clock.process_time() - cpu
     moved = {name: value - before[name] for name, value in engine.stats().items()}
     return RunRecord(
         elapsed_s=run.ended_s,
         cpu_s=cpu,
         requests=tuple(sorted(run.finished, key=lambda sample: sample.index)),
-        steps=tuple(run.steps),
-        memory=tuple(run.memory),
+        steps=_columns(STEP_COLUMNS, run.steps),
+        memory=_columns(MEMORY_COLUMNS, run.memory),
         counters={name: value for name, value in moved.items() if name.endswith("_total")},
     )
+
+
+def _columns(names: Sequence[str], rows: Sequence[tuple[int, ...]]) -> dict[str, list[int]]:
+    return {name: [row[place] for row in rows] for place, name in enumerate(names)}
 
 
 @dataclass(slots=True)
@@ -131,95 +122,83 @@ class _Active:
     token_ids: dict[int, list[int]] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
 class _Run:
-    def __init__(
-        self,
-        engine: LLMEngine,
-        jobs: Sequence[Job],
-        load: Load,
-        prompts: Prompts,
-        seed: int,
-        clock: Clock,
-        on_finished: Callable[[], None],
-    ) -> None:
-        self.clock = clock
-        self.finished: list[RequestSample] = []
-        self.steps: list[StepSample] = []
-        self.memory: list[MemorySample] = []
-        self.ended_s = 0.0
-        self._engine = engine
-        self._load = load
-        self._prompts = prompts
-        self._seed = seed
-        self._on_finished = on_finished
-        self._num_jobs = len(jobs)
-        self._next_turn = {job.previous: job for job in jobs if job.previous is not None}
-        #: Closed loop: jobs in their order. Open loop: (time, index, job), the earliest first.
-        self._queue = deque(job for job in jobs if job.previous is None)
-        self._timed: list[tuple[float, int, Job]] = []
-        if load.is_open:
-            self._timed = [(job.shape.arrival_s, job.shape.index, job) for job in self._queue]
-            heapq.heapify(self._timed)
-            self._queue.clear()
-        self._active: dict[str, _Active] = {}
-        #: Prompt and answer of conversations that go on, by the index of their last turn.
-        self._histories: dict[int, list[int]] = {}
-        self._began = clock.now()
-        self._last_tokens = engine.counters.tokens_computed
+    engine: LLMEngine
+    jobs: Sequence[Job]
+    load: Load
+    prompts: Prompts
+    seed: int
+    clock: Clock
+    on_finished: Callable[[], None]
+    finished: list[RequestSample] = field(default_factory=list)
+    #: Rows of :data:`STEP_COLUMNS` and :data:`MEMORY_COLUMNS`.
+    steps: list[tuple[int, ...]] = field(default_factory=list)
+    memory: list[tuple[int, ...]] = field(default_factory=list)
+    ended_s: float = 0.0
+    active: dict[str, _Active] = field(default_factory=dict)
+    #: Prompt and answer of conversations that go on, by the index of their last turn.
+    histories: dict[int, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._next_turn = {job.previous: job for job in self.jobs if job.previous is not None}
+        #: Heap of (time, index, job). In a closed loop the time is 0, and before for a next turn.
+        self._waiting = [
+            (job.shape.arrival_s if self.load.is_open else 0.0, job.shape.index, job)
+            for job in self.jobs
+            if job.previous is None
+        ]
+        heapq.heapify(self._waiting)
+        self._began = self.clock.monotonic()
+        self._last_tokens = self.engine.counters.tokens_computed
+        self._sampled_s = 0.0
 
     def loop(self) -> None:
         self._sample_memory(0.0)
-        while len(self.finished) < self._num_jobs:
+        while len(self.finished) < len(self.jobs):
             self._admit()
-            if self._engine.has_unfinished:
+            if self.engine.has_unfinished:
                 self._step()
             else:
-                self.clock.sleep(max(0.0, self._timed[0][0] - self._now()))
+                self.clock.sleep(max(0.0, self._waiting[0][0] - self._now()))
         self._sample_memory(self.ended_s)
 
     def _now(self) -> float:
-        return self.clock.now() - self._began
+        return self.clock.monotonic() - self._began
 
     def _admit(self) -> None:
         now = self._now()
-        while self._timed and self._timed[0][0] <= now:
-            due_s, _, job = heapq.heappop(self._timed)
-            self._add(job, due_s)
-        most = self._load.concurrency or self._num_jobs
-        while self._queue and len(self._active) < most:
-            self._add(self._queue.popleft(), now)
-
-    def _add(self, job: Job, due_s: float) -> None:
-        history = () if job.previous is None else self._histories.pop(job.previous)
-        prompt = self._prompts.of(job, history)
-        request_id = str(job.shape.index)
-        self._active[request_id] = _Active(job, due_s, prompt)
-        self._engine.add_request(
-            request_id, prompt, generation_params(job, self._seed), RequestTerms(stream=True)
-        )
+        most = self.load.concurrency or len(self.jobs)
+        while self._waiting and self._waiting[0][0] <= now and len(self.active) < most:
+            due_s, _, job = heapq.heappop(self._waiting)
+            history = () if job.previous is None else self.histories.pop(job.previous)
+            prompt = self.prompts.of(job, history)
+            request_id = str(job.shape.index)
+            self.active[request_id] = _Active(job, due_s if self.load.is_open else now, prompt)
+            params = generation_params(job, self.seed)
+            self.engine.add_request(request_id, prompt, params, RequestTerms(stream=True))
 
     def _step(self) -> None:
         began = self._now()
-        result = self._engine.step()
+        result = self.engine.step()
         ended = self._now()
         if result.failures:
             failure = result.failures[0]
             raise RunFailedError(f"request {failure.request_id} failed: {failure.error}")
-        num_sequences = self._engine.scheduler.num_running
+        num_sequences = self.engine.scheduler.num_running
         for output in result.outputs:
             num_sequences += self._take(output, ended)
-        num_tokens = self._engine.counters.tokens_computed
-        self.steps.append(
-            StepSample(ended, ended - began, num_sequences, num_tokens - self._last_tokens)
-        )
+        num_tokens = self.engine.counters.tokens_computed
+        times = microseconds(ended), microseconds(ended - began)
+        self.steps.append((*times, num_sequences, num_tokens - self._last_tokens))
         self._last_tokens = num_tokens
         self.ended_s = ended
-        if ended - self.memory[-1].at_s >= _SAMPLE_EVERY_S:
+        if ended - self._sampled_s >= _SAMPLE_EVERY_S:
             self._sample_memory(ended)
 
     def _take(self, output: RequestUpdate, now: float) -> int:
         """Record one request's output of a step; return how many sequences ended."""
-        active = self._active[output.request_id]
+        active = self.active[output.request_id]
         active.token_times_s.append(now)
         for choice in output.outputs:
             active.token_ids.setdefault(choice.index, []).extend(choice.token_ids)
@@ -229,7 +208,7 @@ class _Run:
 
     def _finish(self, active: _Active, output: RequestUpdate) -> None:
         job = active.job
-        del self._active[output.request_id]
+        del self.active[output.request_id]
         assert output.metrics is not None
         is_streamed = job.decoding.kind != "beam"
         times = active.token_times_s
@@ -253,19 +232,13 @@ class _Run:
                 digest=hashlib.sha256(repr(answers).encode()).hexdigest()[:16],
             )
         )
-        self._go_on(job, active.prompt + answers[0], times[-1])
-        self._on_finished()
-
-    def _go_on(self, job: Job, history: list[int], ended_s: float) -> None:
-        """Queue the conversation's next turn, if any: at once, or after the think time."""
-        turn = self._next_turn.get(job.shape.index)
-        if turn is None:
-            return
-        self._histories[job.shape.index] = history
-        if self._load.is_open:
-            heapq.heappush(self._timed, (ended_s + turn.think_s, turn.shape.index, turn))
-        else:
-            self._queue.appendleft(turn)
+        # The conversation's next turn comes at once, or after the think time.
+        if turn := self._next_turn.get(job.shape.index):
+            self.histories[job.shape.index] = active.prompt + answers[0]
+            due_s = times[-1] + turn.think_s if self.load.is_open else -1.0
+            heapq.heappush(self._waiting, (due_s, turn.shape.index, turn))
+        self.on_finished()
 
     def _sample_memory(self, at_s: float) -> None:
-        self.memory.append(MemorySample.of(at_s, self._engine.memory.stats()))
+        self.memory.append(memory_row(at_s, self.engine.memory.stats()))
+        self._sampled_s = at_s

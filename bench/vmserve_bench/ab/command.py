@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,24 +13,26 @@ from vmserve.models.hub import is_embedded
 from vmserve_bench import options as opt
 from vmserve_bench.ab.experiment import Engines, Settings, run_workload
 from vmserve_bench.ab.plan import (
-    EMBEDDED_MAX_LEN,
     PROMPTS_OUTPUT,
     TEXT_OUTPUT,
     LoadOptions,
+    check_positive,
+    fresh_output,
     make_search,
     make_workloads,
     objectives,
     sources,
+    within_context,
 )
 from vmserve_bench.ab.results import (
     busy_warning,
     describe_variants,
     document,
-    search_table,
     workload_table,
     write,
 )
 from vmserve_bench.ab.search import search_rate
+from vmserve_bench.ab.tables import search_table
 from vmserve_bench.ab.traces import HASH_BLOCK_TOKENS
 from vmserve_bench.ab.traffic import KINDS, get_kind
 from vmserve_bench.ab.variants import parse_variants
@@ -41,15 +41,14 @@ from vmserve_bench.lab.table import print_table
 from vmserve_bench.workloads.texts import TEXTS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from vmserve_bench.ab.experiment import WorkloadResult
-    from vmserve_bench.ab.search import SearchResult
 
-__all__ = ["HELP", "ab_command", "check_positive", "fresh_output"]
+__all__ = ["HELP", "ab_command"]
 
 #: Requests of a run, unless the workload was published with a number of its own.
 _REQUESTS = 20
+#: Context that workloads are scaled to on the embedded model: two cores serve it in seconds.
+EMBEDDED_MAX_LEN = 1024
 
 HELP = f"""Compare engine options on the same requests, with error bars.
 
@@ -167,7 +166,7 @@ def ab_command(
     load = LoadOptions(concurrency, rate, burstiness, search)
     slo = objectives(slo_ttft, slo_tpot)
     load.check(bool(slo))
-    check_positive(rate=rate, burstiness=burstiness, scale=scale, price_per_hour=price_per_hour)
+    check_positive(scale=scale, price_per_hour=price_per_hour)
     parsed = parse_variants(variants or ["virtual,paged,auto"])
     names = _workload_names(workload, has_files=trace is not None or prompts is not None)
     if renew and (search or rebuild_engines):
@@ -181,10 +180,13 @@ def ab_command(
     if busy := busy_warning():
         console.print(busy)
     measured: list[WorkloadResult] = []
-    searched: list[SearchResult] = []
+    searched: list[dict[str, Any]] = []
     with Engines(parsed, engine_options, rebuild=rebuild_engines) as engines:
         described = describe_variants(parsed, engines)
-        length = _context(max_len, described, is_embedded=is_embedded(engine_options.get("model")))
+        context = min(int(one["resolved"]["max_model_len"]) for one in described)
+        usual = EMBEDDED_MAX_LEN if is_embedded(engine_options.get("model")) else context
+        told = "every variant can serve: lower it, or raise --max-model-len"
+        length = within_context(max_len, context, min(context, usual), told)
         with engines.use(parsed[0].name) as engine:
             found = sources(
                 names,
@@ -226,49 +228,14 @@ def ab_command(
         console.print(f"written: {path}")
 
 
-def check_positive(**numbers: float | None) -> None:
-    for name, value in numbers.items():
-        if value is not None and not (math.isfinite(value) and value > 0):
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')}: {value:g} is not a number above 0"
-            )
-
-
 def _workload_names(text: str | None, *, has_files: bool) -> list[str]:
     """Names of the workloads asked for; chat if there are neither names nor files."""
     if text is None:
         return [] if has_files else ["chat"]
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
-        try:
-            if name not in TEXTS:
-                get_kind(name)
-        except ValueError as error:
-            raise ConfigurationError(f"--workload: {error}") from None
+        if name not in TEXTS:
+            get_kind(name)
     if not names:
         raise ConfigurationError(f"--workload: choose from {', '.join([*KINDS, *TEXTS])}")
     return names
-
-
-def _context(
-    max_len: int | None, described: Sequence[Mapping[str, Any]], *, is_embedded: bool
-) -> int:
-    context = min(int(one["resolved"]["max_model_len"]) for one in described)
-    if max_len is None:
-        return min(context, EMBEDDED_MAX_LEN) if is_embedded else context
-    if max_len > context:
-        raise ConfigurationError(
-            f"--max-len: {max_len} is above the {context} tokens that every variant can serve: "
-            f"lower it, or raise --max-model-len"
-        )
-    return max_len
-
-
-def fresh_output(name: str) -> Path:
-    """A new path in the current directory; never one that exists."""
-    stem = f"{name}-{datetime.now(UTC).date().isoformat()}"
-    path, count = Path(stem), 1
-    while path.exists():
-        count += 1
-        path = Path(f"{stem}-{count}")
-    return path

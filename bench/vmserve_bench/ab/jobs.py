@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from vmserve.errors import ConfigurationError
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
-from vmserve_bench.workloads.shapes import RequestShape, arrival_times, prompt_token_ids
+from vmserve_bench.workloads.shapes import (
+    RequestShape,
+    allowed_ids,
+    arrival_times,
+    prompt_token_ids,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -23,6 +28,7 @@ __all__ = [
     "fit",
     "generation_params",
     "ideal_hit_rate",
+    "sampling_seed",
     "with_arrivals",
 ]
 
@@ -38,9 +44,8 @@ class Decoding:
     width: int = 1
 
     def __str__(self) -> str:
-        return {"greedy": "greedy", "parallel": "n = {}", "beam": "beam {}"}[self.kind].format(
-            self.width
-        )
+        told = {"greedy": "greedy", "parallel": f"n = {self.width}", "beam": f"beam {self.width}"}
+        return told[self.kind]
 
 
 GREEDY = Decoding()
@@ -69,6 +74,14 @@ class Job:
     may_end: bool = False
     part: str = ""
 
+    def reshaped(self, **changes: Any) -> Job:
+        """The job with these fields of its shape changed."""
+        return dataclasses.replace(self, shape=dataclasses.replace(self.shape, **changes))
+
+
+def sampling_seed(job: Job, seed: int) -> int:
+    return seed * 1_000_003 + job.shape.index
+
 
 def generation_params(job: Job, seed: int) -> GenerationParams:
     """Sampling parameters for the job's number of tokens, equal in every run.
@@ -80,11 +93,10 @@ def generation_params(job: Job, seed: int) -> GenerationParams:
         return BeamSearchParams(
             beam_width=job.decoding.width, max_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
-    is_greedy = job.decoding.kind == "greedy"
     return SamplingParams(
         n=job.decoding.width,
-        temperature=0.0 if is_greedy else 1.0,
-        seed=seed * 1_000_003 + job.shape.index,
+        temperature=0.0 if job.decoding.kind == "greedy" else 1.0,
+        seed=sampling_seed(job, seed),
         max_tokens=num_tokens,
         ignore_eos=not job.may_end,
         detokenize=False,
@@ -98,76 +110,50 @@ def fit(jobs: Sequence[Job], scale: float, max_len: int) -> list[Job]:
     then left; a turn for which the context has no room ends its conversation. Given prompts keep
     their tokens. Raises ConfigurationError for one that is longer than the context.
     """
+
+    def scaled(count: int) -> int:
+        return max(1, round(count * scale)) if count else 0
+
     fitted: list[Job] = []
-    places: dict[int, int] = {}
+    #: By a job's index, that of the fitted one.
+    places: dict[int | None, int] = {None: -1}
     for job in jobs:
-        if job.previous is None:
-            shape, block_tokens = _fit_alone(job, scale, max_len)
-        elif job.previous in places:
-            before = jobs[job.previous].shape
-            shape_after = _fit_turn(
-                job.shape, before, fitted[places[job.previous]].shape, scale, max_len
-            )
-            if shape_after is None:
-                continue
-            shape, block_tokens = shape_after, 0
-        else:
+        shape, num_prefix = job.shape, 0
+        if job.previous not in places:
             continue
-        places[job.shape.index] = len(fitted)
+        if job.token_ids is not None:
+            num_input = shape.num_input_tokens
+            if num_input >= max_len:
+                raise ConfigurationError(
+                    f"{job.source}: the prompt has {num_input} tokens, and {max_len} fit with at "
+                    "least one token of answer: shorten it, or raise --max-len"
+                )
+        elif job.previous is None:
+            # A prefix gives way before what is each request's own: that is what is asked.
+            num_own = min(scaled(shape.num_input_tokens - shape.num_prefix_tokens), max_len - 1)
+            num_prefix = min(scaled(shape.num_prefix_tokens), max_len - 1 - num_own)
+            num_input = num_prefix + num_own
+        else:
+            before, history = jobs[job.previous].shape, fitted[places[job.previous]].shape
+            num_own = shape.num_input_tokens - before.num_input_tokens - before.num_output_tokens
+            num_input = history.num_input_tokens + history.num_output_tokens + scaled(num_own)
+            if num_input >= max_len:
+                continue
+        places[shape.index] = len(fitted)
+        moved = dataclasses.replace(
+            job,
+            previous=None if job.previous is None else places[job.previous],
+            block_tokens=scaled(job.block_tokens),
+        )
         fitted.append(
-            dataclasses.replace(
-                job,
-                shape=dataclasses.replace(shape, index=len(fitted)),
-                previous=None if job.previous is None else places[job.previous],
-                block_tokens=block_tokens,
+            moved.reshaped(
+                index=len(fitted),
+                num_input_tokens=num_input,
+                num_output_tokens=min(scaled(shape.num_output_tokens), max_len - num_input),
+                num_prefix_tokens=num_prefix,
             )
         )
     return fitted
-
-
-def _scaled(count: int, scale: float) -> int:
-    return max(1, round(count * scale))
-
-
-def _fit_alone(job: Job, scale: float, max_len: int) -> tuple[RequestShape, int]:
-    shape = job.shape
-    num_input, num_prefix = shape.num_input_tokens, shape.num_prefix_tokens
-    if job.token_ids is not None:
-        if num_input + 1 > max_len:
-            raise ConfigurationError(
-                f"{job.source}: the prompt has {num_input} tokens, and {max_len} fit with at least "
-                f"one token of answer: shorten it, or raise --max-len"
-            )
-    else:
-        num_own = _scaled(num_input - num_prefix, scale) if num_input > num_prefix else 0
-        # A prefix gives way before what is each request's own: that is what is asked.
-        num_own = min(num_own, max_len - 1)
-        num_prefix = min(_scaled(num_prefix, scale), max_len - 1 - num_own) if num_prefix else 0
-        num_input = num_prefix + num_own
-    num_output = min(_scaled(shape.num_output_tokens, scale), max_len - num_input)
-    fitted = dataclasses.replace(
-        shape,
-        num_input_tokens=num_input,
-        num_output_tokens=num_output,
-        num_prefix_tokens=num_prefix,
-    )
-    return fitted, _scaled(job.block_tokens, scale) if job.block_tokens else 0
-
-
-def _fit_turn(
-    shape: RequestShape,
-    before: RequestShape,
-    fitted_before: RequestShape,
-    scale: float,
-    max_len: int,
-) -> RequestShape | None:
-    num_own = shape.num_input_tokens - before.num_input_tokens - before.num_output_tokens
-    history = fitted_before.num_input_tokens + fitted_before.num_output_tokens
-    num_input = history + _scaled(num_own, scale)
-    if num_input + 1 > max_len:
-        return None
-    num_output = min(_scaled(shape.num_output_tokens, scale), max_len - num_input)
-    return dataclasses.replace(shape, num_input_tokens=num_input, num_output_tokens=num_output)
 
 
 def with_arrivals(
@@ -178,18 +164,10 @@ def with_arrivals(
     Later turns follow their conversation, so conversations begin at a rate that makes ``rate``
     requests per second of all their turns.
     """
-    roots = [job for job in jobs if job.previous is None]
-    start_rate = None if rate is None else rate * len(roots) / len(jobs)
-    times = iter(arrival_times(len(roots), start_rate, burstiness, seed=seed).tolist())
-    return [
-        dataclasses.replace(
-            job,
-            shape=dataclasses.replace(
-                job.shape, arrival_s=next(times) if job.previous is None else 0.0
-            ),
-        )
-        for job in jobs
-    ]
+    num_roots = sum(job.previous is None for job in jobs)
+    start_rate = None if rate is None else rate * num_roots / len(jobs)
+    times = iter(arrival_times(num_roots, start_rate, burstiness, seed=seed).tolist())
+    return [job.reshaped(arrival_s=next(times) if job.previous is None else 0.0) for job in jobs]
 
 
 def ideal_hit_rate(jobs: Sequence[Job]) -> float | None:
@@ -221,8 +199,7 @@ class Prompts:
     def __init__(self, vocab_size: int, seed: int, reserved: Collection[int] = ()) -> None:
         self._vocab_size = vocab_size
         self._seed = seed
-        self._reserved = sorted(set(reserved))
-        self._allowed = np.setdiff1d(np.arange(vocab_size), np.asarray(self._reserved, dtype=int))
+        self._reserved = frozenset(reserved)
 
     def of(self, job: Job, history: Sequence[int] = ()) -> list[int]:
         """``history``: prompt and answer of the turn before."""
@@ -232,22 +209,23 @@ class Prompts:
             return self._of_blocks(job)
         if job.previous is None:
             return self._drawn(job.shape)
-        num_own = job.shape.num_input_tokens - len(history)
-        own = RequestShape(num_own, 1, index=job.shape.index)
-        return [*history, *self._drawn(own)]
+        return [*history, *self.fresh(job.shape.num_input_tokens - len(history), job.shape.index)]
+
+    def fresh(self, count: int, index: int) -> list[int]:
+        """As many ids, which belong to no prefix, drawn for the request ``index``."""
+        return self._drawn(RequestShape(count, 1, index=index))
 
     def _drawn(self, shape: RequestShape) -> list[int]:
         return prompt_token_ids(shape, self._vocab_size, self._seed, reserved=self._reserved)
 
     def _of_blocks(self, job: Job) -> list[int]:
         wanted = job.shape.num_input_tokens
+        allowed = allowed_ids(self._vocab_size, self._reserved)
         ids: list[int] = []
         for name in job.hash_ids[: -(-wanted // job.block_tokens)]:
             # The trace's names, not the seed's place in it: equal in every round.
             stream = np.random.default_rng([self._seed, _HASHED, name])
-            picks = stream.integers(0, len(self._allowed), size=job.block_tokens)
-            ids += self._allowed[picks].tolist()
+            ids += allowed[stream.integers(0, len(allowed), size=job.block_tokens)].tolist()
         if len(ids) < wanted:  # what no name covers is the request's own
-            rest = RequestShape(wanted - len(ids), 1, index=job.shape.index)
-            ids += self._drawn(rest)
+            ids += self.fresh(wanted - len(ids), job.shape.index)
         return ids[:wanted]

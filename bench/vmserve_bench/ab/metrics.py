@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from vmserve.numbers.sizes import format_size
+from vmserve_bench.ab.record import MEMORY_STATES
 from vmserve_bench.lab.statistics import NO_DIFFERENCE, percentile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from numpy.typing import NDArray
+    from vmserve_bench.ab.record import RequestSample, RunRecord
 
-    from vmserve_bench.ab.record import MemorySample, RequestSample, RunRecord
-
-__all__ = ["METRICS", "Metric", "Slo", "headline_names", "kind_of", "summarize"]
+__all__ = ["METRICS", "NO_SLO", "Metric", "Slo", "headline_names", "judgement", "summarize"]
 
 Better = Literal["lower", "higher"]
 Unit = Literal["s", "bytes", "count", "rate", "share", "money"]
@@ -26,13 +25,17 @@ Unit = Literal["s", "bytes", "count", "rate", "share", "money"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """``better`` None: neither is good in itself. ``is_headline``: gets a verdict."""
+    """``better`` None: neither is good in itself. ``is_headline``: gets a verdict.
+
+    ``is_usual``: tables have it, as they have headlines, if there is anything to say.
+    """
 
     name: str
     title: str
     unit: Unit
     better: Better | None = None
     is_headline: bool = False
+    is_usual: bool = False
 
     def format(self, value: float | None) -> str:
         """Format for tables; "-" for a missing value."""
@@ -70,8 +73,14 @@ _STATISTICS = ("mean", "p50", "p95", "p99")
 _HEADLINE_LATENCIES = {"ttft_p50", "tpot_p50", "itl_p99", "e2e_p95", "normalized_mean"}
 
 
-def _latency_metrics() -> list[Metric]:
-    return [
+_ALL = (
+    Metric("elapsed_s", "time", "s", "lower"),
+    Metric("output_tokens_per_s", "output tokens/s", "rate", "higher", True),
+    Metric("total_tokens_per_s", "tokens/s, prompts too", "rate", "higher"),
+    Metric("requests_per_s", "requests/s", "rate", "higher"),
+    Metric("goodput_per_s", "goodput, requests/s", "rate", "higher", is_usual=True),
+    Metric("goodput_share", "requests that meet the SLOs", "share", "higher", is_usual=True),
+    *(
         Metric(
             f"{latency}_{statistic}_s",
             f"{title} {statistic}",
@@ -81,56 +90,45 @@ def _latency_metrics() -> list[Metric]:
         )
         for latency, title in _LATENCIES
         for statistic in _STATISTICS
-    ]
-
-
-_ALL = (
-    Metric("elapsed_s", "time", "s", "lower"),
-    Metric("output_tokens_per_s", "output tokens/s", "rate", "higher", True),
-    Metric("total_tokens_per_s", "tokens/s, prompts too", "rate", "higher"),
-    Metric("requests_per_s", "requests/s", "rate", "higher"),
-    Metric("goodput_per_s", "goodput, requests/s", "rate", "higher"),
-    Metric("goodput_share", "requests that meet the SLOs", "share", "higher"),
-    *_latency_metrics(),
+    ),
     Metric("kv_used_peak_bytes", "KV memory used, peak", "bytes", "lower", True),
     Metric("kv_used_mean_bytes", "KV memory used, mean", "bytes", "lower"),
     Metric("kv_mapped_peak_bytes", "KV memory mapped, peak", "bytes", "lower"),
     Metric("kv_committed_peak_bytes", "KV memory committed, peak", "bytes", "lower"),
     Metric("kv_waste_mean_bytes", "KV memory wasted, mean", "bytes", "lower"),
-    Metric("kv_token_share", "of used memory, holding tokens", "share", "higher"),
-    Metric("sharing_saved_share", "saved by sharing", "share", "higher"),
-    Metric("prefix_hit_rate", "prefix cache hits", "share", "higher"),
-    Metric("virtual_share", "sequences in the virtual view", "share"),
+    Metric("kv_token_share", "of used memory, holding tokens", "share", "higher", is_usual=True),
+    Metric("sharing_saved_share", "saved by sharing", "share", "higher", is_usual=True),
+    Metric("prefix_hit_rate", "prefix cache hits", "share", "higher", is_usual=True),
+    Metric("virtual_share", "sequences in the virtual view", "share", is_usual=True),
     Metric("batch_mean", "batch, mean over steps", "count"),
     Metric("batch_max", "batch, largest", "count"),
-    Metric("preemptions", "preemptions", "count", "lower"),
+    Metric("preemptions", "preemptions", "count", "lower", is_usual=True),
     Metric("swaps", "swapped out", "count", "lower"),
-    Metric("calls_unhidden", "driver calls waited for", "count", "lower"),
-    Metric("calls_hidden", "driver calls hidden", "count"),
+    Metric("calls_unhidden", "driver calls waited for", "count", "lower", is_usual=True),
+    Metric("calls_hidden", "driver calls hidden", "count", is_usual=True),
     Metric("pages_adopted", "pages found mapped", "count"),
     Metric("map_s", "time in driver calls", "s", "lower"),
-    Metric("conversions", "conversions", "count"),
+    Metric("conversions", "conversions", "count", is_usual=True),
     Metric("attention_s", "time in attention", "s", "lower"),
-    Metric("attention_predicted", "attention, predicted of measured", "share"),
+    Metric("attention_predicted", "attention, predicted of measured", "share", is_usual=True),
     Metric("forks", "forks", "count"),
     Metric("blocks_copied", "blocks copied", "count", "lower"),
-    Metric("drafted_tokens", "tokens drafted", "count"),
-    Metric("accepted_share", "of them accepted", "share", "higher"),
-    Metric("tokens_per_row", "tokens of a sequence and step", "count", "higher"),
+    Metric("drafted_tokens", "tokens drafted", "count", is_usual=True),
+    Metric("accepted_share", "of them accepted", "share", "higher", is_usual=True),
+    Metric("tokens_per_row", "tokens of a sequence and step", "count", "higher", is_usual=True),
     Metric("cpu_s", "processor time", "s", "lower", True),
-    Metric("cost_per_million", "cost of a million output tokens", "money", "lower"),
+    Metric("cost_per_million", "cost of a million output tokens", "money", "lower", is_usual=True),
 )
 
 #: Metrics by name, in the order of tables.
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
 
 
-def kind_of(comparison: Mapping[str, Any]) -> str:
-    """``better``, ``worse`` or ``neutral``: the class of a verdict."""
-    better = METRICS[comparison["metric"]].better
-    if comparison["verdict"] in (None, NO_DIFFERENCE) or better is None:
-        return "neutral"
-    return "better" if comparison["verdict"] == better else "worse"
+def judgement(verdict: str | None, better: Better | None) -> str:
+    """The verdict in words: better or worse where the metric has a direction; "" without one."""
+    if verdict in (None, NO_DIFFERENCE) or better is None:
+        return verdict or ""
+    return "better" if verdict == better else "worse"
 
 
 def headline_names() -> list[str]:
@@ -155,12 +153,15 @@ class Slo:
         return self.tpot_s is None or tpot is None or tpot <= self.tpot_s
 
 
+NO_SLO = Slo()
+
+
 def summarize(
-    record: RunRecord, slo: Slo | None = None, price_per_hour: float | None = None
+    record: RunRecord, slo: Slo = NO_SLO, price_per_hour: float | None = None
 ) -> dict[str, float | None]:
     """Compute every metric of :data:`METRICS`, in order; None where the run has no data."""
     found: dict[str, float | None] = {
-        **_throughput(record, slo or Slo()),
+        **_throughput(record, slo),
         **_latencies(record),
         **_memory(record),
         **_counts(record),
@@ -211,47 +212,44 @@ def _statistic(name: str, values: Sequence[float]) -> float | None:
 
 
 def _memory(record: RunRecord) -> dict[str, float | None]:
-    samples = record.memory
-    if not samples:  # a run over HTTP sees nothing of it
+    if not record.memory["at_us"]:  # a run over HTTP sees nothing of it
         return {}
-    weights = _weights(samples, record.elapsed_s)
+    columns = {name: np.asarray(values) for name, values in record.memory.items()}
+    # A sample stands for the share of the run from the one before it to itself.
+    spans = np.diff(columns["at_us"], prepend=0)
 
-    def mean(values: list[int]) -> float:
-        return float(np.dot(weights, values))
+    def mean(name: str) -> float:
+        return float(np.average(columns[name], weights=spans if spans.sum() else None))
 
-    used = mean([sample.used_bytes for sample in samples])
-    waste = mean([sample.waste_bytes for sample in samples])
-    saved = mean([sample.saved_bytes for sample in samples])
-    virtual = mean([sample.num_virtual for sample in samples])
-    paged = mean([sample.num_paged for sample in samples])
+    committed = sum(columns[f"{state}_bytes"] for state in MEMORY_STATES)
+    tokens, waste, saved = (mean(f"{name}_bytes") for name in ("tokens", "waste", "saved"))
+    used, virtual, paged = tokens + waste, mean("virtual"), mean("paged")
     return {
-        "kv_used_peak_bytes": max(sample.used_bytes for sample in samples),
+        "kv_used_peak_bytes": int((columns["tokens_bytes"] + columns["waste_bytes"]).max()),
         "kv_used_mean_bytes": used,
-        "kv_mapped_peak_bytes": max(sample.mapped_bytes for sample in samples),
-        "kv_committed_peak_bytes": max(sample.committed_bytes for sample in samples),
+        "kv_mapped_peak_bytes": int((committed - columns["free_bytes"]).max()),
+        "kv_committed_peak_bytes": int(np.max(committed)),
         "kv_waste_mean_bytes": waste,
-        "kv_token_share": (used - waste) / used if used else None,
+        "kv_token_share": tokens / used if used else None,
         "sharing_saved_share": saved / (used + saved) if used + saved else None,
         "virtual_share": virtual / (virtual + paged) if virtual + paged else None,
     }
 
 
-def _weights(samples: Sequence[MemorySample], elapsed_s: float) -> NDArray[np.float64]:
-    """The share of the run for which each sample stands: from the one before it to itself."""
-    times = np.asarray([sample.at_s for sample in samples])
-    spans = np.diff(times, prepend=0.0)
-    if elapsed_s <= 0 or spans.sum() <= 0:
-        return np.full(len(samples), 1.0 / len(samples))
-    weights: NDArray[np.float64] = spans / spans.sum()
-    return weights
-
-
 def _counts(record: RunRecord) -> dict[str, float | None]:
     counters = record.counters
-    if not (counters and record.steps):
+    batch = record.steps["sequences"]
+    if not (counters and batch):
         return {}
-    batch = [step.num_sequences for step in record.steps]
     queries = counters["prefix_cache_queries_total"]
+    attention_s, predicted = (
+        sum(counters[f"attention_{view}_{what}_total"] for view in ("virtual", "paged"))
+        for what in ("seconds", "predicted_seconds")
+    )
+    drafted, accepted = (
+        counters[f"spec_decode_num_{what}_tokens_total"] for what in ("draft", "accepted")
+    )
+    generated = counters["generation_tokens_total"]
     return {
         "prefix_hit_rate": counters["prefix_cache_hits_total"] / queries if queries else None,
         "batch_mean": sum(batch) / len(batch),
@@ -265,33 +263,12 @@ def _counts(record: RunRecord) -> dict[str, float | None]:
         "conversions": (
             counters["converted_to_virtual_total"] + counters["converted_to_paged_total"]
         ),
-        **_attention(counters),
-        **_drafts(counters),
+        # With a device profile, the predicted time.
+        "attention_s": attention_s,
+        "attention_predicted": predicted / attention_s if predicted and attention_s else None,
+        "drafted_tokens": drafted or None,
+        "accepted_share": accepted / drafted if drafted else None,
+        "tokens_per_row": generated / (generated - accepted) if drafted else None,
         "forks": counters["forks_total"],
         "blocks_copied": counters["copied_blocks_total"] + counters["cow_blocks_total"],
-    }
-
-
-def _drafts(counters: Mapping[str, float]) -> dict[str, float | None]:
-    """What came of drafted tokens, if there were any."""
-    drafted = counters["spec_decode_num_draft_tokens_total"]
-    if not drafted:
-        return {}
-    accepted = counters["spec_decode_num_accepted_tokens_total"]
-    generated = counters["generation_tokens_total"]
-    return {
-        "drafted_tokens": drafted,
-        "accepted_share": accepted / drafted,
-        "tokens_per_row": generated / (generated - accepted),
-    }
-
-
-def _attention(counters: Mapping[str, float]) -> dict[str, float | None]:
-    """Attention time of both views and, with a device profile, the predicted time."""
-    views = ("virtual", "paged")
-    measured = sum(counters[f"attention_{view}_seconds_total"] for view in views)
-    predicted = sum(counters[f"attention_{view}_predicted_seconds_total"] for view in views)
-    return {
-        "attention_s": measured,
-        "attention_predicted": predicted / measured if predicted and measured else None,
     }

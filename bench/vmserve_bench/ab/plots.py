@@ -12,15 +12,14 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from vmserve_bench.ab.metrics import METRICS, kind_of
-from vmserve_bench.ab.record import MEMORY_STATES
+from vmserve_bench.ab.metrics import METRICS, judgement
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from matplotlib.axes import Axes
 
-__all__ = ["Plot", "largest", "search", "workload"]
+__all__ = ["COLORS", "Plot", "largest", "search", "workload"]
 
 Json: TypeAlias = dict[str, Any]
 #: A title, and an SVG as a data URL, which stands alone.
@@ -32,15 +31,17 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9")
 MAX_POINTS = 300
 _MIB = float(1 << 20)
 _STYLES = ("-", (0, (7, 3)), (0, (2, 2)), (0, (9, 3, 2, 3)), (0, (4, 4)), "-")
-_STATES = {
-    "tokens": ("tokens", "#0072b2"),
-    "waste": ("waste in used pages", "#d55e00"),
-    "idle": ("cached or parked", "#8a6d00"),
-    "in_transit": ("on the way", "#cc79a7"),
-    "free": ("committed, free", "#dfe3e8"),
-}
-_VIEWS = {"virtual": "#0072b2", "paged": "#d55e00"}
-_VERDICTS = {"better": "#0a7a55", "worse": "#b3411a", "neutral": "#60646c"}
+#: Layers of the plots of memory and of sequences: column, label and colour.
+_STATES = (
+    ("tokens_bytes", "tokens", "#0072b2"),
+    ("waste_bytes", "waste in used pages", "#d55e00"),
+    ("idle_bytes", "cached or parked", "#8a6d00"),
+    ("in_transit_bytes", "on the way", "#cc79a7"),
+    ("free_bytes", "committed, free", "#dfe3e8"),
+)
+_VIEWS = (("virtual", "virtual", "#0072b2"), ("paged", "paged", "#d55e00"))
+_VERDICTS = {"better": "#0a7a55", "worse": "#b3411a"}
+_NEUTRAL = "#60646c"
 #: Texts stay text, so that files are small and can be searched. Ids do not depend on chance.
 _STYLE: Any = {
     "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "vmserve", "text.parse_math": False,
@@ -50,16 +51,18 @@ _STYLE: Any = {
 def workload(names: Sequence[str], workload: Json) -> list[Plot]:
     """Plot ratios, distributions of latencies, and values over time."""
     rounds = workload["rounds"]
-    return [
-        *_forests(names[0], workload["comparisons"]),
-        *_latencies(names, rounds),
-        *_over_time(names, rounds),
-    ]
+    plots = []
+    for name, found in workload["comparisons"].items():
+        rows = [one for one in found if one["verdict"] is not None and one["low"] is not None]
+        if rows:
+            height = 0.9 + 0.24 * len(rows)
+            plots.append(_draw(f"{name} / {names[0]}", partial(_forest, rows), height))
+    return [*plots, *_latencies(names, rounds), *_over_time(names, rounds)]
 
 
 def search(names: Sequence[str], search: Json) -> list[Plot]:
     """Plot what was measured at each rate that was tried."""
-    plots = []
+    plots: list[Plot] = []
     for metric, title, factor in (
         ("normalized_mean_s", "normalized latency, ms per token", 1e3),
         ("ttft_p95_s", "TTFT p95, ms", 1e3),
@@ -73,8 +76,7 @@ def search(names: Sequence[str], search: Json) -> list[Plot]:
             )
             for name in names
         }
-        if any(series.values()):
-            plots.append(_lines(title, "requests/s", title, series, is_log=True, marker="o"))
+        plots += _lines(title, "requests/s", title, series, is_log=True, marker="o")
     return plots
 
 
@@ -105,8 +107,8 @@ def _lines(
     is_log: bool = False,
     marker: str = "",
     end: float | None = None,
-) -> Plot:
-    """A line for each series; one without points is left out. ``end``: of the x axis."""
+) -> Iterator[Plot]:
+    """A line for each series that has points, if any has. ``end``: of the x axis."""
 
     def draw(axis: Axes) -> None:
         for place, (name, points) in enumerate(series.items()):
@@ -123,7 +125,8 @@ def _lines(
         else:
             axis.set_xlim(0, end)
 
-    return _draw(title, draw)
+    if any(series.values()):
+        yield _draw(title, draw)
 
 
 def _log(axis: Axes) -> None:
@@ -133,47 +136,21 @@ def _log(axis: Axes) -> None:
     axis.xaxis.set_minor_locator(NullLocator())
 
 
-def _stacked(
-    title: str,
-    y: str,
-    times: Sequence[float],
-    layers: Mapping[str, tuple[Sequence[float], str]],
-    end: float,
-    top: float | None = None,
-) -> Plot:
-    """Areas on top of each other: values and colour by name."""
-
-    def draw(axis: Axes) -> None:
-        values = [values for values, _ in layers.values()]
-        colors = [color for _, color in layers.values()]
-        axis.stackplot(times, values, labels=list(layers), colors=colors)
-        axis.set(xlabel="s", ylabel=y, xlim=(0, end), ylim=(0, top))
-
-    return _draw(title, draw)
-
-
-def _forests(first: str, comparisons: Mapping[str, Sequence[Json]]) -> Iterable[Plot]:
-    """Ratios with their intervals; one that leaves the picture ends in an arrow."""
-    for name, found in comparisons.items():
-        rows = [one for one in found if one["verdict"] is not None and one["low"] is not None]
-        if rows:
-            height = 0.9 + 0.24 * len(rows)
-            yield _draw(f"{name} / {first}", partial(_forest, rows), height)
-
-
 def _forest(rows: Sequence[Json], axis: Axes) -> None:
+    """Ratios with their intervals; one that leaves the picture ends in an arrow."""
     values = [one[key] for one in rows for key in ("ratio", "low", "high") if one[key] is not None]
     inside = [value for value in values if 0.2 <= value <= 5.0] or [1.0]
     low_x, high_x = min(*inside, 1 / 1.05) / 1.02, max(*inside, 1.05) * 1.02
-    axis.axvline(1, color="#60646c", linestyle=(0, (4, 3)))
+    axis.axvline(1, color=_NEUTRAL, linestyle=(0, (4, 3)))
     for place, one in enumerate(rows):
-        color = _VERDICTS[kind_of(one)]
-        high = math.inf if one["high"] is None else one["high"]
-        ends = [min(max(value, low_x), high_x) for value in (one["low"], high)]
+        verdict = judgement(one["verdict"], METRICS[one["metric"]].better)
+        color = _VERDICTS.get(verdict, _NEUTRAL)
+        low, high = one["low"], math.inf if one["high"] is None else one["high"]
+        ends = [min(max(value, low_x), high_x) for value in (low, high)]
         axis.plot(ends, [place] * 2, color=color, linewidth=3, solid_capstyle="round")
         axis.plot(one["ratio"], place, "o", color=color)
-        for value, bound, mark in ((one["low"], low_x, "<"), (high, high_x, ">")):
-            if (value < bound) if mark == "<" else (value > bound):
+        for leaves, bound, mark in ((low < low_x, low_x, "<"), (high > high_x, high_x, ">")):
+            if leaves:
                 axis.plot(bound, place, mark, color=color, gid=f"arrow{place}", clip_on=False)
     _log(axis)
     axis.xaxis.set_major_locator(MaxNLocator(4))
@@ -182,7 +159,7 @@ def _forest(rows: Sequence[Json], axis: Axes) -> None:
     axis.invert_yaxis()
 
 
-def _latencies(names: Sequence[str], rounds: Sequence[Json]) -> Iterable[Plot]:
+def _latencies(names: Sequence[str], rounds: Sequence[Json]) -> Iterator[Plot]:
     """Cumulative distributions of milliseconds, all rounds together."""
     reads: dict[str, Callable[[Json], list[float]]] = {
         "time to the first token": lambda request: [request["ttft_us"]],
@@ -195,20 +172,15 @@ def _latencies(names: Sequence[str], rounds: Sequence[Json]) -> Iterable[Plot]:
     for title, read in reads.items():
         series = {}
         for name in names:
-            values = sorted(
-                max(value / 1000, 1e-3)
-                for one in rounds
-                for request in one["runs"][name]["requests"]
-                for value in read(request)
-            )
+            requests = [each for one in rounds for each in one["runs"][name]["requests"]]
+            values = sorted(max(value / 1000, 1e-3) for each in requests for value in read(each))
             shares = [index / 200 for index in range(201)] if values else []
             last = len(values) - 1
             series[name] = [(values[min(last, math.floor(s * (last + 1)))], s) for s in shares]
-        if any(series.values()):
-            yield _lines(title, "ms", "share of all rounds' samples", series, is_log=True)
+        yield from _lines(title, "ms", "share of all rounds' samples", series, is_log=True)
 
 
-def _over_time(names: Sequence[str], rounds: Sequence[Json]) -> Iterable[Plot]:
+def _over_time(names: Sequence[str], rounds: Sequence[Json]) -> Iterator[Plot]:
     """The round of median length, so that it is a usual one."""
     by_length = sorted(rounds, key=lambda one: float(one["runs"][names[0]]["elapsed_s"]))
     shown = by_length[(len(by_length) - 1) // 2]
@@ -219,31 +191,29 @@ def _over_time(names: Sequence[str], rounds: Sequence[Json]) -> Iterable[Plot]:
         ("sequences in a step", "sequences", "sequences", 1.0),
         ("time of a step", "took_us", "ms", 1e-3),
     ):
-        series = {name: _steps(run["steps"], column, factor) for name, run in runs.items()}
-        yield _lines(f"{title}, {told}", "s", unit, series, end=end)
+        series = {}
+        for name, run in runs.items():
+            times = [at / 1e6 for at in run["steps"]["ended_us"]]
+            series[name] = largest(times, [value * factor for value in run["steps"][column]])
+        yield from _lines(f"{title}, {told}", "s", unit, series, end=end)
     throughput = {
         name: [(one["index"] + 1, one["metrics"][name]["output_tokens_per_s"]) for one in rounds]
         for name in names
     }
-    yield _lines("output tokens/s of every round", "round", "tokens/s", throughput, marker="o")
-    memories = {name: _Memory(run["memory"]) for name, run in runs.items()}
-    peak = max(memory.peak() for memory in memories.values())
+    title = "output tokens/s of every round"
+    yield from _lines(title, "round", "tokens/s", throughput, marker="o")
+    memories = {name: run["memory"] for name, run in runs.items()}
+    top = max(
+        sum(states) / _MIB
+        for memory in memories.values()
+        for states in zip(*(memory[column] for column, _, _ in _STATES), strict=True)
+    )
     for name, memory in memories.items():
-        layers = {
-            label: (memory.column(f"{state}_bytes", _MIB), color)
-            for state, (label, color) in ((each, _STATES[each]) for each in MEMORY_STATES)
-        }
-        title = f"{name}: KV memory by state, {told}"
-        yield _stacked(title, "MiB", memory.times, layers, end, peak)
+        draw = partial(_stacked, memory, _STATES, "MiB", _MIB, (end, top))
+        yield _draw(f"{name}: KV memory by state, {told}", draw)
     for name, memory in memories.items():
-        views = {view: (memory.column(view), color) for view, color in _VIEWS.items()}
-        title = f"{name}: sequences by view, {told}"
-        yield _stacked(title, "sequences", memory.times, views, end)
-
-
-def _steps(steps: Json, column: str, factor: float) -> Points:
-    times = [at / 1e6 for at in steps["ended_us"]]
-    return largest(times, [value * factor for value in steps[column]])
+        draw = partial(_stacked, memory, _VIEWS, "sequences", 1.0, (end, None))
+        yield _draw(f"{name}: sequences by view, {told}", draw)
 
 
 def largest(times: Sequence[float], values: Sequence[float]) -> list[tuple[float, float]]:
@@ -256,19 +226,22 @@ def largest(times: Sequence[float], values: Sequence[float]) -> list[tuple[float
     return points
 
 
-class _Memory:
-    """A run's memory at few enough points to draw, the last of all among them."""
+def _stacked(
+    memory: Json,
+    layers: Sequence[tuple[str, str, str]],
+    unit: str,
+    unit_size: float,
+    ends: tuple[float, float | None],
+    axis: Axes,
+) -> None:
+    """Areas on top of each other, at few enough points, the last of all among them."""
+    last = len(memory["at_us"]) - 1
+    places = [*range(0, last, -(-(last + 1) // MAX_POINTS)), last]
 
-    def __init__(self, memory: Json) -> None:
-        self._memory = memory
-        count = len(memory["at_us"])
-        self._places = [*range(0, count - 1, -(-count // MAX_POINTS)), count - 1]
-        self.times = self.column("at_us", 1e6)
+    def column(name: str, size: float) -> list[float]:
+        return [memory[name][place] / size for place in places]
 
-    def column(self, name: str, unit: float = 1.0) -> list[float]:
-        return [self._memory[name][place] / unit for place in self._places]
-
-    def peak(self) -> float:
-        """MiB of all states together."""
-        columns = (self._memory[f"{state}_bytes"] for state in MEMORY_STATES)
-        return max(map(sum, zip(*columns, strict=True))) / _MIB
+    columns, labels, colors = zip(*layers, strict=True)
+    values = [column(name, unit_size) for name in columns]
+    axis.stackplot(column("at_us", 1e6), values, labels=labels, colors=colors)
+    axis.set(xlabel="s", ylabel=unit, xlim=(0, ends[0]), ylim=(0, ends[1]))

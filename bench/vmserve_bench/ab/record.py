@@ -1,4 +1,4 @@
-"""Records of one run: a row per request, per step and per sample of the memory."""
+"""Records of one run: requests, and columns of its steps and of samples of its memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,29 @@ if TYPE_CHECKING:
 
     from vmserve.memory.base import MemoryStats
 
-__all__ = ["MEMORY_STATES", "MemorySample", "RequestSample", "RunRecord", "StepSample"]
+__all__ = [
+    "MEMORY_COLUMNS",
+    "MEMORY_STATES",
+    "STEP_COLUMNS",
+    "RequestSample",
+    "RunRecord",
+    "memory_row",
+    "microseconds",
+]
 
 #: Uses of committed memory in the order of a stacked plot; their bytes add up to it.
 MEMORY_STATES = ("tokens", "waste", "idle", "in_transit", "free")
+#: Of each step: its end and its length, the sequences that ran in it, and their new tokens.
+STEP_COLUMNS = ("ended_us", "took_us", "sequences", "tokens")
+#: ``saved_bytes``: what sequences would take besides if none shared a block. ``virtual`` and
+#: ``paged``: sequences in either view.
+MEMORY_COLUMNS = (
+    "at_us",
+    *(f"{state}_bytes" for state in MEMORY_STATES),
+    "saved_bytes",
+    "virtual",
+    "paged",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,128 +89,77 @@ class RequestSample:
         times = self.token_times_s
         return [after - before for before, after in itertools.pairwise(times)]
 
-
-@dataclass(frozen=True, slots=True)
-class StepSample:
-    """``ended_s`` from the run's start; ``num_sequences`` ran in the step."""
-
-    ended_s: float
-    seconds: float
-    num_sequences: int
-    num_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemorySample:
-    """The KV memory at ``at_s``. Bytes by state (:data:`MEMORY_STATES`) add up to the committed.
-
-    ``saved_bytes``: what sequences would take besides if none shared a block.
-    """
-
-    at_s: float
-    state_bytes: tuple[int, ...]
-    saved_bytes: int
-    num_virtual: int
-    num_paged: int
-
-    @classmethod
-    def of(cls, at_s: float, stats: MemoryStats) -> MemorySample:
-        block_bytes = stats.page_bytes // stats.blocks_per_page
-        token_bytes = block_bytes // stats.block_tokens
-        used = stats.used_pages * stats.page_bytes
-        distinct = stats.used_blocks * block_bytes
-        # Blocks by sequence, each with its own; the tails are those of all sequences.
-        listed = stats.used_tokens * token_bytes + stats.tail_waste_bytes
-        tokens = max(0, distinct - stats.tail_waste_bytes)
-        return cls(
-            at_s,
-            (
-                tokens,
-                used - tokens,
-                stats.idle_pages * stats.page_bytes,
-                (stats.waiting_pages + stats.held_pages) * stats.page_bytes,
-                stats.free_pages * stats.page_bytes,
-            ),
-            max(0, listed - distinct),
-            stats.virtual_seqs,
-            stats.paged_seqs,
-        )
-
-    @property
-    def committed_bytes(self) -> int:
-        return sum(self.state_bytes)
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Committed bytes that are not free: used, cached, parked or in transit."""
-        return self.committed_bytes - self.state_bytes[4]
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the pages that sequences hold."""
-        return self.state_bytes[0] + self.state_bytes[1]
-
-    @property
-    def waste_bytes(self) -> int:
-        """Bytes of those pages that hold no token."""
-        return self.state_bytes[1]
+    def to_dict(self) -> dict[str, Any]:
+        described: dict[str, Any] = {
+            "index": self.index,
+            "input_tokens": self.num_input_tokens,
+            "output_tokens": self.num_output_tokens,
+            "sequences": self.num_sequences,
+            "due_us": microseconds(self.due_s),
+            "ttft_us": microseconds(self.ttft_s),
+            "e2e_us": microseconds(self.e2e_s),
+            "itl_us": [microseconds(gap) for gap in self.itls_s],
+            "cached_tokens": self.num_cached_tokens,
+            "preemptions": self.num_preemptions,
+            "kv_regime": self.kv_regime,
+            "kv_regime_reason": self.kv_regime_reason,
+            "digest": self.digest,
+        }
+        return described | ({"part": self.part} if self.part else {})
 
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """Record of one variant in one round. ``counters``: increments of the engine's totals."""
+    """Record of one variant in one round; a run over HTTP has neither steps nor memory.
+
+    ``steps`` and ``memory`` by :data:`STEP_COLUMNS` and :data:`MEMORY_COLUMNS`, in whole
+    microseconds from the run's start. ``counters``: increments of the engine's totals.
+    """
 
     elapsed_s: float
     cpu_s: float
     requests: tuple[RequestSample, ...]
-    steps: tuple[StepSample, ...]
-    memory: tuple[MemorySample, ...]
+    steps: Mapping[str, list[int]] = field(
+        default_factory=lambda: {one: [] for one in STEP_COLUMNS}
+    )
+    memory: Mapping[str, list[int]] = field(
+        default_factory=lambda: {one: [] for one in MEMORY_COLUMNS}
+    )
     counters: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Raw samples as columns, times in whole microseconds."""
+        """Raw samples, ready for JSON."""
         return {
             "elapsed_s": round(self.elapsed_s, 6),
             "cpu_s": round(self.cpu_s, 6),
-            "requests": [_request_dict(request) for request in self.requests],
-            "steps": {
-                "ended_us": [_us(step.ended_s) for step in self.steps],
-                "took_us": [_us(step.seconds) for step in self.steps],
-                "sequences": [step.num_sequences for step in self.steps],
-                "tokens": [step.num_tokens for step in self.steps],
-            },
-            "memory": {
-                "at_us": [_us(sample.at_s) for sample in self.memory],
-                **{
-                    f"{state}_bytes": [sample.state_bytes[place] for sample in self.memory]
-                    for place, state in enumerate(MEMORY_STATES)
-                },
-                "saved_bytes": [sample.saved_bytes for sample in self.memory],
-                "virtual": [sample.num_virtual for sample in self.memory],
-                "paged": [sample.num_paged for sample in self.memory],
-            },
+            "requests": [request.to_dict() for request in self.requests],
+            "steps": self.steps,
+            "memory": self.memory,
             "counters": dict(self.counters),
         }
 
 
-def _request_dict(request: RequestSample) -> dict[str, Any]:
-    described: dict[str, Any] = {
-        "index": request.index,
-        "input_tokens": request.num_input_tokens,
-        "output_tokens": request.num_output_tokens,
-        "sequences": request.num_sequences,
-        "due_us": _us(request.due_s),
-        "ttft_us": _us(request.ttft_s),
-        "e2e_us": _us(request.e2e_s),
-        "itl_us": [_us(gap) for gap in request.itls_s],
-        "cached_tokens": request.num_cached_tokens,
-        "preemptions": request.num_preemptions,
-        "kv_regime": request.kv_regime,
-        "kv_regime_reason": request.kv_regime_reason,
-        "digest": request.digest,
-    }
-    return described | ({"part": request.part} if request.part else {})
+def memory_row(at_s: float, stats: MemoryStats) -> tuple[int, ...]:
+    """A sample of the memory, by :data:`MEMORY_COLUMNS`."""
+    block_bytes = stats.page_bytes // stats.blocks_per_page
+    token_bytes = block_bytes // stats.block_tokens
+    used = stats.used_pages * stats.page_bytes
+    distinct = stats.used_blocks * block_bytes
+    # Blocks by sequence, each with its own; the tails are those of all sequences.
+    listed = stats.used_tokens * token_bytes + stats.tail_waste_bytes
+    tokens = max(0, distinct - stats.tail_waste_bytes)
+    return (
+        microseconds(at_s),
+        tokens,
+        used - tokens,
+        stats.idle_pages * stats.page_bytes,
+        (stats.waiting_pages + stats.held_pages) * stats.page_bytes,
+        stats.free_pages * stats.page_bytes,
+        max(0, listed - distinct),
+        stats.virtual_seqs,
+        stats.paged_seqs,
+    )
 
 
-def _us(seconds: float) -> int:
+def microseconds(seconds: float) -> int:
     return round(seconds * 1e6)

@@ -27,8 +27,6 @@ LIMIT = 0.05
 CONFIDENCE = 0.95
 _CORRECTED = 1.0 - (1.0 - CONFIDENCE) / 2.0
 
-Outcome = Literal["PASS", "FAIL", "not shown"]
-
 
 @dataclass(frozen=True, slots=True)
 class Regret:
@@ -43,7 +41,7 @@ class Regret:
     num_pairs: int
 
     @property
-    def outcome(self) -> Outcome:
+    def outcome(self) -> Literal["PASS", "FAIL", "not shown"]:
         """PASS where a regret above :data:`LIMIT` is excluded, FAIL where one below it is."""
         if self.low is None or self.high is None:
             return "not shown"
@@ -67,14 +65,7 @@ def regret(auto: Sequence[float], fixed: Mapping[str, Sequence[float]], *, seed:
     logs = np.stack([np.log(auto) - np.log(times) for times in fixed.values()])
     upper = paired_effects(logs, seed=seed, confidence=CONFIDENCE)
     lower = paired_effects(logs, seed=seed, confidence=_CORRECTED)
-    highs = [effect.high - 1.0 for effect in upper if effect.high is not None]
-    lows = [effect.low - 1.0 for effect in lower if effect.low is not None]
-    ratios = dict(zip(fixed, (effect.ratio for effect in upper), strict=True))
-    better = max(ratios, key=lambda name: ratios[name])
-    return Regret(
-        better,
-        ratios[better] - 1.0,
-        max(lows, default=None),
-        max(highs, default=None),
-        len(auto),
-    )
+    ratio, better = max((one.ratio, name) for one, name in zip(upper, fixed, strict=True))
+    highs = [one.high - 1.0 for one in upper if one.high is not None]
+    lows = [one.low - 1.0 for one in lower if one.low is not None]
+    return Regret(better, ratio - 1.0, max(lows, default=None), max(highs, default=None), len(auto))

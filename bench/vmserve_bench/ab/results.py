@@ -1,34 +1,27 @@
-"""``results.json`` and the tables: what was measured, for programs and for people."""
+"""``results.json``, and ``report.html``: one file that opens offline and prints."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vmserve_bench.ab.metrics import METRICS, Metric
-from vmserve_bench.ab.page import render, sizes_of
-from vmserve_bench.ab.search import MAX_RATE
+from jinja2 import Environment
+
+from vmserve_bench.ab import tables
+from vmserve_bench.ab.metrics import METRICS, judgement
 from vmserve_bench.lab.machine import machine_info
 from vmserve_bench.lab.report import dump, write_text
-from vmserve_bench.lab.statistics import (
-    CONFIDENCE,
-    MIN_PAIRS,
-    NO_DIFFERENCE,
-    Comparison,
-    Effect,
-    median,
-)
-from vmserve_bench.lab.table import Table
+from vmserve_bench.lab.statistics import CONFIDENCE, NO_DIFFERENCE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from vmserve_bench.ab.experiment import Engines, Settings, WorkloadResult
-    from vmserve_bench.ab.search import SearchResult
     from vmserve_bench.ab.variants import Variant
+    from vmserve_bench.lab.table import Table
 
 __all__ = [
     "SCHEMA",
@@ -36,9 +29,7 @@ __all__ = [
     "busy_warning",
     "describe_variants",
     "document",
-    "format_effect",
-    "judgement",
-    "search_table",
+    "render",
     "workload_table",
     "write",
 ]
@@ -46,24 +37,6 @@ __all__ = [
 SCHEMA = "vmserve-bench-ab"
 #: Version of the format, raised when a reader of older files would misread newer ones.
 SCHEMA_VERSION = 1
-
-_ALWAYS_SHOWN = (
-    "goodput_per_s",
-    "goodput_share",
-    "kv_token_share",
-    "sharing_saved_share",
-    "prefix_hit_rate",
-    "virtual_share",
-    "attention_predicted",
-    "preemptions",
-    "calls_unhidden",
-    "calls_hidden",
-    "conversions",
-    "drafted_tokens",
-    "accepted_share",
-    "tokens_per_row",
-    "cost_per_million",
-)
 
 
 def busy_warning() -> str:
@@ -100,7 +73,7 @@ def document(
     described_variants: Sequence[Mapping[str, Any]],
     settings: Settings,
     workloads: Sequence[WorkloadResult],
-    searches: Sequence[SearchResult],
+    searches: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
     """Build the results document, raw samples included."""
     return {
@@ -121,9 +94,25 @@ def document(
             }
             for metric in METRICS.values()
         },
-        "workloads": [_workload_dict(result) for result in workloads],
-        "searches": [_search_dict(result) for result in searches],
+        "workloads": [_workload(result) for result in workloads],
+        "searches": list(searches),
     }
+
+
+def _workload(result: WorkloadResult) -> dict[str, Any]:
+    return {
+        "name": result.workload.name,
+        "described": dict(result.workload.described),
+        "load": dataclasses.asdict(result.workload.load),
+        "comparisons": result.comparisons,
+        "same_answers": result.same_answers,
+        "rounds": list(result.rounds),
+    }
+
+
+def workload_table(result: WorkloadResult, *, everything: bool = False) -> Table:
+    """Table of medians over rounds, and of every variant against the first."""
+    return tables.workload_table(_workload(result), everything=everything)
 
 
 def write(described: Mapping[str, Any], directory: Path) -> list[Path]:
@@ -134,145 +123,63 @@ def write(described: Mapping[str, Any], directory: Path) -> list[Path]:
     return [directory / name for name in texts]
 
 
-def _workload_dict(result: WorkloadResult) -> dict[str, Any]:
-    return {
-        "name": result.workload.name,
-        "described": dict(result.workload.described),
-        "load": dataclasses.asdict(result.workload.load),
-        "comparisons": {
-            name: [comparison.to_dict() for comparison in comparisons]
-            for name, comparisons in result.comparisons.items()
-        },
-        "same_answers": {
-            name: {"same": same, "of": total} for name, (same, total) in result.same_answers.items()
-        },
-        "rounds": [
-            {
-                "index": one.index,
-                "seed": one.seed,
-                "order": list(one.order),
-                "metrics": {name: dict(metrics) for name, metrics in one.metrics.items()},
-                "runs": {name: record.to_dict() for name, record in one.records.items()},
-            }
-            for one in result.rounds
-        ],
-    }
+def render(document: Mapping[str, Any]) -> str:
+    """The page of a results document. Text from outside is escaped."""
+    # Imported late: matplotlib takes half a second, before anything is measured.
+    from vmserve_bench.ab import plots  # noqa: PLC0415
 
-
-def _search_dict(result: SearchResult) -> dict[str, Any]:
-    return {
-        "name": result.search.name,
-        "described": dict(result.search.described),
-        "goodput": result.search.goodput,
-        "closed_loop_per_s": result.closed_loop_per_s,
-        MAX_RATE: {name: list(rates) for name, rates in result.rates.items()},
-        "comparisons": {
-            name: None if comparison is None else comparison.to_dict()
-            for name, comparison in result.comparisons.items()
-        },
-        "probes": [
-            {
-                "round": probe.round,
-                "variant": probe.variant,
-                "rate_per_s": probe.rate,
-                "passed": probe.passed,
-                "metrics": dict(probe.metrics),
-            }
-            for probe in result.probes
-        ],
-    }
-
-
-def format_effect(effect: Effect) -> str:
-    """The ratio and its interval."""
-    if effect.low is None or effect.high is None:
-        return f"{effect.ratio:.3f}"
-    return f"{effect.ratio:.3f} [{effect.low:.3f}, {effect.high:.3f}]"
-
-
-def judgement(comparison: Comparison, metric: Metric) -> str:
-    """The verdict in words: better or worse where the metric has a direction; "" without one."""
-    if comparison.verdict is None:
-        return ""
-    if comparison.verdict == NO_DIFFERENCE:
-        return "no difference shown"
-    if metric.better is None:
-        return comparison.verdict
-    return "better" if comparison.verdict == metric.better else "worse"
-
-
-def workload_table(result: WorkloadResult, *, everything: bool = False) -> Table:
-    """Table of medians over rounds, and of every variant against the first."""
-    names = list(result.rounds[0].records)
-    first, others = names[0], names[1:]
-    columns = ["", first]
-    for name in others:
-        columns += [name, f"{name} / {first}", "verdict"]
-    rows = []
-    for metric in METRICS.values():
-        medians = {name: median(result.values(name, metric.name)) for name in names}
-        if not (everything or metric.is_headline or metric.name in _ALWAYS_SHOWN):
-            continue
-        if all(value is None for value in medians.values()):
-            continue
-        row = [metric.title, metric.format(medians[first])]
-        for name in others:
-            found = {one.metric: one for one in result.comparisons[name]}.get(metric.name)
-            row += [
-                metric.format(medians[name]),
-                "" if found is None else format_effect(found.effect),
-                "" if found is None else judgement(found, metric),
-            ]
-        rows.append(tuple(row))
-    return Table(_title(result), tuple(columns), tuple(rows), _note(result))
-
-
-def _title(result: WorkloadResult) -> str:
-    described = result.workload.described
-    return (
-        f"{result.workload.name}: {sizes_of(described)}, {described['load']}, "
-        f"{len(result.rounds)} rounds"
-    )
-
-
-def _note(result: WorkloadResult) -> str:
-    answers = [f"{name}: {same} of {total}" for name, (same, total) in result.same_answers.items()]
-    lines = [
-        f"Medians; ratios: geometric means of paired rounds with {CONFIDENCE:.0%} intervals.",
-        f"Answers that are the first variant's to the token: {', '.join(answers)}.",
-    ]
-    if len(result.rounds) < MIN_PAIRS:
-        lines.append(
-            f"No intervals and no verdicts: they take {MIN_PAIRS} rounds, "
-            f"these are {len(result.rounds)}."
-        )
-    return " ".join(lines)
-
-
-def search_table(result: SearchResult) -> Table:
-    """Table of the highest rate of each variant."""
-    first = next(iter(result.rates))
-    rows = []
-    for name, rates in result.rates.items():
-        comparison = result.comparisons.get(name)
-        there = [rate for rate in rates if rate is not None]
-        middle = median(rates)
-        rows.append(
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    source = Path(__file__).with_name("page.html.j2").read_text("utf-8")
+    names = [one["name"] for one in document["variants"]]
+    return environment.from_string(source).render(
+        names=names,
+        facts=_facts(document),
+        variants=[
             (
-                name,
-                "-" if middle is None else f"{middle:.3g}",
-                f"{len(there)} of {len(rates)}",
-                "" if comparison is None else format_effect(comparison.effect),
-                "" if comparison is None else judgement(comparison, _RATE),
+                one["name"],
+                ", ".join(f"{name}={value}" for name, value in one["options"].items()),
+                f"{one['page_bytes'] // 1024} KiB, {one['page_tokens']} tokens",
             )
-        )
-    low, high = result.bounds
-    return Table(
-        f"{result.search.name}: highest rate with {result.search.goodput:.0%} of requests in time",
-        ("", "requests/s", "rounds that found it", f"/ {first}", "verdict"),
-        tuple(rows),
-        f"Searched from {low:.3g} to {high:.3g} requests/s. A comparison needs every round.",
+            for one in document["variants"]
+        ],
+        colors=[plots.COLORS[place % len(plots.COLORS)] for place in range(len(names))],
+        workloads=[
+            {
+                "name": one["name"],
+                "decoding": ", ".join(one["described"]["decoding"]),
+                "verdicts": [(name, *_verdicts(each)) for name, each in one["comparisons"].items()],
+                "table": tables.workload_table(one, everything=True),
+                "plots": plots.workload(names, one),
+            }
+            for one in document["workloads"]
+        ],
+        searches=[
+            (tables.search_table(one), plots.search(list(one["max_rate_per_s"]), one))
+            for one in document["searches"]
+        ],
+        confidence=f"{document['confidence']:.0%}",
     )
 
 
-_RATE = Metric(MAX_RATE, "highest rate", "rate", "higher", True)
+def _facts(document: Mapping[str, Any]) -> str:
+    machine = document["machine"]
+    revision = (machine["git_revision"] or "unknown")[:12]
+    packages = machine["packages"]
+    return (
+        f"{document['date']} · {machine['cpu']}, {machine['num_usable_cores']} cores, "
+        f"{machine['memory_bytes'] / 2**30:.0f} GiB · load at the end "
+        f"{machine['load_average'][0]} · vmserve {packages['vmserve']}, torch {packages['torch']}, "
+        f"Python {machine['python']} · revision {revision}"
+    )
+
+
+def _verdicts(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, str]], int]:
+    """Significant differences, each with its verdict, and the number of other headline metrics."""
+    judged = [one for one in found if one["verdict"] is not None]
+    shown = []
+    for one in judged:
+        metric = METRICS[one["metric"]]
+        if one["verdict"] != NO_DIFFERENCE:
+            change = f"{metric.title} {(one['ratio'] - 1):+.1%}"
+            shown.append((judgement(one["verdict"], metric.better), change))
+    return shown, len(judged) - len(shown)

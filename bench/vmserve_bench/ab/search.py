@@ -6,23 +6,25 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vmserve_bench.ab.client import Load
-from vmserve_bench.ab.experiment import orders, run_once
+from vmserve_bench.ab.client import Load, serve
+from vmserve_bench.ab.experiment import orders
 from vmserve_bench.ab.metrics import summarize
-from vmserve_bench.lab.statistics import Comparison, compare_metrics
+from vmserve_bench.lab.statistics import compare_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
-    from vmserve_bench.ab.experiment import Engines, Progress, Settings
+    from vmserve_bench.ab.experiment import Engines, Settings
     from vmserve_bench.ab.jobs import Job
+    from vmserve_bench.ab.record import RunRecord
+    from vmserve_bench.lab.report import RunProgress
 
-__all__ = ["Bracket", "Probe", "RateSearch", "SearchResult", "search_rate"]
+__all__ = ["MAX_RATE", "Bracket", "RateSearch", "search_rate"]
 
 MAX_RATE = "max_rate_per_s"
 _SEARCH_SEED = 2_000_000
 #: Bounds of the search's start, as multiples of what a closed loop serves per second.
-_LOWEST, _HIGHEST = 1 / 16, 2.0
+LOWEST, HIGHEST = 1 / 16, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +40,6 @@ class RateSearch:
     goodput: float = 0.9
     steps: int = 6
     described: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """One run of one variant at one rate."""
-
-    round: int
-    variant: str
-    rate: float
-    passed: bool
-    metrics: Mapping[str, float | None]
 
 
 @dataclass(slots=True)
@@ -76,87 +67,62 @@ class Bracket:
         return self.middle if self.has_passed and self.has_failed else None
 
 
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """``rates[variant]``: the highest rate of each round; None where the search did not find it."""
-
-    search: RateSearch
-    closed_loop_per_s: float
-    rates: Mapping[str, Sequence[float | None]]
-    probes: tuple[Probe, ...]
-    comparisons: Mapping[str, Comparison | None]
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """Range of the search, requests/s."""
-        return self.closed_loop_per_s * _LOWEST, self.closed_loop_per_s * _HIGHEST
-
-
 def search_rate(
-    engines: Engines, search: RateSearch, settings: Settings, progress: Progress
-) -> SearchResult:
-    """Search every variant's rate anew in each round; rounds are the pairs."""
-    capacity = _capacity(engines, search, settings, progress)
-    probes: list[Probe] = []
+    engines: Engines, search: RateSearch, settings: Settings, progress: RunProgress
+) -> dict[str, Any]:
+    """Search every variant's rate anew in each round; rounds are the pairs.
+
+    As ``results.json`` has it: ``max_rate_per_s`` by variant and round, None where the search did
+    not find it, and every probe.
+    """
+
+    def run(what: str, name: str, seed: int, rate: float | None) -> RunRecord:
+        jobs = search.make(seed, rate)
+        progress.starting(f"{search.name}, {what}", len(jobs))
+        load = Load(is_open=rate is not None)
+        round_seed = settings.seed if rate is None else seed
+        with engines.use(name) as engine:
+            return serve(engine, jobs, load, round_seed, progress.finished)
+
+    #: Requests per second of the fastest variant, all at once; also the warm-up.
+    capacity = 0.0
+    for name in engines.names:
+        record = run(f"warm-up, {name}", name, _SEARCH_SEED + settings.seed, None)
+        capacity = max(capacity, len(record.requests) / record.elapsed_s)
+    probes: list[dict[str, Any]] = []
     rates: dict[str, list[float | None]] = {name: [] for name in engines.names}
     for index in range(settings.rounds):
-        brackets = {
-            name: Bracket(capacity * _LOWEST, capacity * _HIGHEST) for name in engines.names
-        }
+        brackets = {name: Bracket(capacity * LOWEST, capacity * HIGHEST) for name in engines.names}
         for step, order in enumerate(orders(engines.names, search.steps)):
-            what = f"{search.name}, round {index + 1} of {settings.rounds}, step {step + 1}"
             for name in order:
-                probe = _probe(
-                    engines, search, settings, index, name, brackets[name].middle, what, progress
+                rate = brackets[name].middle
+                what = f"round {index + 1} of {settings.rounds}, step {step + 1}, {name}"
+                record = run(f"{what} at {rate:.3g}/s", name, settings.seed + index, rate)
+                metrics = summarize(record, settings.slo, settings.price_per_hour)
+                passed = (metrics["goodput_share"] or 0.0) >= search.goodput
+                brackets[name].learn(rate, passed)
+                probes.append(
+                    {
+                        "round": index,
+                        "variant": name,
+                        "rate_per_s": rate,
+                        "passed": passed,
+                        "metrics": metrics,
+                    }
                 )
-                brackets[name].learn(probe.rate, probe.passed)
-                probes.append(probe)
         for name, bracket in brackets.items():
             rates[name].append(bracket.found)
-    first = engines.names[0]
-    comparisons = {
-        name: _compare(rates[first], rates[name], settings.seed) for name in engines.names[1:]
+    first = {MAX_RATE: rates[engines.names[0]]}
+    comparisons: dict[str, dict[str, Any] | None] = {}
+    for name in engines.names[1:]:
+        found = compare_metrics(first, {MAX_RATE: rates[name]}, [MAX_RATE], seed=settings.seed)
+        comparisons[name] = found[0].to_dict() if found else None
+    return {
+        "name": search.name,
+        "described": dict(search.described),
+        "goodput": search.goodput,
+        "closed_loop_per_s": capacity,
+        MAX_RATE: rates,
+        "comparisons": comparisons,
+        "probes": probes,
     }
-    return SearchResult(search, capacity, rates, tuple(probes), comparisons)
-
-
-def _capacity(
-    engines: Engines, search: RateSearch, settings: Settings, progress: Progress
-) -> float:
-    """Requests per second of the fastest variant, all at once; also the warm-up."""
-    jobs = search.make(_SEARCH_SEED + settings.seed, None)
-    speeds = []
-    for name in engines.names:
-        progress.starting(f"{search.name}, warm-up, {name}", len(jobs))
-        with engines.use(name) as engine:
-            record = run_once(engine, jobs, Load(), settings.seed, progress.finished)
-        speeds.append(len(record.requests) / record.elapsed_s)
-    return max(speeds)
-
-
-def _probe(
-    engines: Engines,
-    search: RateSearch,
-    settings: Settings,
-    index: int,
-    name: str,
-    rate: float,
-    what: str,
-    progress: Progress,
-) -> Probe:
-    seed = settings.seed + index
-    jobs = search.make(seed, rate)
-    progress.starting(f"{what}, {name} at {rate:.3g}/s", len(jobs))
-    with engines.use(name) as engine:
-        record = run_once(engine, jobs, Load(is_open=True), seed, progress.finished)
-    metrics = summarize(record, settings.slo, settings.price_per_hour)
-    share = metrics["goodput_share"]
-    assert share is not None, "a search has objectives"
-    return Probe(index, name, rate, share >= search.goodput, metrics)
-
-
-def _compare(
-    first: Sequence[float | None], variant: Sequence[float | None], seed: int
-) -> Comparison | None:
-    found = compare_metrics({MAX_RATE: first}, {MAX_RATE: variant}, [MAX_RATE], seed=seed)
-    return found[0] if found else None

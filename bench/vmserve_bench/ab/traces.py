@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import math
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vmserve.errors import ConfigurationError
+from vmserve.options import read_text
 from vmserve_bench.ab.jobs import Job
 from vmserve_bench.workloads.shapes import RequestShape
 
@@ -30,7 +30,7 @@ def read_trace(path: Path, block_tokens: int = HASH_BLOCK_TOKENS) -> list[Job]:
     prompt's blocks of ``block_tokens`` in order: equal names, equal tokens. Other fields are
     ignored. Raises ConfigurationError with the line's number.
     """
-    rows = [_trace_row(value, where, block_tokens) for value, where in _json_lines(path)]
+    rows = [_trace_row(value, where, block_tokens) for value, where in _json_lines(path, "--trace")]
     if not rows:
         raise ConfigurationError(f"{path}: no request in it; write one JSON object per line")
     for before, after in itertools.pairwise(rows):
@@ -41,12 +41,7 @@ def read_trace(path: Path, block_tokens: int = HASH_BLOCK_TOKENS) -> list[Job]:
             )
     first = rows[0].shape.arrival_s
     return [
-        dataclasses.replace(
-            job,
-            shape=dataclasses.replace(
-                job.shape, arrival_s=round(job.shape.arrival_s - first, 9), index=index
-            ),
-        )
+        job.reshaped(arrival_s=round(job.shape.arrival_s - first, 9), index=index)
         for index, job in enumerate(rows)
     ]
 
@@ -61,11 +56,24 @@ def read_prompts(
     ConfigurationError with the line's number.
     """
     jobs: list[Job] = []
-    lines = _json_lines(path) if path.suffix == ".jsonl" else _text_lines(path)
-    for value, where in lines:
-        token_ids, num_output = _prompt_row(value, where, encode, num_output_tokens)
-        shape = RequestShape(len(token_ids), num_output, index=len(jobs))
-        jobs.append(Job(shape, token_ids=tuple(token_ids), source=where))
+    read_lines = _json_lines if path.suffix == ".jsonl" else _text_lines
+    for value, where in read_lines(path, "--prompts"):
+        prompt, num_output = value, num_output_tokens
+        if isinstance(value, dict):
+            prompt = value.get("prompt", value.get("prompt_token_ids"))
+            if "max_tokens" in value:
+                num_output = _count(value, "max_tokens", where)
+        if isinstance(prompt, str):
+            prompt = encode(prompt)
+        if not _are_counts(prompt):
+            raise ConfigurationError(
+                f"{where}: a string, a list of token ids, or an object with prompt or "
+                "prompt_token_ids"
+            )
+        if not prompt:
+            raise ConfigurationError(f"{where}: the prompt is empty")
+        shape = RequestShape(len(prompt), num_output, index=len(jobs))
+        jobs.append(Job(shape, token_ids=tuple(prompt), source=where))
     if not jobs:
         raise ConfigurationError(f"{path}: no prompt in it; write one per line")
     return jobs
@@ -79,30 +87,19 @@ def at_rate(jobs: list[Job], rate: float) -> list[Job]:
             "--rate: the trace's requests all arrive at once: leave --rate out, or give timestamps"
         )
     factor = (len(jobs) / rate) / span
-    return [
-        dataclasses.replace(
-            job,
-            shape=dataclasses.replace(job.shape, arrival_s=round(job.shape.arrival_s * factor, 9)),
-        )
-        for job in jobs
-    ]
+    return [job.reshaped(arrival_s=round(job.shape.arrival_s * factor, 9)) for job in jobs]
 
 
-def _text_lines(path: Path) -> Iterator[tuple[str, str]]:
+def _text_lines(path: Path, option: str) -> Iterator[tuple[str, str]]:
     """Lines that are not blank, each with its place in the file."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigurationError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigurationError(f"{path}: it is not UTF-8 text") from None
+    lines = read_text(path, option).splitlines()
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield line, f"{path}:{number}"
 
 
-def _json_lines(path: Path) -> Iterator[tuple[Any, str]]:
-    for line, where in _text_lines(path):
+def _json_lines(path: Path, option: str) -> Iterator[tuple[Any, str]]:
+    for line, where in _text_lines(path, option):
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
@@ -116,15 +113,15 @@ def _trace_row(value: Any, where: str, block_tokens: int) -> Job:
     if not isinstance(value, dict):
         raise ConfigurationError(f"{where}: an object with {', '.join(_FIELDS)}, not {value!r}")
     timestamp = value.get("timestamp", 0)
-    if not _is_number(timestamp) or timestamp < 0:
+    if type(timestamp) not in (int, float) or not 0 <= timestamp < math.inf:
         raise ConfigurationError(f"{where}: timestamp: milliseconds from 0, not {timestamp!r}")
     num_input = _count(value, "input_length", where)
     num_output = _count(value, "output_length", where)
     hash_ids = value.get("hash_ids") or []
-    if not isinstance(hash_ids, list) or not all(_is_count(one) for one in hash_ids):
+    if not _are_counts(hash_ids):
         raise ConfigurationError(f"{where}: hash_ids: a list of whole numbers, not {hash_ids!r}")
     needed = -(-num_input // block_tokens)
-    if hash_ids and len(hash_ids) > needed:
+    if len(hash_ids) > needed:
         raise ConfigurationError(
             f"{where}: {len(hash_ids)} hash_ids for {num_input} tokens, which are {needed} blocks "
             f"of {block_tokens}: give the right --trace-block-size"
@@ -137,37 +134,14 @@ def _trace_row(value: Any, where: str, block_tokens: int) -> Job:
     )
 
 
-def _prompt_row(
-    value: Any, where: str, encode: Callable[[str], list[int]], num_output_tokens: int
-) -> tuple[list[int], int]:
-    prompt, num_output = value, num_output_tokens
-    if isinstance(value, dict):
-        prompt = value.get("prompt", value.get("prompt_token_ids"))
-        if "max_tokens" in value:
-            num_output = _count(value, "max_tokens", where)
-    if isinstance(prompt, str):
-        prompt = encode(prompt)
-    if not isinstance(prompt, list) or not all(_is_count(one) for one in prompt):
-        raise ConfigurationError(
-            f"{where}: a string, a list of token ids, or an object with prompt or prompt_token_ids"
-        )
-    if not prompt:
-        raise ConfigurationError(f"{where}: the prompt is empty")
-    return prompt, num_output
-
-
 def _count(value: dict[str, Any], name: str, where: str) -> int:
     if name not in value:
         raise ConfigurationError(f"{where}: {name} is missing")
     number = value[name]
-    if not _is_count(number) or number < 1:
+    if not (_are_counts([number]) and number):
         raise ConfigurationError(f"{where}: {name}: a whole number of at least 1, not {number!r}")
     return int(number)
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(each) is int and each >= 0 for each in values)

@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
+from vmserve.errors import ConfigurationError
 from vmserve_bench.ab.jobs import GREEDY, Decoding, Job
 from vmserve_bench.workloads import shapes as workloads
-from vmserve_bench.workloads.distributions import LengthModel, PercentileTable
+from vmserve_bench.workloads.distributions import LengthModel, percentile_table
 from vmserve_bench.workloads.shapes import RequestShape
 from vmserve_bench.workloads.texts import TEXTS, conversations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
 __all__ = ["ARXIV", "KINDS", "MIX", "Kind", "get_kind", "sessions", "text_jobs"]
 
@@ -31,109 +33,79 @@ _LONG, _WMT, _SESSIONS, _MIX, _TEXTS = range(10, 15)
 #: arXiv summarization: inputs of mean 2,588, p50 2,730, p90 3,702 tokens, outputs of mean 291,
 #: p50 167, p90 372. What these leave open is drawn straight so that both means are met.
 ARXIV = LengthModel(
-    inputs=PercentileTable((0, 50, 90, 100), (917, 2730, 3702, 4096)),
-    outputs=PercentileTable((0, 50, 90, 100), (20, 167, 372, 2357)),
+    inputs=percentile_table((0, 50, 90, 100), (917, 2730, 3702, 4096)),
+    outputs=percentile_table((0, 50, 90, 100), (20, 167, 372, 2357)),
 )
 #: Prompt lengths and prompt : decode ratios of vAttention's experiments with long contexts.
 _LONG_PROMPTS = (32 * 1024, 64 * 1024, 128 * 1024)
 _PROMPT_TO_DECODE = (500, 100, 50)
-#: Tokens of the examples before each sentence (PagedAttention, section 6.4).
-_ONE_SHOT, _FIVE_SHOT = 80, 341
+#: Tokens of one example, and of five, before each sentence (PagedAttention, section 6.4).
+_EXAMPLES = (80, 341)
 _REQUESTS_PER_PREFIX = 16
 _MAX_TURNS = 6
 _MEAN_THINK_S = 2.0
 _WIDTH = 4
 
-
-class Make(Protocol):
-    def __call__(self, num_requests: int, seed: int, /) -> list[Job]: ...
+#: ``make(num_requests, seed)``.
+Make: TypeAlias = "Callable[[int, int], list[Job]]"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``context``: what its longest requests take, in tokens; a shorter one is scaled to.
+    """``context``: what its longest requests take, in tokens; a shorter one is scaled to. None:
+    lengths stay as they are, unless ``--scale`` is given.
 
     ``concurrencies``: requests at once in a closed loop, a run each; None for all. ``burstiness``:
     of arrivals in an open loop. ``num_requests``: of a run, None where nothing was published.
+    ``has_times``: requests bring arrivals of their own.
     """
 
     name: str
     summary: str
-    context: int
+    context: int | None
     make: Make
     concurrencies: tuple[int | None, ...] = (None,)
     burstiness: float = 1.0
     num_requests: int | None = None
+    has_times: bool = False
 
 
-def _jobs(shapes: Sequence[RequestShape], decoding: Decoding = GREEDY) -> list[Job]:
-    return [Job(dataclasses.replace(shape, arrival_s=0.0), decoding) for shape in shapes]
+def _of(draw: Callable[[int, int], list[RequestShape]], decoding: Decoding = GREEDY) -> Make:
+    """Jobs of shapes, which come all at once until a load says when."""
+
+    def make(num_requests: int, seed: int) -> list[Job]:
+        return [Job(one, decoding).reshaped(arrival_s=0.0) for one in draw(num_requests, seed)]
+
+    return make
 
 
-def _chat(num_requests: int, seed: int) -> list[Job]:
-    return _jobs(workloads.sharegpt(num_requests, seed))
+def _long(num_requests: int, seed: int) -> list[RequestShape]:
+    lengths = ARXIV.sample(num_requests, np.random.default_rng([seed, _LONG]))
+    columns = zip(*(column.tolist() for column in lengths), strict=True)
+    return [RequestShape(i, o, index=index) for index, (i, o) in enumerate(columns)]
 
 
-def _alpaca(num_requests: int, seed: int) -> list[Job]:
-    return _jobs(workloads.alpaca(num_requests, seed))
-
-
-def _azure_conversation(num_requests: int, seed: int) -> list[Job]:
-    return _jobs(workloads.azure_conversation(num_requests, seed))
-
-
-def _azure_code(num_requests: int, seed: int) -> list[Job]:
-    return _jobs(workloads.azure_code(num_requests, seed))
-
-
-def _long(num_requests: int, seed: int) -> list[Job]:
-    inputs, outputs = ARXIV.sample(num_requests, np.random.default_rng([seed, _LONG]))
-    columns = zip(inputs.tolist(), outputs.tolist(), strict=True)
-    return [Job(RequestShape(i, o, index=index)) for index, (i, o) in enumerate(columns)]
-
-
-def _long_context(num_requests: int, seed: int) -> list[Job]:
+def _long_context(num_requests: int, seed: int) -> list[RequestShape]:
     """Combine every length with every ratio, in a random order."""
-    cases = [(length, ratio) for length in _LONG_PROMPTS for ratio in _PROMPT_TO_DECODE]
+    cases = [(length, length // ratio) for length in _LONG_PROMPTS for ratio in _PROMPT_TO_DECODE]
     order = np.random.default_rng([seed, _LONG, 1]).permutation(len(cases)).tolist()
-    shapes = []
-    for index in range(num_requests):
-        length, ratio = cases[order[index % len(cases)]]
-        shapes.append(RequestShape(length, max(1, length // ratio), index=index))
-    return _jobs(shapes)
+    drawn = [cases[order[index % len(cases)]] for index in range(num_requests)]
+    return [RequestShape(i, o, index=index) for index, (i, o) in enumerate(drawn)]
 
 
-def _shared_prefix(num_requests: int, seed: int) -> list[Job]:
+def _shared_prefix(num_requests: int, seed: int) -> list[RequestShape]:
     num_groups = max(1, round(num_requests / _REQUESTS_PER_PREFIX))
-    return _jobs(workloads.shared_prefix(num_requests, seed, num_groups=num_groups))
+    return workloads.shared_prefix(num_requests, seed, num_groups=num_groups)
 
 
-def _translation(num_requests: int, seed: int, num_prefix: int) -> list[Job]:
+def _translation(num_prefix: int, num_requests: int, seed: int) -> list[RequestShape]:
     """One prefix for all; own input and output of 40 to 60 tokens, uniform (our assumption)."""
     rng = np.random.default_rng([seed, _WMT, num_prefix])
     lengths = rng.integers(40, 61, size=(num_requests, 2)).tolist()
-    return _jobs(
-        [
-            RequestShape(num_prefix + own, out, 0.0, index, 0, num_prefix)
-            for index, (own, out) in enumerate(lengths)
-        ]
-    )
-
-
-def _wmt_one_shot(num_requests: int, seed: int) -> list[Job]:
-    return _translation(num_requests, seed, _ONE_SHOT)
-
-
-def _wmt_five_shot(num_requests: int, seed: int) -> list[Job]:
-    return _translation(num_requests, seed, _FIVE_SHOT)
-
-
-def _beam(num_requests: int, seed: int) -> list[Job]:
-    return _jobs(workloads.alpaca(num_requests, seed), Decoding("beam", _WIDTH))
-
-
-def _parallel(num_requests: int, seed: int) -> list[Job]:
-    return _jobs(workloads.alpaca(num_requests, seed), Decoding("parallel", _WIDTH))
+    return [
+        RequestShape(num_prefix + own, out, 0.0, index, 0, num_prefix)
+        for index, (own, out) in enumerate(lengths)
+    ]
 
 
 def sessions(num_requests: int, seed: int) -> list[Job]:
@@ -152,16 +124,10 @@ def sessions(num_requests: int, seed: int) -> list[Job]:
         if begins:
             left, history = int(rng.integers(1, _MAX_TURNS + 1)), 0
         left -= 1
-        num_input = history + int(own[index])
+        shape = RequestShape(history + int(own[index]), int(outputs[index]), index=index)
         think_s = float(rng.exponential(_MEAN_THINK_S))
-        jobs.append(
-            Job(
-                RequestShape(num_input, int(outputs[index]), index=index),
-                previous=None if begins else index - 1,
-                think_s=0.0 if begins else think_s,
-            )
-        )
-        history = num_input + int(outputs[index])
+        jobs.append(Job(shape) if begins else Job(shape, previous=index - 1, think_s=think_s))
+        history = shape.num_input_tokens + shape.num_output_tokens
     return jobs
 
 
@@ -181,54 +147,24 @@ MIX: Mapping[str, float] = MappingProxyType(
 
 def _mix(num_requests: int, seed: int) -> list[Job]:
     """Mix parts by largest remainder, conversations whole, in a random order."""
-    jobs: list[Job] = []
-    for offset, (name, count) in enumerate(_parts(num_requests).items()):
-        if count:
-            begin = len(jobs)
-            jobs += [_moved(job, begin, name) for job in KINDS[name].make(count, seed + offset)]
-    return _shuffled(jobs, np.random.default_rng([seed, _MIX]))
-
-
-def _parts(num_requests: int) -> dict[str, int]:
     exact = {name: share * num_requests for name, share in MIX.items()}
     counts = {name: int(value) for name, value in exact.items()}
     by_rest = sorted(exact, key=lambda name: counts[name] - exact[name])
     for name in by_rest[: num_requests - sum(counts.values())]:
         counts[name] += 1
-    return counts
-
-
-def _moved(job: Job, offset: int, part: str) -> Job:
-    return dataclasses.replace(
-        job,
-        shape=dataclasses.replace(job.shape, index=job.shape.index + offset),
-        previous=None if job.previous is None else job.previous + offset,
-        part=part,
-    )
-
-
-def _shuffled(jobs: list[Job], rng: np.random.Generator) -> list[Job]:
-    """Shuffle, with the turns of a conversation still in order."""
-    conversations: list[list[Job]] = []
-    for job in jobs:
-        if job.previous is None:
-            conversations.append([])
-        conversations[-1].append(job)
-    order = rng.permutation(len(conversations)).tolist()
-    ordered = [job for place in order for job in conversations[place]]
-    places = {job.shape.index: place for place, job in enumerate(ordered)}
-    return [
-        dataclasses.replace(
-            job,
-            shape=dataclasses.replace(job.shape, index=places[job.shape.index]),
-            previous=None if job.previous is None else places[job.previous],
-        )
-        for job in ordered
-    ]
-
-
-def _hot_cold(num_requests: int, seed: int) -> list[Job]:
-    return _jobs(workloads.hot_cold(num_requests, seed))
+    groups: list[list[Job]] = []
+    for offset, (name, count) in enumerate(counts.items()):
+        for job in KINDS[name].make(count, seed + offset) if count else ():
+            if job.previous is None:
+                groups.append([])
+            groups[-1].append(dataclasses.replace(job, part=name))
+    mixed: list[Job] = []
+    for place in np.random.default_rng([seed, _MIX]).permutation(len(groups)).tolist():
+        for turn, job in enumerate(groups[place]):
+            index = len(mixed)
+            previous = index - 1 if turn else None
+            mixed.append(dataclasses.replace(job, previous=previous).reshaped(index=index))
+    return mixed
 
 
 def _vllm_cpu(num_input: int, num_output: int) -> Kind:
@@ -238,77 +174,56 @@ def _vllm_cpu(num_input: int, num_output: int) -> Kind:
     (2026): random prompts of one length, an infinite rate, greedy, end tokens ignored.
     """
 
-    def make(num_requests: int, seed: int) -> list[Job]:
-        return [Job(RequestShape(num_input, num_output, index=i)) for i in range(num_requests)]
+    def draw(num_requests: int, seed: int) -> list[RequestShape]:
+        return [RequestShape(num_input, num_output, index=i) for i in range(num_requests)]
 
     lengths = "" if num_input == num_output == 128 else f"-{num_input}-{num_output}"
     return Kind(
         f"vllm-cpu{lengths}",
         f"vLLM's suite for CPUs: random, {num_input:,} in, {num_output:,} out, 12 to 200 at once",
         num_input + num_output,
-        make,
+        _of(draw),
         (12, 16, 24, 32, 64, 128, 200),
         num_requests=200,
     )
 
 
+_CHAT, _ALPACA = _of(workloads.sharegpt), _of(workloads.alpaca)
+_CONVERSATION, _CODE = workloads.azure_conversation, workloads.azure_code
+_BEAM, _PARALLEL = (_of(workloads.alpaca, Decoding(k, _WIDTH)) for k in ("beam", "parallel"))
+_ONE_SHOT, _FIVE_SHOT = (_of(partial(_translation, num_prefix)) for num_prefix in _EXAMPLES)
 _ALL = (
-    Kind("chat", "ShareGPT's lengths: short in, long out", 2048, _chat),
-    Kind("alpaca", "Alpaca's lengths: short in, short out", 512, _alpaca),
-    Kind(
-        "azure-conversation",
-        "Azure's conversation trace of 2023",
-        8192,
-        _azure_conversation,
-        burstiness=1.09**-2,
-    ),
-    Kind(
-        "azure-code",
-        "Azure's code trace of 2023: long in, very short out, in bursts",
-        8192,
-        _azure_code,
-        burstiness=13.2**-2,
-    ),
-    Kind("long", "single streams with arXiv summarization's lengths", 8192, _long, (1,)),
-    Kind(
-        "long-context",
-        "single streams of 32k to 128k tokens, prompt : answer 500, 100 and 50",
-        131_072 + 2_622,
-        _long_context,
-        (1,),
-    ),
-    Kind(
-        "shared-prefix",
-        "groups of 16 with a common prefix of 2,048 tokens, 128 of their own",
-        2432,
-        _shared_prefix,
-    ),
-    Kind("wmt-one-shot", "translations after one example, common to all", 256, _wmt_one_shot),
-    Kind("wmt-five-shot", "translations after five examples, common to all", 512, _wmt_five_shot),
-    Kind("beam", f"Alpaca's lengths, beam search of width {_WIDTH}", 512, _beam),
-    Kind("parallel", f"Alpaca's lengths, {_WIDTH} samples of each prompt", 512, _parallel),
+    Kind("chat", "ShareGPT's lengths: short in, long out", 2048, _CHAT),
+    Kind("alpaca", "Alpaca's lengths: short in, short out", 512, _ALPACA),
+    Kind("azure-conversation", "Azure's conversation trace of 2023", 8192,
+         _of(_CONVERSATION), burstiness=_CONVERSATION.burstiness),
+    Kind("azure-code", "Azure's code trace of 2023: long in, very short out, in bursts", 8192,
+         _of(_CODE), burstiness=_CODE.burstiness),
+    Kind("long", "single streams with arXiv summarization's lengths", 8192, _of(_long), (1,)),
+    Kind("long-context", "single streams of 32k to 128k tokens, prompt : answer 500, 100 and 50",
+         131_072 + 2_622, _of(_long_context), (1,)),
+    Kind("shared-prefix", "groups of 16 with a common prefix of 2,048 tokens, 128 of their own",
+         2432, _of(_shared_prefix)),
+    Kind("wmt-one-shot", "translations after one example, common to all", 256, _ONE_SHOT),
+    Kind("wmt-five-shot", "translations after five examples, common to all", 512, _FIVE_SHOT),
+    Kind("beam", f"Alpaca's lengths, beam search of width {_WIDTH}", 512, _BEAM),
+    Kind("parallel", f"Alpaca's lengths, {_WIDTH} samples of each prompt", 512, _PARALLEL),
     Kind("sessions", "conversations with growing history, ShareGPT's turns", 8192, sessions),
     *(_vllm_cpu(*lengths) for lengths in ((128, 128), (128, 2048), (2048, 128), (2048, 2048))),
-    Kind(
-        "hot-cold",
-        "16 short prefixes that come again, and prompts that come once",
-        1024 + 256,
-        _hot_cold,
-        (96,),
-        num_requests=2500,
-    ),
+    Kind("hot-cold", "16 short prefixes that come again, and prompts that come once", 1024 + 256,
+         _of(workloads.hot_cold), (96,), num_requests=2500),
     Kind("mix", "some of the others together: " + ", ".join(MIX), 8192, _mix),
-)
+)  # fmt: skip
 
 #: Kinds by the name that commands use.
 KINDS: Mapping[str, Kind] = MappingProxyType({kind.name: kind for kind in _ALL})
 
 
 def get_kind(name: str) -> Kind:
-    """The kind of that name; a ValueError lists the names there are."""
+    """The kind of that name; a ConfigurationError lists the names there are."""
     if name not in KINDS:
         known = ", ".join([*KINDS, *TEXTS])
-        raise ValueError(f"no workload is named {name!r}: choose from {known}")
+        raise ConfigurationError(f"--workload: no workload is named {name!r}: choose from {known}")
     return KINDS[name]
 
 

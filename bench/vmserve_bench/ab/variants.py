@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import types
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError
+from vmserve.options import declared_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["REGIMES", "Variant", "parse_variants"]
+__all__ = ["Variant", "parse_variants"]
 
-REGIMES = ("virtual", "paged", "auto")
-_FALSE, _TRUE = ("false", "no", "off", "0"), ("true", "yes", "on", "1")
+_SWITCH = {
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,11 @@ class Variant:
             raise ConfigurationError(f"variant {self.name}: {error}") from None
 
 
-_REGIME_VARIANTS = {name: Variant(name, {"kv_regime": name}) for name in REGIMES}
+_REGIMES = {name: Variant(name, {"kv_regime": name}) for name in ("virtual", "paged", "auto")}
 
 
 def parse_variants(
-    text: Sequence[str], known: Mapping[str, Variant] = _REGIME_VARIANTS, *, least: int = 2
+    text: Sequence[str], known: Mapping[str, Variant] = _REGIMES, *, least: int = 2
 ) -> list[Variant]:
     """``virtual,paged,auto`` and ``name=option=value,option=value``, in their order.
 
@@ -49,8 +50,14 @@ def parse_variants(
     for item in text:
         if "=" in item:
             variants.append(_with_options(item))
-        else:
-            variants += [_known(name.strip(), known) for name in item.split(",") if name.strip()]
+            continue
+        for name in filter(None, map(str.strip, item.split(","))):
+            if name not in known:
+                raise ConfigurationError(
+                    f"--variants: no variant is named {name!r}: choose from {', '.join(known)}, or "
+                    f"write name=option=value,option=value"
+                )
+            variants.append(known[name])
     names = [variant.name for variant in variants]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
@@ -62,15 +69,6 @@ def parse_variants(
             f"write e.g. --variants {','.join([*known][:2])}"
         )
     return variants
-
-
-def _known(name: str, known: Mapping[str, Variant]) -> Variant:
-    if name not in known:
-        raise ConfigurationError(
-            f"--variants: no variant is named {name!r}: choose from {', '.join(known)}, or "
-            f"write name=option=value,option=value"
-        )
-    return known[name]
 
 
 def _with_options(item: str) -> Variant:
@@ -95,28 +93,22 @@ def _with_options(item: str) -> Variant:
 
 def _value(variant: str, option: str, text: str) -> Any:
     """Parse ``text`` as the option's type."""
-    hints = get_type_hints(EngineConfig)
-    known = [one.name for one in dataclasses.fields(EngineConfig)]
+    known = declared_options(EngineConfig)
     if option not in known:
         raise ConfigurationError(
             f"--variants: {variant}: no engine option is named {option!r}: known are "
             f"{', '.join(sorted(known))}"
         )
-    hint = hints[option]
-    is_union = get_origin(hint) in (Union, types.UnionType)
-    accepted = get_args(hint) if is_union else (hint,)
-    if text.lower() == "none" and type(None) in accepted:
+    kind = known[option].type
+    if text.lower() == "none" and known[option].optional:
         return None
-    if bool in accepted:
-        if text.lower() in _TRUE + _FALSE:
-            return text.lower() in _TRUE
+    if kind is bool:
+        if text.lower() in _SWITCH:
+            return _SWITCH[text.lower()]
         raise ConfigurationError(f"--variants: {variant}: {option} is on or off, not {text!r}")
-    for number in (int, float):
-        if number in accepted and str not in accepted:
-            try:
-                return number(text)
-            except ValueError:
-                raise ConfigurationError(
-                    f"--variants: {variant}: {option} is a number, not {text!r}"
-                ) from None
-    return text
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        raise ConfigurationError(
+            f"--variants: {variant}: {option} is a number, not {text!r}"
+        ) from None

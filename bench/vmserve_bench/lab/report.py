@@ -145,18 +145,15 @@ def keep(directory: Path, described: Mapping[str, Any], tables: str) -> None:
     write_text(directory / "tables.md", tables)
 
 
-def kept_arguments(
-    command: str, script: str, *, plots: bool = False, output: bool = False
-) -> list[str]:
-    """Arguments for ``vmserve bench`` that write to a fresh directory.
+def kept_arguments(command: str, script: str, *, output: bool = False) -> list[str]:
+    """Arguments for ``vmserve bench`` that write JSON and Markdown to a fresh directory.
 
-    ``results/<date>-<cpu>`` next to ``script`` gets JSON, Markdown and, with ``plots``, pictures;
-    with ``output`` the command has one option for all of them.
+    That is ``results/<date>-<cpu>`` next to ``script``. ``output``: the command has one option for
+    both files.
     """
     directory = str(results_directory(script))
     files = ["--json", f"{directory}/results.json", "--markdown", f"{directory}/tables.md"]
     files = ["--output", directory] if output else files
-    files += ["--plots", directory] if plots else []
     return ["vmserve", "bench", command, *files, *sys.argv[1:]]
 
 

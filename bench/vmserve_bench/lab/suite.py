@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -59,13 +58,12 @@ def numbers(option: str, text: str, *, least: int = 1, most: int | None = None) 
 class Suite(Generic[Options]):
     """``name`` and ``benchmark`` go into the results file, whose sections stand under ``key``.
 
-    ``packages``: whose versions are noted. ``plots``: the module whose ``draw`` makes pictures.
+    ``packages``: whose versions are noted.
     """
 
     name: str
     sections: Mapping[str, Callable[[Options, Report], SectionResult]]
     packages: tuple[str, ...]
-    plots: str | None = None
     benchmark: str = ""
     key: str = "sections"
 
@@ -78,17 +76,15 @@ class Suite(Generic[Options]):
         console: Console | None = None,
         json_path: Path | None = None,
         markdown_path: Path | None = None,
-        plots: Path | None = None,
         output: Path | None = None,
     ) -> None:
         """Run sections, print their tables and write the files that were asked for.
 
-        ``told`` is called afterwards for what else the results file says. ``output`` is for JSON,
-        tables and plots. Raises ConfigurationError before measuring if files cannot be written.
+        ``told`` is called afterwards for what else the results file says. ``output`` is for JSON
+        and tables. Raises ConfigurationError before measuring if files cannot be written.
         """
-        for directory in (plots, output):
-            if directory is not None:
-                make_directory(directory)
+        if output is not None:
+            make_directory(output)
         console = console or make_console()
         results = {}
         for name in names:
@@ -108,8 +104,3 @@ class Suite(Generic[Options]):
                 write_text(path, text)
         if output is not None:
             keep(output, described, tables)
-        directory = plots or output
-        if directory is not None and self.plots is not None:
-            # Imported late: it takes half a second.
-            for path in importlib.import_module(self.plots).draw(described[self.key], directory):
-                console.print(f"drawn: {path}")

@@ -1,9 +1,9 @@
-"""``vmserve bench papers``: runs figures, simulated or real; prints tables, writes JSON, plots."""
+"""``vmserve bench papers``: runs figures, simulated or real; prints tables, writes JSON."""
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,36 +13,27 @@ from vmserve.models.hub import EMBEDDED_NAME
 from vmserve_bench import options as opt
 from vmserve_bench.ab.results import busy_warning
 from vmserve_bench.lab.report import make_console
-from vmserve_bench.lab.suite import Suite
-from vmserve_bench.papers.experiments import EXPERIMENTS
-from vmserve_bench.papers.figures import FIGURES, Options
-from vmserve_bench.papers.points import RealOptions
-from vmserve_bench.papers.real import REAL_PAGED
-from vmserve_bench.papers.real_virtual import REAL_VIRTUAL
+from vmserve_bench.lab.suite import Suite, chosen
+from vmserve_bench.papers import real, simulated
 from vmserve_bench.simulation.devices import OPT_13B_A100, described
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["REAL", "SIMULATED", "EngineKind", "chosen", "papers_command"]
+__all__ = ["REAL", "SIMULATED", "EngineKind", "papers_command"]
 
 #: Figures in the order in which they run; vAttention's have a v.
-REAL = Suite[RealOptions](
+REAL = Suite[real.RealOptions](
     name="papers",
     benchmark="papers, real",
-    sections={**REAL_PAGED, **REAL_VIRTUAL},
+    sections=real.FIGURES,
     packages=("vmserve", "numpy", "torch"),
     key="figures",
 )
-SIMULATED = Suite[Options](
+SIMULATED = Suite[simulated.Options](
     name="papers-simulated",
     benchmark="papers, simulated",
-    sections=FIGURES,
+    sections=simulated.FIGURES,
     packages=("vmserve", "numpy"),
-    plots="vmserve_bench.papers.plots",
     key="figures",
 )
-_QUICK_MINUTES = 0.1
 
 
 class EngineKind(enum.StrEnum):
@@ -82,14 +73,14 @@ def papers_command(
     output: opt.Output = None,
     json_path: opt.JsonPath = None,
     list_all: Annotated[
-        bool,
-        typer.Option("--list", help="Print both papers' experiments, how each is run, and end."),
+        bool, typer.Option("--list", help="Print the figures that can be run, and end.")
     ] = False,
 ) -> None:
     """Repeat experiments of the PagedAttention and vAttention papers.
 
     In simulation, with the papers' model and device, or on the real engine, with the embedded
     model on this machine's processor and everything made smaller: under three minutes a figure.
+    docs/experiments.md has what came out next to the papers' figures.
 
     \b
     Examples:
@@ -97,63 +88,33 @@ def papers_command(
       vmserve bench papers --figure 13 --engine real
       vmserve bench papers --all --engine real --output DIR
     """
+    console = make_console()
     if list_all:
-        make_console().print(_all_experiments())
+        table = Table("engine", "figure", "what")
+        for kind, suite in (("simulated", SIMULATED), ("real", REAL)):
+            for name, run in suite.sections.items():
+                table.add_row(kind, name, getattr(run, "title", run.__doc__))
+        console.print(table)
         return
     if everything and figure is not None:
         raise ConfigurationError("--all and --figure exclude each other: give one")
-    console = make_console()
+    files: Any = {"console": console, "json_path": json_path, "output": output}
     if engine is EngineKind.real:
         if minutes is not None:
             raise ConfigurationError("--minutes is of simulated traces: leave it out, or --engine")
+        names = chosen("figure of --engine real", figure, list(REAL.sections))
         if busy := busy_warning():
             console.print(busy)
-        REAL.measure(
-            chosen(figure, REAL.sections),
-            RealOptions(quick=quick, seed=seed, model=model),
-            lambda: {"seed": seed, "quick": quick, "model": model or EMBEDDED_NAME},
-            console=console,
-            json_path=json_path,
-            output=output,
-        )
+        told = {"seed": seed, "quick": quick, "model": model or EMBEDDED_NAME}
+        options = real.RealOptions(quick=quick, seed=seed, model=model)
+        REAL.measure(names, options, lambda: told, **files)
         return
     if model is not None:
         raise ConfigurationError("--model is of the real engine: add --engine real")
     if quick and minutes is not None:
         raise ConfigurationError("--quick and --minutes exclude each other: give one")
-    options = Options(minutes=minutes or (_QUICK_MINUTES if quick else 10.0), seed=seed)
+    names = chosen("figure of --engine simulated", figure, list(SIMULATED.sections))
     console.print(f"Simulated: {OPT_13B_A100.name}; no GPU was used.")
-    told = {"seed": seed, "minutes": options.minutes, "latency_model": described(OPT_13B_A100)}
-    SIMULATED.measure(
-        chosen(figure, SIMULATED.sections),
-        options,
-        lambda: told,
-        console=console,
-        json_path=json_path,
-        output=output,
-    )
-
-
-def _all_experiments() -> Table:
-    table = Table("experiment", "what", "state", "command", "ours", "the paper's", "real engine")
-    for each in EXPERIMENTS:
-        name = f"{each.paper}, {each.what}"
-        row = (name, each.about, each.state, each.command, each.ours, each.theirs)
-        table.add_row(*row, each.of_real)
-    return table
-
-
-def chosen(text: str | None, figures: Mapping[str, object]) -> list[str]:
-    """Figures of ``--figure``, in order; all without. Raises ConfigurationError for others."""
-    if text is None:
-        return list(figures)
-    wanted = {name.strip() for name in text.split(",")}
-    unknown = sorted(wanted - set(figures))
-    if unknown:
-        kinds = {"real": REAL.sections, "simulated": SIMULATED.sections}
-        other = [kind for kind, has in kinds.items() if unknown[0] in has]
-        raise ConfigurationError(
-            f"--figure: {unknown[0]!r} is not here: choose from {', '.join(figures)}"
-            + "".join(f", or give --engine {kind}" for kind in other)
-        )
-    return [name for name in figures if name in wanted]
+    minutes = minutes or (0.1 if quick else 10.0)
+    told = {"seed": seed, "minutes": minutes, "latency_model": described(OPT_13B_A100)}
+    SIMULATED.measure(names, simulated.Options(minutes, seed), lambda: told, **files)

@@ -1,33 +1,30 @@
-"""Data of a figure on the real engine: named cases, each metric once per round."""
+"""Data of a figure: named cases, each metric once per round."""
 
 from __future__ import annotations
 
-import random
 import statistics
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from vmserve_bench.ab.metrics import Metric
+from vmserve_bench.lab.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from vmserve_bench.lab.report import Report
-
-__all__ = ["METRICS", "Points", "RealOptions", "shuffled"]
-
-_T = TypeVar("_T")
+__all__ = ["METRICS", "Points"]
 
 _ALL = (
     Metric("requests_per_s", "requests/s", "rate", "higher"),
     Metric("tokens_per_s", "tokens/s", "rate", "higher"),
-    Metric("normalized_s", "normalized latency", "s", "lower"),
+    Metric("normalized_s", "normalized latency (a token)", "s", "lower"),
     Metric("e2e_p50_s", "end to end p50", "s", "lower"),
     Metric("e2e_p90_s", "end to end p90", "s", "lower"),
     Metric("at_once", "requests at once", "count"),
+    Metric("at_once_paper", "at once at the paper's rate", "count"),
     Metric("states_share", "of the pool, holding tokens", "share", "higher"),
     Metric("preemptions", "preemptions", "count", "lower"),
     Metric("swaps", "swapped out", "count", "lower"),
+    Metric("victim_s", "for a victim of 256 tokens", "s", "lower"),
     Metric("step_p50_s", "step p50", "s", "lower"),
     Metric("step_p99_s", "step p99", "s", "lower"),
     Metric("step_max_s", "step, longest", "s", "lower"),
@@ -39,61 +36,42 @@ _ALL = (
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _ALL}
 
 
-@dataclass(frozen=True, slots=True)
-class RealOptions:
-    """``quick`` measures little, to see that everything runs. ``model``: of the engine."""
-
-    quick: bool = False
-    seed: int = 0
-    model: str | None = None
-
-    @property
-    def rounds(self) -> int:
-        return 1 if self.quick else 3
-
-    def pick(self, full: int, quick: int) -> int:
-        return quick if self.quick else full
-
-
-@dataclass(slots=True)
 class Points:
-    """Values of each round by case and metric."""
+    """Values of each round by case and metric. ``more``: what else a figure's data says."""
 
-    values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    def __init__(self, cases: Iterable[str] = (), **more: float) -> None:
+        self.cases: dict[str, dict[str, list[float]]] = {case: {} for case in cases}
+        self.more = more
 
     def add(self, case: str, **metrics: float) -> None:
-        """Raises KeyError for a metric that :data:`METRICS` does not have."""
         for name, value in metrics.items():
-            METRICS[name]
-            self.values.setdefault(case, {}).setdefault(name, []).append(float(value))
-
-    def median(self, case: str, metric: str) -> float:
-        return statistics.median(self.values[case][metric])
+            self.cases.setdefault(case, {}).setdefault(name, []).append(float(value))
 
     def cell(self, case: str, metric: str) -> str:
         """The median of the rounds, and their range where there are several that differ."""
-        values = sorted(self.values[case][metric])
-        show = METRICS[metric].format
-        text = show(statistics.median(values))
-        low, high = show(values[0]), show(values[-1])
+        values, show = self.cases[case].get(metric), METRICS[metric].format
+        if values is None:
+            return "-"
+        text, low, high = map(show, (statistics.median(values), min(values), max(values)))
         return text if low == high else f"{text} ({low} to {high})"
 
-    def ratio(self, case: str, other: str, metric: str) -> str:
-        """Ratio of medians, ``case`` over ``other``."""
-        below = self.median(other, metric)
-        return f"{self.median(case, metric) / below:.2f}" if below else "-"
+    def over(self, case: str, last: str, metric: str) -> str:
+        """Ratio of medians: the case over that which begins alike and ends with ``last``."""
+        [other] = (c for c in self.cases if c.endswith(last) and case.startswith(c[: -len(last)]))
+        value, below = (statistics.median(self.cases[name][metric]) for name in (case, other))
+        return f"{value / below:.2f}" if below else "-"
 
-    def to_dict(self) -> dict[str, Any]:
-        return {"cases": {case: dict(metrics) for case, metrics in self.values.items()}}
-
-
-def shuffled(items: Sequence[_T], rounds: int, seed: int, report: Report) -> Iterator[_T]:
-    """Yield every item once a round, in a random order, so that drift meets all alike."""
-    rng, done = random.Random(seed), 0
-    for _ in range(rounds):
-        order = list(items)
-        rng.shuffle(order)
-        for item in order:
-            yield item
-            done += 1
-            report(done / (rounds * len(items)))
+    def table(
+        self, title: str, metrics: Sequence[str], over: Sequence[str] = (), note: str = ""
+    ) -> Table:
+        """A line for each case; ratios of the first metric over each of ``over``."""
+        lines = tuple(
+            (
+                case,
+                *(self.cell(case, metric) for metric in metrics),
+                *(self.over(case, last, metrics[0]) for last in over),
+            )
+            for case in self.cases
+        )
+        titles = (METRICS[metric].title for metric in metrics)
+        return Table(title, ("", *titles, *(f"over {last}" for last in over)), lines, note)

@@ -1,218 +1,89 @@
-"""The PagedAttention paper's figures on the real engine; see ``served`` for what is compared."""
+"""Both papers' figures on the real engine; see ``served`` for what is compared.
+
+vAttention's (names with a v) are numbered as in the scripts of its published artifact. Where that
+paper has paged FlashAttention and FlashInfer kernels against its own, these have this engine's
+paged kernels against its virtual ones; lengths are what a processor reads in seconds.
+"""
 
 from __future__ import annotations
 
-import statistics
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from vmserve.models import ModelConfig, resolve_model
+from vmserve.sampling import SamplingParams
 from vmserve_bench import sharing
-from vmserve_bench.kernels.sections import Options as KernelOptions
-from vmserve_bench.kernels.sections import blocks as kernel_blocks
-from vmserve_bench.lab.table import SectionResult, Table
-from vmserve_bench.papers.fleet import Fleet
-from vmserve_bench.papers.points import Points, RealOptions, shuffled
-from vmserve_bench.papers.reference import (
-    PAPER_BATCHES,
-    PAPER_BEAM_GAIN,
-    PAPER_EXISTING_SHARE,
-    PAPER_PAGED_SHARE,
-    PAPER_RATE_OVER_MAX,
-    PAPER_RATE_OVER_ORACLE,
-    PAPER_REQUESTS_OVER_MAX,
-    PAPER_REQUESTS_OVER_ORACLE,
-)
+from vmserve_bench.kernels import sections as kernels
+from vmserve_bench.lab.report import Report
+from vmserve_bench.lab.statistics import summarize
+from vmserve_bench.lab.table import SectionResult
+from vmserve_bench.papers.points import Points
 from vmserve_bench.papers.served import (
-    BASELINES,
     CONTEXT,
     POOL_TOKENS,
     SCALE,
     SYSTEMS,
+    Fleet,
+    Job,
+    Run,
     System,
     make_jobs,
-    record,
     scaled,
 )
 from vmserve_bench.sharing.prefix import translation_shapes
-from vmserve_bench.sharing.reference import PAPER_PREFIX_SPEEDUP, SHOT_TOKENS
-from vmserve_bench.workloads.shapes import RequestShape, alpaca, sharegpt
+from vmserve_bench.sharing.reference import SHOT_TOKENS
+from vmserve_bench.workloads.shapes import RequestShape, alpaca, azure_code, sharegpt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from vmserve.engine.engine import LLMEngine
 
-    from vmserve_bench.lab.report import Report
-
-__all__ = ["REAL_PAGED"]
-
-_NOTE = (
-    f"This machine's processor; lengths, context ({CONTEXT}) and pool ({POOL_TOKENS:,} tokens) "
-    f"are the paper's over {SCALE}. A processor gains less from a larger batch than a GPU: what "
-    "runs at once compares with the paper, rates do not."
-)
-_TRACES = "Medians of rounds, each with a trace of its own."
-#: Shares of the rate that vmserve sustains with all requests at once.
-_RATES = (0.5, 0.7, 0.85, 1.0)
-#: Divisor of lengths in quick runs.
-_QUICK_SCALE = 32
+__all__ = ["FIGURES", "RealOptions"]
 
 
-def _warm(fleet: Fleet, systems: Sequence[System], shapes: Sequence[RequestShape]) -> None:
-    """Warm up: lazy setup is done, and pools have grown."""
-    for system in systems:
-        fleet.serve(system, make_jobs(shapes[:4], fleet.vocabulary(), 1))
+@dataclass(frozen=True, slots=True)
+class RealOptions:
+    """``quick`` measures little, to see that everything runs. ``model``: of the engine."""
+
+    quick: bool = False
+    seed: int = 0
+    model: str | None = None
+
+    @property
+    def rounds(self) -> int:
+        return 1 if self.quick else 3
+
+    def pick(self, full: Any, quick: Any) -> Any:
+        return quick if self.quick else full
+
+    @property
+    def context(self) -> int:
+        """Longest sequence of the model."""
+        return ModelConfig.from_directory(resolve_model(self.model)).max_position_embeddings
 
 
-def _saturated(
-    options: RealOptions,
-    report: Report,
-    shapes: Sequence[RequestShape],
-    systems: Mapping[str, System],
-) -> Points:
-    """Serve all requests at once with each system, in rounds."""
-    points = Points()
-    with Fleet(options.model) as fleet:
-        _warm(fleet, list(systems.values()), shapes)
-        jobs = make_jobs(shapes, fleet.vocabulary(), options.seed)
-        for name in shuffled(list(systems), options.rounds, options.seed, report):
-            record(points, name, fleet.serve(systems[name], jobs))
-    points.values = {name: points.values[name] for name in systems}
-    return points
+# -- PagedAttention: requests of a trace ------------------------------------------------------
 
 
-def _sharegpt(
-    options: RealOptions, num_requests: int = 200, seed: int | None = None
-) -> list[RequestShape]:
-    seed = options.seed if seed is None else seed
+def _chats(options: RealOptions, seed: int, num_requests: int = 200) -> list[RequestShape]:
     drawn = sharegpt(options.pick(num_requests, 10), seed, request_rate=1.0)
-    return scaled(drawn, options.pick(SCALE, _QUICK_SCALE))
+    return scaled(drawn, options.pick(SCALE, 32))
 
 
-def figure_2(options: RealOptions, report: Report) -> SectionResult:
-    """Share of KV memory that holds token states, all requests there at once."""
-    points = _saturated(options, report, _sharegpt(options), SYSTEMS)
-    low, high = PAPER_EXISTING_SHARE
-    rows = tuple(
-        (
-            name,
-            points.cell(name, "states_share"),
-            points.cell(name, "at_once"),
-            f"{low} to {high} %" if name in BASELINES else f"above {PAPER_PAGED_SHARE} %",
-        )
-        for name in points.values
-    )
-    title = "Figure 2, real engine: share of the pool that holds token states, ShareGPT"
-    note = (
-        f"{_NOTE} Here of the whole pool, what is free while a request waits included; the "
-        "paper's is of what is allocated."
-    )
-    table = Table(title, ("system", "token states", "requests at once", "paper"), rows, note)
-    return SectionResult(points.to_dict(), (table,))
-
-
-def figure_13(options: RealOptions, report: Report) -> SectionResult:
-    """Requests that run at once, all of them there at once."""
-    points = _saturated(options, report, _sharegpt(options), SYSTEMS)
-    theirs = {**PAPER_BATCHES["sharegpt"], "vmserve, paged": PAPER_BATCHES["sharegpt"]["paper"]}
-    rows = tuple(
-        (
-            name,
-            points.cell(name, "at_once"),
-            points.ratio(name, "Orca (Oracle)", "at_once"),
-            points.ratio(name, "Orca (Max)", "at_once"),
-            f"{theirs[name]:.1f}" if name in theirs else "-",
-        )
-        for name in points.values
-    )
-    table = Table(
-        "Figure 13, real engine: requests that run at once, ShareGPT",
-        ("system", "at once", "over Orca (Oracle)", "over Orca (Max)", "paper, at 2 requests/s"),
-        rows,
-        f"{_NOTE} The paper: {PAPER_REQUESTS_OVER_ORACLE} times Orca (Oracle), "
-        f"{PAPER_REQUESTS_OVER_MAX} times Orca (Max).",
-    )
-    return SectionResult(points.to_dict(), (table,))
-
-
-def _by_rate(
-    options: RealOptions,
-    report: Report,
-    title: str,
-    draw: Callable[[int], list[RequestShape]],
-    note: str,
-) -> SectionResult:
-    """Normalized latency by Poisson rate, as shares of the rate that vmserve sustains.
-
-    ``draw``: a trace by its seed. Each round has one of its own, the same for all systems.
-    """
-    points = Points()
-    seeds = [options.seed + index for index in range(options.rounds)]
-    traces = [draw(seed) for seed in seeds]
-    rates = _RATES[1:2] if options.quick else _RATES
-    with Fleet(options.model) as fleet:
-        _warm(fleet, list(SYSTEMS.values()), traces[0])
-        vocabulary = fleet.vocabulary()
-        ours = SYSTEMS["vmserve, paged"]
-        best = statistics.median(
-            fleet.serve(ours, make_jobs(shapes, vocabulary, seed)).requests_per_s
-            for shapes, seed in zip(traces, seeds, strict=True)
-        )
-        runs = [(name, rate) for rate in rates for name in SYSTEMS]
-        drawn = shuffled(runs, options.rounds, options.seed, report)
-        for index, (name, rate) in enumerate(drawn):
-            turn = index // len(runs)
-            jobs = make_jobs(traces[turn], vocabulary, seeds[turn], rate=rate * best)
-            served = fleet.serve(SYSTEMS[name], jobs)
-            record(points, f"{name}, rate {rate:g}", served)
-    rows = tuple(
-        (
-            name,
-            *(points.cell(f"{name}, rate {rate:g}", "normalized_s") for rate in rates),
-            *(points.cell(f"{name}, rate {rate:g}", "at_once") for rate in rates[-1:]),
-        )
-        for name in SYSTEMS
-    )
-    columns = (
-        "system",
-        *(f"at {rate * best:.3g} requests/s" for rate in rates),
-        "at once, at the last",
-    )
-    data = {**points.to_dict(), "best_requests_per_s": best}
-    return SectionResult(data, (Table(title, columns, rows, note),))
-
-
-def figure_12(options: RealOptions, report: Report) -> SectionResult:
-    """Request rate against normalized latency, ShareGPT's lengths."""
-    (a, b), (c, d) = PAPER_RATE_OVER_ORACLE, PAPER_RATE_OVER_MAX
-    return _by_rate(
-        options,
-        report,
-        "Figure 12, real engine: normalized latency (a token) by request rate, ShareGPT",
-        lambda seed: _sharegpt(options, 140, seed),
-        f"{_NOTE} {_TRACES} The paper's rates at similar latency: {a} to {b} times Orca "
-        f"(Oracle), {c:g} to {d:g} times Orca (Max).",
-    )
-
-
-def figure_17(options: RealOptions, report: Report) -> SectionResult:
-    """Conversations: each request has its history as prompt, whose last half context counts."""
-    return _by_rate(
-        options,
-        report,
-        "Figure 17, real engine: normalized latency (a token) by request rate, conversations",
-        lambda seed: scaled(chat_shapes(options.pick(120, 10), seed), options.pick(1, 8)),
-        f"{_NOTE} {_TRACES} Prompts are conversations of ShareGPT's lengths, cut to the last "
-        f"{CONTEXT // 2} tokens, and no KV cache is kept between their turns, as in the paper.",
-    )
+def _conversations(options: RealOptions, seed: int) -> list[RequestShape]:
+    return scaled(chat_shapes(options.pick(120, 10), seed), options.pick(1, 8))
 
 
 def chat_shapes(num_requests: int, seed: int, turns: int = 4) -> list[RequestShape]:
-    """The turns of conversations, in the order of arrival that independent requests would have."""
-    drawn = scaled(sharegpt(num_requests, seed, request_rate=1.0))
+    """Turns of conversations, whose history is the prompt, cut to the last half context.
+
+    They arrive as independent requests would. No KV cache is kept between them, as in the paper.
+    """
     shapes, history = [], 0
-    for index, shape in enumerate(drawn):
-        if index % turns == 0:
-            history = 0
-        history += shape.num_input_tokens
+    for index, shape in enumerate(scaled(sharegpt(num_requests, seed, request_rate=1.0))):
+        history = shape.num_input_tokens + (history if index % turns else 0)
         output = min(shape.num_output_tokens, CONTEXT // 2)
         shapes.append(
             replace(shape, num_input_tokens=min(history, CONTEXT // 2), num_output_tokens=output)
@@ -221,76 +92,84 @@ def chat_shapes(num_requests: int, seed: int, turns: int = 4) -> list[RequestSha
     return shapes
 
 
-def figure_14(options: RealOptions, report: Report) -> SectionResult:
-    """Parallel samples and beams, Alpaca's lengths, all requests there at once."""
-    points = Points()
-    systems = ("vmserve, paged", "Orca (Oracle)")
-    ways = [(1, False), *((width, beam) for beam in (False, True) for width in (2, 4, 6))]
-    if options.quick:
-        ways = [(1, False), (2, False), (2, True)]
-    # Lengths as they are, as a quarter of them would be a few tokens; and none of the longest.
-    shapes = [
-        shape
-        for shape in scaled(alpaca(options.pick(120, 8), options.seed), options.pick(1, 8))
-        if shape.num_input_tokens + shape.num_output_tokens <= CONTEXT // 2
-    ]
-    with Fleet(options.model) as fleet:
-        _warm(fleet, [SYSTEMS[name] for name in systems], shapes)
-        runs = [(name, width, beam) for width, beam in ways for name in systems]
-        for name, width, beam in shuffled(runs, 1, options.seed, report):
-            jobs = make_jobs(
-                shapes[: max(8, len(shapes) // width)],
-                fleet.vocabulary(),
-                options.seed,
-                width=width,
-                is_beam=beam,
-            )
-            case = f"{_way(width, beam)}, {name}"
-            record(points, case, fleet.serve(SYSTEMS[name], jobs))
-    rows = tuple(
-        (
-            way,
-            *(points.cell(f"{way}, {name}", "requests_per_s") for name in systems),
-            points.ratio(f"{way}, {systems[0]}", f"{way}, {systems[1]}", "requests_per_s"),
-            *(points.cell(f"{way}, {name}", "at_once") for name in systems),
-            points.ratio(f"{way}, {systems[0]}", f"{way}, {systems[1]}", "at_once"),
+def _up_to(shapes: list[RequestShape], most: int) -> list[RequestShape]:
+    return [shape for shape in shapes if shape.num_input_tokens + shape.num_output_tokens <= most]
+
+
+def _at_once(
+    systems_of: Callable[[RealOptions], Mapping[str, System]],
+    options: RealOptions,
+    report: Report,
+    *,
+    pool_tokens: int = POOL_TOKENS,
+) -> Points:
+    """ShareGPT's requests, all there at once."""
+    with Fleet(options.model, pool_tokens=pool_tokens) as fleet:
+        jobs = make_jobs(_chats(options, options.seed), fleet.vocabulary, options.seed)
+        runs = {name: (system, [jobs]) for name, system in systems_of(options).items()}
+        return fleet.measure(runs, options.rounds, options.seed, report)
+
+
+def _block_sizes(options: RealOptions) -> dict[str, System]:
+    sizes = options.pick((4, 8, 16, 32, 64, 128), (4, 16))
+    return {f"blocks of {size}": System("paged", options=(("block_size", size),)) for size in sizes}
+
+
+def _preemptions(options: RealOptions) -> dict[str, System]:
+    return {
+        f"blocks of {size}, {how}": System(
+            "paged", options=(("block_size", size), ("preemption", how), ("swap_space", space))
         )
-        for way in (_way(*each) for each in ways)
-    )
-    columns = ("sampling", *(f"{name}, requests/s" for name in systems), "ratio")
-    table = Table(
-        "Figure 14, real engine: Alpaca, all requests there at once",
-        (*columns, *(f"{name}, at once" for name in systems), "ratio"),
-        rows,
-        f"{_NOTE} Lengths here are not divided. Orca has memory for each sequence, and computes "
-        "a prompt for each sample; for beams it has the memory alone. The paper, OPT-13B, rates: "
-        f"{PAPER_BEAM_GAIN[0]} times in basic sampling to {PAPER_BEAM_GAIN[1]} with 6 beams.",
-    )
-    return SectionResult(points.to_dict(), (table,))
+        for size in options.pick((4, 16, 64), (4, 16))
+        for how, space in (("recompute", 0), ("swap", "256MiB"))
+    }
 
 
-def _way(width: int, is_beam: bool) -> str:
-    if width == 1:
-        return "basic sampling"
-    return f"{width} beams" if is_beam else f"{width} samples"
+def _by_rate(
+    draw: Callable[[RealOptions, int], list[RequestShape]], options: RealOptions, report: Report
+) -> Points:
+    """Poisson arrivals at shares of the rate that vmserve sustains with all requests at once.
+
+    Each round has a trace of its own, the same for all systems.
+    """
+    seeds = range(options.seed, options.seed + options.rounds)
+    traces = {seed: draw(options, seed) for seed in seeds}
+    with Fleet(options.model) as fleet:
+
+        def jobs(rate: float | None = None) -> list[list[Job]]:
+            words = fleet.vocabulary
+            return [make_jobs(shapes, words, seed, rate=rate) for seed, shapes in traces.items()]
+
+        best = fleet.best(SYSTEMS["vmserve, paged"], jobs())
+        runs = {
+            f"{name}, rate {rate:g}": (system, jobs(rate * best))
+            for rate in options.pick((0.5, 0.7, 0.85, 1.0), (0.7,))
+            for name, system in SYSTEMS.items()
+        }
+        points = fleet.measure(runs, options.rounds, options.seed, report)
+    points.more["best_requests_per_s"] = best
+    return points
 
 
-def figure_15(options: RealOptions, report: Report) -> SectionResult:
-    """Memory that sharing within a request saves: the section blocks of ``bench sharing``."""
-    wanted = sharing.Options(
-        num_requests=options.pick(12, 4),
-        workloads=("alpaca",) if options.quick else ("alpaca", "sharegpt"),
-        widths=(2,) if options.quick else (2, 4, 6),
-        block_sizes=(16,),
-        seed=options.seed,
-        blocks_model=options.model,
-    )
-    return sharing.SUITE.sections["blocks"](wanted, report)
+def _samples_and_beams(options: RealOptions, report: Report) -> Points:
+    """Alpaca's lengths as they are, as a quarter would be a few tokens; none of the longest."""
+    ways = {"basic sampling": (1, False)}
+    for what, is_beam in (("samples", False), ("beams", True)):
+        ways |= {f"{width} {what}": (width, is_beam) for width in options.pick((2, 4, 6), (2,))}
+    drawn = scaled(alpaca(options.pick(120, 8), options.seed), options.pick(1, 8))
+    shapes = _up_to(drawn, CONTEXT // 2)
+    runs: dict[str, Run] = {}
+    with Fleet(options.model) as fleet:
+        for way, (width, is_beam) in ways.items():
+            fewer = shapes[: max(8, len(shapes) // width)]
+            jobs = make_jobs(fewer, fleet.vocabulary, options.seed, width=width, is_beam=is_beam)
+            for name in ("vmserve, paged", "Orca (Oracle)"):
+                runs[f"{way}, {name}"] = SYSTEMS[name], [jobs]
+        return fleet.measure(runs, 1, options.seed, report)
 
 
-def figure_16(options: RealOptions, report: Report) -> SectionResult:
-    """Requests with a common prefix: computed once, each time, or kept by Orca each time."""
-    points = Points()
+def _common_prefix(options: RealOptions, report: Report) -> Points:
+    """A prefix that is computed once, or each time, or kept by Orca each time."""
     cached = (("enable_prefix_caching", True),)
     systems = {
         "vmserve, paged, prefix cache": System("paged", options=cached),
@@ -298,148 +177,281 @@ def figure_16(options: RealOptions, report: Report) -> SectionResult:
         "vmserve, paged, none": System("paged"),
         "Orca (Oracle)": SYSTEMS["Orca (Oracle)"],
     }
-    shapes = {
-        shots: translation_shapes(options.pick(64, 4), num_prefix, options.seed)
-        for shots, num_prefix in SHOT_TOKENS.items()
-    }
+    runs: dict[str, Run] = {}
     with Fleet(options.model) as fleet:
-        vocabulary = fleet.vocabulary()
-        runs = [(shots, name) for shots in shapes for name in systems]
-        for shots, name in shuffled(runs, options.rounds, options.seed, report):
-            engine = fleet.engine(systems[name])
-            if systems[name].options:
-                engine.memory.clear_cache()
-            before = engine.stats()["prefix_cache_hits_total"]
-            record(
-                points,
-                f"{shots}, {name}",
-                fleet.serve(systems[name], make_jobs(shapes[shots], vocabulary, options.seed)),
-            )
-            hits = engine.stats()["prefix_cache_hits_total"] - before
-            num_prompt = sum(shape.num_input_tokens for shape in shapes[shots])
-            points.add(f"{shots}, {name}", prefix_hit_rate=hits / num_prompt)
-    points.values = {case: points.values[case] for case in (f"{a}, {b}" for a, b in runs)}
-    rows = tuple(
-        (
-            f"{shots} ({SHOT_TOKENS[shots]} tokens), {name}",
-            points.cell(f"{shots}, {name}", "requests_per_s"),
-            points.ratio(f"{shots}, {name}", f"{shots}, Orca (Oracle)", "requests_per_s"),
-            points.cell(f"{shots}, {name}", "at_once"),
-            points.cell(f"{shots}, {name}", "prefix_hit_rate"),
-            f"{PAPER_PREFIX_SPEEDUP[shots]:.2f}" if "prefix cache" in name else "-",
-        )
-        for shots, name in runs
-    )
-    table = Table(
-        "Figure 16, real engine: requests/s with a common prefix, all there at once",
-        (
-            "prefix, system",
-            "requests/s",
-            "over Orca (Oracle)",
-            "at once",
-            "prefix hits",
-            "paper, LLaMA-13B",
-        ),
-        rows,
-        f"This machine's processor; a pool of {POOL_TOKENS:,} tokens, lengths as in the paper.",
-    )
-    return SectionResult(points.to_dict(), (table,))
+        for shots, num_prefix in SHOT_TOKENS.items():
+            shapes = translation_shapes(options.pick(64, 4), num_prefix, options.seed)
+            jobs = make_jobs(shapes, fleet.vocabulary, options.seed)
+            runs |= {f"{shots}, {name}": (system, [jobs]) for name, system in systems.items()}
+        return fleet.measure(runs, options.rounds, options.seed, report)
 
 
-def figure_18(options: RealOptions, report: Report) -> SectionResult:
-    """Block sizes: the kernel by itself, and the engine with all requests there at once."""
-    sizes = (4, 16) if options.quick else (4, 8, 16, 32, 64, 128)
-    systems = {
-        f"blocks of {size}": System("paged", options=(("block_size", size),)) for size in sizes
+# -- vAttention: the two views of one pool ----------------------------------------------------
+
+_VIEWS = {"paged": System("paged"), "virtual": System("virtual")}
+
+
+def _roomy(options: RealOptions, context: int, num_seqs: int) -> Fleet:
+    """Memory for all requests, so that nothing is preempted."""
+    room = num_seqs * (context + 64)
+    return Fleet(options.model, context=context, pool_tokens=room, block_tokens=16, page_tokens=64)
+
+
+def _prompt(num_tokens: int, first: int, vocabulary: int) -> list[int]:
+    """A prompt; those of different ``first`` have no common prefix."""
+    return [8 + (first + 7 * place) % (vocabulary - 8) for place in range(num_tokens)]
+
+
+def _step(engine: LLMEngine) -> float:
+    began = time.perf_counter()
+    result = engine.step()
+    seconds = time.perf_counter() - began
+    if result.failures:
+        raise result.failures[0].error
+    return seconds
+
+
+def _timed_steps(
+    engines: dict[str, LLMEngine], batch: int, num_prompt: int, num_steps: int
+) -> dict[str, dict[str, float]]:
+    """Time steps that decode ``batch`` requests, ten of each engine in turn: drift meets all."""
+    # The first ones to decode do so until the last prompt is read.
+    params = SamplingParams(
+        temperature=0.0, max_tokens=3 * num_steps + 8 * batch, ignore_eos=True, detokenize=False
+    )
+
+    def waited(engine: LLMEngine) -> int:
+        return int(engine.memory.stats().unhidden_calls_total)
+
+    for engine in engines.values():
+        for index in range(batch):
+            prompt = _prompt(num_prompt, index, engine.model_config.vocab_size)
+            engine.add_request(str(index), prompt, params)
+        enough = engine.counters.generation_tokens + 4 * batch
+        while engine.scheduler.num_waiting or engine.counters.generation_tokens < enough:
+            _step(engine)
+    before = {name: waited(engine) for name, engine in engines.items()}
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for _ in range(0, num_steps, 10):
+        for name, engine in engines.items():
+            times[name] += [_step(engine) for _ in range(10)]
+    found = {}
+    for name, engine in engines.items():
+        steps = summarize(times[name])
+        found[name] = {
+            "tokens_per_s": batch / steps.median,
+            "step_p50_s": steps.median,
+            "step_p99_s": steps.p99,
+            "step_max_s": steps.max,
+            "calls_unhidden": waited(engine) - before[name],
+        }
+        for request in list(engine.request_ids):
+            engine.abort(request)
+        engine.step()  # finds nothing to do, and gives memory back
+    return found
+
+
+def _decoding(
+    case: str,
+    systems: Mapping[str, System],
+    batches: Sequence[int],
+    num_prompt: int,
+    num_steps: int,
+    options: RealOptions,
+    report: Report,
+) -> Points:
+    """Steps that decode batches. ``case``: a point's name, of ``{batch}`` and ``{system}``."""
+    room = 4 * num_steps + 12 * max(batches)
+    num_prompt = min(num_prompt, options.context - room)
+    with _roomy(options, num_prompt + room, max(batches)) as fleet:
+        points = Points(token_bytes=fleet.token_bytes)
+        engines = {name: fleet.engine(system) for name, system in systems.items()}
+        _timed_steps(engines, batches[0], num_prompt, num_steps)  # the pools grow
+        for index, batch in enumerate(batches, 1):
+            found = _timed_steps(engines, batch, num_prompt, num_steps)
+            for system, metrics in found.items():
+                demand = metrics["tokens_per_s"] * fleet.token_bytes
+                name = case.format(batch=batch, system=system)
+                points.add(name, **metrics, kv_bytes_per_s=demand)
+            report(index / len(batches))
+    return points
+
+
+def _memory_demand(options: RealOptions, report: Report) -> Points:
+    batches = options.pick((1, 2, 4, 8, 16, 32, 64, 128), (1, 2))
+    length, steps, only = options.pick(128, 16), options.pick(60, 10), {"": _VIEWS["virtual"]}
+    return _decoding("batch of {batch}", only, batches, length, steps, options, report)
+
+
+def _long_contexts(options: RealOptions, report: Report) -> Points:
+    batches, length = options.pick((1, 4, 8, 16), (1, 2)), options.pick(2048, 32)
+    case, steps = "batch of {batch}, {system}", options.pick(100, 10)
+    return _decoding(case, _VIEWS, batches, length, steps, options, report)
+
+
+def _mapping(options: RealOptions, report: Report) -> Points:
+    """Steps that map pages themselves, against a mapper that maps ahead, in rounds."""
+    pages = ("page_tokens", 16)
+    ways = {
+        "overlapped": System("virtual", options=(pages,)),
+        "synchronous": System("virtual", options=(pages, ("kv_mapper", "off"))),
     }
-    points = _saturated(options, lambda done: report(0.5 * done), _sharegpt(options), systems)
-    rows = tuple(
-        (
-            name,
-            points.cell(name, "requests_per_s"),
-            points.cell(name, "normalized_s"),
-            points.cell(name, "at_once"),
-            points.cell(name, "preemptions"),
-        )
-        for name in points.values
-    )
-    table = Table(
-        "Figure 18b, real engine: block sizes, ShareGPT, all requests there at once",
-        ("", "requests/s", "normalized latency (a token)", "at once", "preemptions"),
-        rows,
-        f"{_NOTE} Blocks of 16 here are the paper's of {16 * SCALE}. The paper: 16 to 128 are "
-        "best on ShareGPT.",
-    )
-    alone = kernel_blocks(
-        KernelOptions(quick=options.quick, seed=options.seed),
-        lambda done: report(0.5 + 0.5 * done),
-    )
-    data = {**points.to_dict(), "kernel": dict(alone.data)}
-    return SectionResult(data, (*alone.tables, table))
+    batches = options.rounds * options.pick((16,), (2,))
+    return _decoding("{system}", ways, batches, 64, options.pick(300, 20), options, report)
 
 
-def figure_19(options: RealOptions, report: Report) -> SectionResult:
-    """Recomputing against swapping, by block size, in half of the pool."""
-    sizes = (4, 16) if options.quick else (4, 16, 64)
-    systems = {
-        f"blocks of {size}, {how}": System(
-            "paged",
-            options=(
-                ("block_size", size),
-                ("preemption", how),
-                ("swap_space", "256MiB" if how == "swap" else 0),
-            ),
-        )
-        for size in sizes
-        for how in ("recompute", "swap")
-    }
-    points = Points()
-    shapes = _sharegpt(options)
-    with Fleet(options.model, pool_tokens=POOL_TOKENS // 2) as fleet:
-        _warm(fleet, list(systems.values()), shapes)
-        jobs = make_jobs(shapes, fleet.vocabulary(), options.seed)
-        for name in shuffled(list(systems), options.rounds, options.seed, report):
-            record(points, name, fleet.serve(systems[name], jobs))
-    points.values = {name: points.values[name] for name in systems}
-    rows = tuple(
-        (
-            f"blocks of {size}",
-            *(
-                points.cell(f"blocks of {size}, {how}", metric)
-                for metric in ("normalized_s", "preemptions")
-                for how in ("recompute", "swap")
-            ),
-            points.cell(f"blocks of {size}, swap", "swaps"),
-            points.ratio(f"blocks of {size}, recompute", f"blocks of {size}, swap", "normalized_s"),
-        )
-        for size in sizes
-    )
-    table = Table(
-        "Figure 19b, real engine: normalized latency (a token), ShareGPT, all there at once",
-        (
-            "",
-            "recompute",
-            "swap",
-            "preemptions, recompute",
-            "preemptions, swap",
-            "swapped out",
-            "recompute / swap",
-        ),
-        rows,
-        f"This machine's processor and a pool of {POOL_TOKENS // 2:,} tokens; lengths are the "
-        f"paper's over {SCALE}. The paper: recomputing never costs more than 20 % over swapping.",
-    )
-    return SectionResult(points.to_dict(), (table,))
+def _prompts_alone(options: RealOptions, report: Report) -> Points:
+    """Seconds until a prompt's first token, by length and view."""
+    wanted = options.pick((256, 1024, 2048, 4096), (32, 64))
+    lengths = [length for length in wanted if length + 16 <= options.context]
+    with _roomy(options, lengths[-1] + 16, 1) as fleet:
+        runs = {
+            f"{n:,} tokens, {view}": (system, [[Job("0", _prompt(n, n, fleet.vocabulary), 1)]])
+            for n in lengths
+            for view, system in _VIEWS.items()
+        }
+        points = fleet.measure(runs, 2 * options.rounds, options.seed, report)
+    for case, metrics in points.cases.items():
+        num_tokens = len(runs[case][1][0][0].prompt)
+        metrics["tokens_per_s"] = [num_tokens / seconds for seconds in metrics["e2e_p50_s"]]
+    return points
 
 
-REAL_PAGED: dict[str, Callable[[RealOptions, Report], SectionResult]] = {
-    "2": figure_2,
-    "12": figure_12,
-    "13": figure_13,
-    "14": figure_14,
-    "15": figure_15,
-    "16": figure_16,
-    "17": figure_17,
-    "18": figure_18,
-    "19": figure_19,
-}
+def _long_prompts(loads: tuple[float, ...], options: RealOptions, report: Report) -> Points:
+    """Azure's code requests over 8, in the place of summaries of long texts, by view.
+
+    All are there at once, or they arrive at shares of the rate that this takes.
+    """
+    drawn = azure_code(options.pick(64, 6), options.seed, request_rate=1.0, burstiness=1.0)
+    shapes = _up_to(scaled(drawn, 8), 1024)
+    with _roomy(options, 1024, 32) as fleet:
+        jobs = make_jobs(shapes, fleet.vocabulary, options.seed)
+        if not loads:
+            runs = {view: (system, [jobs]) for view, system in _VIEWS.items()}
+            return fleet.measure(runs, 2 * options.rounds, options.seed, report)
+        best = fleet.best(_VIEWS["paged"], [jobs])
+        runs = {}
+        for load in options.pick(loads, loads[-1:]):
+            jobs = make_jobs(shapes, fleet.vocabulary, options.seed, rate=load * best)
+            runs |= {f"{load:g} of the most, {view}": (_VIEWS[view], [jobs]) for view in _VIEWS}
+        points = fleet.measure(runs, options.rounds, options.seed, report)
+    points.more["best_requests_per_s"] = best
+    return points
+
+
+# -- the figures ------------------------------------------------------------------------------
+
+_NOTE = (
+    f"Context ({CONTEXT}), pool ({POOL_TOKENS:,} tokens) and ShareGPT's lengths are the paper's "
+    f"over {SCALE}. A processor gains less from a larger batch than a GPU: what runs at once "
+    "compares with the paper, rates do not."
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """``metrics``: columns of the table of points; the first also as a ratio ``over`` others."""
+
+    name: str
+    what: str
+    measure: Callable[[RealOptions, Report], Points | SectionResult]
+    metrics: str = ""
+    over: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        paper, number = "vAttention, figure" if self.is_v else "Figure", self.name.lstrip("v")
+        return f"{paper} {number}, real engine: {self.what}"
+
+    @property
+    def is_v(self) -> bool:
+        return self.name.startswith("v")
+
+    def __call__(self, options: RealOptions, report: Report) -> SectionResult:
+        found = self.measure(options, report)
+        if isinstance(found, SectionResult):
+            return found
+        note = "This machine's processor." if self.is_v else _NOTE
+        table = found.table(self.title, self.metrics.split(), self.over, note)
+        return SectionResult({"cases": found.cases, **found.more}, (table,))
+
+
+def _kernels(section: str, options: RealOptions, report: Report) -> SectionResult:
+    measure = kernels.SUITE.sections[section]
+    result = measure(kernels.Options(options.quick, options.seed), report)
+    return SectionResult({"kernel": dict(result.data)}, result.tables)
+
+
+def _saved_by_sharing(options: RealOptions, report: Report) -> SectionResult:
+    wanted = sharing.Options(
+        num_requests=options.pick(12, 4),
+        workloads=options.pick(("alpaca", "sharegpt"), ("alpaca",)),
+        widths=options.pick((2, 4, 6), (2,)),
+        block_sizes=(16,),
+        seed=options.seed,
+        blocks_model=options.model,
+    )
+    return sharing.SUITE.sections["blocks"](wanted, report)
+
+
+def _kernel_and_engine(options: RealOptions, report: Report) -> SectionResult:
+    kernel, engine = _kernels("blocks", options, report), _BLOCKS(options, report)
+    return SectionResult({**kernel.data, **engine.data}, (*kernel.tables, *engine.tables))
+
+
+_all_at_once = partial(_at_once, lambda _: SYSTEMS)
+_RATES = "normalized_s requests_per_s at_once"
+_BLOCKS = Figure(
+    "18",
+    "block sizes, all there at once; and bench kernels --section blocks",
+    partial(_at_once, _block_sizes),
+    "requests_per_s normalized_s at_once preemptions",
+)
+_LIST = [
+    Figure("2", "share of the pool that holds tokens", _all_at_once, "states_share at_once"),
+    Figure("12", "ShareGPT by rate", partial(_by_rate, partial(_chats, num_requests=140)), _RATES),
+    Figure("13", "all there at once", _all_at_once, "at_once", ("Orca (Oracle)", "Orca (Max)")),
+    Figure(
+        "14",
+        "Alpaca, all there at once; Orca computes a prompt for each sample",
+        _samples_and_beams,
+        "requests_per_s at_once",
+        ("Orca (Oracle)",),
+    ),
+    Figure("15", "bench sharing --section blocks", _saved_by_sharing),
+    Figure(
+        "16",
+        "a common prefix, of one example or five",
+        _common_prefix,
+        "requests_per_s at_once prefix_hit_rate",
+        ("Orca (Oracle)",),
+    ),
+    Figure("17", "conversations by rate", partial(_by_rate, _conversations), _RATES),
+    replace(_BLOCKS, measure=_kernel_and_engine),
+    Figure(
+        "19",
+        "recomputing and swapping, half of the pool",
+        partial(_at_once, _preemptions, pool_tokens=POOL_TOKENS // 2),
+        "normalized_s preemptions swaps",
+        ("swap",),
+    ),
+    Figure("v2", "bench kernels --section prefill", partial(_kernels, "prefill")),
+    Figure("v3", "bench kernels --section blocks", partial(_kernels, "blocks")),
+    Figure("v4", "decoding by batch", _memory_demand, "tokens_per_s step_p50_s kv_bytes_per_s"),
+    Figure("v6", "a prompt alone", _prompts_alone, "tokens_per_s e2e_p50_s", ("paged",)),
+    Figure("v7", "decoding", _long_contexts, "tokens_per_s step_p50_s", ("paged",)),
+    Figure("v8", "long prompts", partial(_long_prompts, ()), "requests_per_s", ("paged",)),
+    Figure(
+        "v9",
+        "long prompts that come one by one",
+        partial(_long_prompts, (0.6, 0.8)),
+        "e2e_p50_s e2e_p90_s at_once",
+    ),
+    Figure(
+        "v11",
+        "decoding steps while pages of 16 tokens are mapped",
+        _mapping,
+        "step_p50_s step_p99_s step_max_s calls_unhidden",
+    ),
+]
+FIGURES = {figure.name: figure for figure in _LIST}

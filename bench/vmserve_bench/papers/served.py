@@ -12,52 +12,38 @@ batch than a GPU's, so that what runs at once can be held against the paper, and
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
 from collections import deque
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from itertools import dropwhile, takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine
+from vmserve.models import ModelConfig, resolve_model
 from vmserve.sampling import BeamSearchParams, SamplingParams
-from vmserve_bench.simulation.baselines import Buddies, Knowledge, reserved_tokens
+from vmserve_bench.papers.points import Points
+from vmserve_bench.simulation.baselines import Buddies, Knowledge, Place, reserved_tokens
 from vmserve_bench.workloads.shapes import prompts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from vmserve.engine.engine import LLMEngine
-    from vmserve.sampling import GenerationParams
-    from vmserve_bench.papers.points import Points
+    from vmserve_bench.lab.report import Report
     from vmserve_bench.workloads.shapes import RequestShape
 
-__all__ = [
-    "BASELINES",
-    "BLOCK_TOKENS",
-    "CONTEXT",
-    "OURS",
-    "PAGE_TOKENS",
-    "POOL_TOKENS",
-    "SCALE",
-    "SYSTEMS",
-    "Job",
-    "Served",
-    "System",
-    "make_jobs",
-    "record",
-    "scaled",
-    "serve",
-]
+__all__ = ["SYSTEMS", "Fleet", "Job", "Sample", "System", "make_jobs", "means", "scaled"]
 
 SCALE = 4
 CONTEXT = 2048 // SCALE
 POOL_TOKENS = 15_728 // SCALE
-BLOCK_TOKENS = 16 // SCALE
-PAGE_TOKENS = 64 // SCALE
 
-_RESERVED_IDS = range(8)
+_MAX_SEQS = 256
 
 
-@dataclass(frozen=True, slots=True)
-class System:
+class System(NamedTuple):
     """``knowledge`` None: ours, in ``regime``; else Orca with that. ``options``: of the engine."""
 
     regime: str
@@ -65,15 +51,13 @@ class System:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-SYSTEMS: dict[str, System] = {
+SYSTEMS = {
     "vmserve, paged": System("paged"),
     "vmserve, virtual": System("virtual"),
     "Orca (Oracle)": System("virtual", "oracle"),
     "Orca (Pow2)": System("virtual", "pow2"),
     "Orca (Max)": System("virtual", "max"),
 }
-OURS = ("vmserve, paged", "vmserve, virtual")
-BASELINES = ("Orca (Oracle)", "Orca (Pow2)", "Orca (Max)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,28 +72,8 @@ class Job:
     is_beam: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """One run. ``latencies_s``: end to end; ``normalized_s``: the mean of those per output token.
-
-    ``at_once``: requests that run, by time, from when a quarter have ended until none waits any
-    more (all the time where none ever waits); ``states_share``: of the pool, holding token states
-    then.
-    """
-
-    seconds: float
-    num_requests: int
-    num_output_tokens: int
-    latencies_s: tuple[float, ...]
-    normalized_s: float
-    at_once: float
-    states_share: float
-    num_preemptions: int
-    num_swaps: int
-
-    @property
-    def requests_per_s(self) -> float:
-        return self.num_requests / self.seconds
+#: A system, and the jobs that it serves: those of each round, where they differ.
+Run: TypeAlias = tuple[System, list[list[Job]]]
 
 
 def scaled(shapes: Iterable[RequestShape], divisor: int = SCALE) -> list[RequestShape]:
@@ -134,196 +98,37 @@ def make_jobs(
     rate: float | None = None,
 ) -> list[Job]:
     """Arrivals are those of the shapes, as they are drawn for 1 request/s, at ``rate``; or 0."""
-    drawn = prompts(shapes, vocabulary, seed, reserved=_RESERVED_IDS)
-    return [
-        Job(
-            str(shape.index),
-            prompt,
-            shape.num_output_tokens,
-            shape.arrival_s / rate if rate else 0.0,
-            width,
-            is_beam,
-        )
-        for shape, prompt in zip(shapes, drawn, strict=True)
-    ]
+    drawn = prompts(shapes, vocabulary, seed, reserved=range(8))
+    jobs = []
+    for shape, prompt in zip(shapes, drawn, strict=True):
+        arrival = shape.arrival_s / rate if rate else 0.0
+        name = str(shape.index)
+        jobs.append(Job(name, prompt, shape.num_output_tokens, arrival, width, is_beam))
+    return jobs
 
 
-class _Gate:
-    """Reservations of Orca's requests: each sequence has its own."""
+class Sample(NamedTuple):
+    """A step: what it ran, tokens in the pool, requests that had ended, whether any waited."""
 
-    def __init__(self, knowledge: Knowledge, pool_tokens: int, context: int) -> None:
-        self._knowledge = knowledge
-        self._context = context
-        self._pool = Buddies(pool_tokens)
-        self._places: dict[str, list[tuple[int, int, int]]] = {}
-
-    def admits(self, job: Job) -> bool:
-        """Reserve memory for the request; change nothing if that fails."""
-        count = reserved_tokens(self._knowledge, len(job.prompt), job.num_output, self._context)
-        places: list[tuple[int, int, int]] = []
-        for _ in range(job.width):
-            place = self._pool.allocate(count)
-            if place is None:
-                for taken in places:
-                    self._pool.free(taken)
-                return False
-            places.append(place)
-        self._places[job.name] = places
-        return True
-
-    def end(self, job: Job) -> None:
-        for place in self._places.pop(job.name):
-            self._pool.free(place)
+    seconds: float
+    num_running: int
+    num_tokens: int
+    num_ended: int
+    waits: bool
 
 
-class _OpenGate:
-    """No gate: the engine admits by itself."""
+def means(samples: Sequence[Sample], num_requests: int, pool_tokens: int) -> dict[str, float]:
+    """Requests that run, and the share of the pool that holds token states, by time.
 
-    def admits(self, job: Job) -> bool:
-        return True
-
-    def end(self, job: Job) -> None:
-        pass
-
-
-@dataclass(slots=True)
-class _Meter:
-    """Time-weighted means, within the window of :class:`Served` and over everything."""
-
-    num_requests: int
-    pool_tokens: int
-    #: Seconds, requests x seconds, tokens x seconds.
-    window: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    whole: list[float] = field(default_factory=lambda: [0.0, 0.0, 0.0])
-    _is_over: bool = False
-
-    def add(self, seconds: float, running: int, tokens: int, ended: int, *, waits: bool) -> None:
-        sums = [self.whole]
-        if ended >= self.num_requests // 4 and not self._is_over:
-            if waits:
-                sums.append(self.window)
-            else:
-                self._is_over = True
-        for one in sums:
-            one[0] += seconds
-            one[1] += seconds * running
-            one[2] += seconds * tokens
-
-    @property
-    def _sums(self) -> list[float]:
-        return self.window if self.window[0] else self.whole
-
-    @property
-    def at_once(self) -> float:
-        return self._sums[1] / self._sums[0]
-
-    @property
-    def states_share(self) -> float:
-        return self._sums[2] / self._sums[0] / self.pool_tokens
-
-
-def serve(engine: LLMEngine, jobs: Sequence[Job], system: System, pool_tokens: int) -> Served:
-    """Serve all jobs in real time, from their arrivals to their ends.
-
-    Raises the failure of the first request that fails, and ValueError for one that no empty pool
-    has room for.
+    From when a quarter have ended until none waits any more; of all the time where none waits.
     """
-    scheduler = engine.scheduler
-    preempted, swapped = scheduler.num_preemptions_total, scheduler.num_swaps_total
-    run = _Run(engine, jobs, system, pool_tokens)
-    while run.is_open:
-        run.admit()
-        if run.running:
-            run.step()
-        else:
-            run.sleep()
-    return Served(
-        run.last_s,
-        len(jobs),
-        sum(job.num_output * job.width for job in jobs),
-        tuple(run.latencies),
-        sum(run.per_token) / len(run.per_token),
-        run.meter.at_once,
-        run.meter.states_share,
-        scheduler.num_preemptions_total - preempted,
-        scheduler.num_swaps_total - swapped,
-    )
-
-
-class _Run:
-    """State of :func:`serve`. Times are seconds since it began."""
-
-    def __init__(
-        self, engine: LLMEngine, jobs: Sequence[Job], system: System, pool_tokens: int
-    ) -> None:
-        self._engine = engine
-        self._is_ours = system.knowledge is None
-        self._gate = (
-            _OpenGate()
-            if system.knowledge is None
-            else _Gate(system.knowledge, pool_tokens, engine.resolved.max_model_len)
-        )
-        self._pending = deque(sorted(jobs, key=lambda job: job.arrival_s))
-        self._held: deque[Job] = deque()
-        self.running: dict[str, Job] = {}
-        #: Requests of the engine that a job still waits for.
-        self._parts: dict[str, int] = {}
-        self.latencies: list[float] = []
-        self.per_token: list[float] = []
-        self.meter = _Meter(len(jobs), pool_tokens)
-        self._began = time.perf_counter()
-        self.last_s = 0.0
-
-    @property
-    def is_open(self) -> bool:
-        return bool(self._pending or self._held or self.running)
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._began
-
-    def admit(self) -> None:
-        while self._pending and self._pending[0].arrival_s <= self._now():
-            self._held.append(self._pending.popleft())
-        while self._held and self._gate.admits(self._held[0]):
-            job = self._held.popleft()
-            self.running[job.name] = job
-            self._parts[job.name] = _start(self._engine, job, is_shared=self._is_ours)
-
-    def sleep(self) -> None:
-        """Sleep until the next arrival."""
-        if self._held:
-            raise ValueError(f"request {self._held[0].name} does not fit into an empty pool")
-        self.last_s = self._pending[0].arrival_s
-        time.sleep(max(0.0, self.last_s - self._now()))
-
-    def step(self) -> None:
-        result = self._engine.step()
-        if result.failures:
-            raise result.failures[0].error
-        now = self._now()
-        self._measure(now - self.last_s)
-        self.last_s = now
-        for output in result.outputs:
-            if output.finished:
-                self._end(output.request_id.partition("/")[0])
-
-    def _measure(self, seconds: float) -> None:
-        scheduler = self._engine.scheduler
-        if self._is_ours:
-            num_running, waits = len(scheduler.running_request_ids), scheduler.num_waiting > 0
-        else:
-            num_running, waits = len(self.running), bool(self._held)
-        tokens = self._engine.memory.stats().used_tokens
-        self.meter.add(seconds, num_running, tokens, len(self.latencies), waits=waits)
-
-    def _end(self, name: str) -> None:
-        self._parts[name] -= 1
-        if self._parts[name]:
-            return
-        job = self.running.pop(name)
-        self._gate.end(job)
-        self.latencies.append(self.last_s - job.arrival_s)
-        self.per_token.append(self.latencies[-1] / job.num_output)
+    later = dropwhile(lambda one: one.num_ended < num_requests // 4, samples)
+    window = list(takewhile(lambda one: one.waits, later)) or samples
+    seconds = sum(one.seconds for one in window)
+    return {
+        "at_once": sum(one.seconds * one.num_running for one in window) / seconds,
+        "states_share": sum(s.seconds * s.num_tokens for s in window) / seconds / pool_tokens,
+    }
 
 
 def _start(engine: LLMEngine, job: Job, *, is_shared: bool) -> int:
@@ -331,43 +136,181 @@ def _start(engine: LLMEngine, job: Job, *, is_shared: bool) -> int:
 
     Beams are one search either way: Orca's differ only in the memory that they reserve.
     """
+    common: Any = {"max_tokens": job.num_output, "ignore_eos": True, "detokenize": False}
     if job.is_beam:
-        beams = BeamSearchParams(
-            beam_width=job.width, max_tokens=job.num_output, ignore_eos=True, detokenize=False
-        )
+        beams = BeamSearchParams(beam_width=job.width, **common)
         engine.add_request(job.name, job.prompt, beams)
         return 1
-    if is_shared or job.width == 1:
-        engine.add_request(job.name, job.prompt, _sampling(job, job.width, 0))
-        return 1
-    for index in range(job.width):
-        engine.add_request(f"{job.name}/{index}", job.prompt, _sampling(job, 1, index))
-    return job.width
+    num_requests = 1 if is_shared else job.width
+    for index in range(num_requests):
+        params = SamplingParams(
+            n=job.width // num_requests,
+            temperature=0.0 if job.width == 1 else 1.0,
+            seed=None if job.width == 1 else int(job.name) * 1000 + index,
+            **common,
+        )
+        name = job.name if num_requests == 1 else f"{job.name}/{index}"
+        engine.add_request(name, job.prompt, params)
+    return num_requests
 
 
-def _sampling(job: Job, n: int, index: int) -> GenerationParams:
-    return SamplingParams(
-        n=n,
-        temperature=0.0 if job.width == 1 else 1.0,
-        seed=None if job.width == 1 else int(job.name) * 1000 + index,
-        max_tokens=job.num_output,
-        ignore_eos=True,
-        detokenize=False,
-    )
+class Fleet:
+    """Engines of the systems that are compared, made at first use.
 
+    ``pool_tokens``: of ours; Orca's engine has room for all that is ever admitted.
+    """
 
-def record(points: Points, case: str, served: Served) -> None:
-    """A run's figures, as one round of ``case``."""
-    latencies = sorted(served.latencies_s)
-    points.add(
-        case,
-        requests_per_s=served.requests_per_s,
-        tokens_per_s=served.num_output_tokens / served.seconds,
-        normalized_s=served.normalized_s,
-        e2e_p50_s=latencies[len(latencies) // 2],
-        e2e_p90_s=latencies[int(0.9 * (len(latencies) - 1))],
-        at_once=served.at_once,
-        states_share=served.states_share,
-        preemptions=served.num_preemptions,
-        swaps=served.num_swaps,
-    )
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        context: int = CONTEXT,
+        pool_tokens: int = POOL_TOKENS,
+        block_tokens: int = 16 // SCALE,
+        page_tokens: int = 64 // SCALE,
+    ) -> None:
+        self.context = context
+        self.pool_tokens = pool_tokens
+        self._config = ModelConfig.from_directory(resolve_model(model))
+        self.vocabulary = self._config.vocab_size
+        #: Bytes of a token's keys and values, all layers.
+        self.token_bytes = self._config.kv_elements * self._config.dtype.itemsize
+        self._options: dict[str, Any] = {
+            "model": model,
+            "dtype": str(self._config.dtype).removeprefix("torch."),
+            "kv_layers_per_group": 1,
+            "max_model_len": context,
+            "max_num_seqs": _MAX_SEQS,
+            "enable_prefix_caching": False,
+            "preemption": "recompute",
+            "block_size": block_tokens,
+            "page_tokens": page_tokens,
+        }
+        self._engines: dict[tuple[object, ...], LLMEngine] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for engine in self._engines.values():
+            engine.close()
+
+    def engine(self, system: System) -> LLMEngine:
+        key = (system.regime, system.knowledge is None, system.options)
+        if key not in self._engines:
+            self._engines[key] = self._make(system)
+        return self._engines[key]
+
+    def _make(self, system: System) -> LLMEngine:
+        options = {**self._options, **dict(system.options)}
+        page_tokens = max(options.pop("page_tokens"), options["block_size"])
+        pool_tokens = self.pool_tokens
+        if system.knowledge is not None:  # a reservation, and a page at its end, for each
+            pool_tokens += _MAX_SEQS * self._options["page_tokens"]
+        # A page of one layer has whole pages of the host, for at least so many tokens.
+        num_layers = self._config.num_layers
+        layer_bytes = self.token_bytes // num_layers
+        page_bytes = -(-page_tokens * layer_bytes // 4096) * 4096
+        sizes: dict[str, Any] = {
+            "kv_regime": system.regime,
+            "kv_page_size": page_bytes,
+            "kv_cache_memory": pool_tokens * layer_bytes // page_bytes * page_bytes * num_layers,
+        }
+        return LLMEngine(EngineConfig(**{**sizes, **options}))
+
+    def serve(self, system: System, jobs: Sequence[Job]) -> dict[str, float]:
+        """Serve jobs in real time, from an empty prefix cache; metrics by name.
+
+        Raises the failure of the first request that fails, ValueError for one that no empty pool
+        has room for, and RuntimeError if memory was short behind Orca's gate.
+        """
+        engine, is_ours = self.engine(system), system.knowledge is None
+        scheduler = engine.scheduler
+        engine.memory.clear_cache()
+        preempted, swapped = scheduler.num_preemptions_total, scheduler.num_swaps_total
+        hits = engine.stats()["prefix_cache_hits_total"]
+        pool = Buddies(self.pool_tokens)
+        places: dict[str, list[Place]] = {}
+        pending = deque(sorted(jobs, key=lambda job: job.arrival_s))
+        held: deque[Job] = deque()
+        running: dict[str, Job] = {}
+        parts: dict[str, int] = {}  # requests of the engine that a job still waits for
+        samples: list[Sample] = []
+        latencies: dict[str, float] = {}
+
+        def admits(job: Job) -> bool:
+            if system.knowledge is None:
+                return True
+            lengths = len(job.prompt), job.num_output, self.context
+            found = pool.allocate(reserved_tokens(system.knowledge, *lengths), job.width)
+            places[job.name] = found or []
+            return found is not None
+
+        began, last = time.perf_counter(), 0.0
+        while pending or held or running:
+            while pending and pending[0].arrival_s <= time.perf_counter() - began:
+                held.append(pending.popleft())
+            while held and admits(held[0]):
+                job = held.popleft()
+                running[job.name] = job
+                parts[job.name] = _start(engine, job, is_shared=is_ours)
+            if not running:
+                if held:
+                    raise ValueError(f"request {held[0].name} does not fit into an empty pool")
+                last = pending[0].arrival_s
+                time.sleep(max(0.0, last - (time.perf_counter() - began)))
+                continue
+            result = engine.step()
+            if result.failures:
+                raise result.failures[0].error
+            before, last = last, time.perf_counter() - began
+            if is_ours:
+                num_running, waits = len(scheduler.running_request_ids), scheduler.num_waiting > 0
+            else:
+                num_running, waits = len(running), bool(held)
+            tokens = engine.memory.stats().used_tokens
+            samples.append(Sample(last - before, num_running, tokens, len(latencies), waits))
+            for output in result.outputs:
+                name = output.request_id.partition("/")[0]
+                parts[name] -= output.finished
+                if not parts[name]:
+                    pool.free(places.pop(name, []))
+                    latencies[name] = last - running.pop(name).arrival_s
+        preempted = scheduler.num_preemptions_total - preempted
+        if preempted and not is_ours:
+            raise RuntimeError(f"{preempted} preemptions behind the gate")
+        ordered = sorted(latencies.values())
+        metrics = {
+            "requests_per_s": len(jobs) / last,
+            "tokens_per_s": sum(job.num_output * job.width for job in jobs) / last,
+            "normalized_s": statistics.mean(latencies[job.name] / job.num_output for job in jobs),
+            "e2e_p50_s": ordered[len(jobs) // 2],
+            "e2e_p90_s": ordered[int(0.9 * (len(jobs) - 1))],
+            **means(samples, len(jobs), self.pool_tokens),
+            "preemptions": preempted,
+            "swaps": scheduler.num_swaps_total - swapped,
+        }
+        if engine.resolved.prefix_caching:
+            hits = engine.stats()["prefix_cache_hits_total"] - hits
+            metrics["prefix_hit_rate"] = hits / sum(len(job.prompt) for job in jobs)
+        return metrics
+
+    def best(self, system: System, rounds: Sequence[Sequence[Job]]) -> float:
+        """Requests/s with all of a round there at once, once pools have grown."""
+        self.serve(system, rounds[0][:4])
+        return statistics.median(self.serve(system, jobs)["requests_per_s"] for jobs in rounds)
+
+    def measure(self, runs: Mapping[str, Run], rounds: int, seed: int, report: Report) -> Points:
+        """Serve each case's jobs once a round, in drawn orders, so that drift meets all alike."""
+        points = Points(runs)
+        for system, jobs in runs.values():  # lazy setup is done, and pools grow
+            self.serve(system, [replace(job, arrival_s=0.0) for job in jobs[0][:4]])
+        rng = random.Random(seed)
+        for turn in range(rounds):
+            order = list(runs)
+            rng.shuffle(order)
+            for index, case in enumerate(order, 1):
+                system, jobs = runs[case]
+                points.add(case, **self.serve(system, jobs[turn % len(jobs)]))
+                report((turn + index / len(order)) / rounds)
+        return points

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import gc
 import hashlib
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Literal
 
 import httpx
 
+from vmserve_bench.ab.jobs import sampling_seed
 from vmserve_bench.ab.record import RequestSample, RunRecord
 from vmserve_bench.serve.events import Answer, EventReader
 
@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Failure", "ServedRun", "Target", "send_load"]
 
-Endpoint = Literal["completions", "chat"]
-
-_PATHS: Mapping[Endpoint, str] = {
-    "completions": "/completions",
-    "chat": "/chat/completions",
-}
+_PATHS = {"completions": "/completions", "chat": "/chat/completions"}
 #: Statuses with which a server may ask for a later attempt.
 _BUSY = (429, 503)
 _LONGEST_WAIT_S = 60.0
@@ -53,26 +48,14 @@ class Target:
 
     base_url: str
     model: str
-    endpoint: Endpoint = "completions"
-    api_key: str | None = None
+    endpoint: Literal["completions", "chat"] = "completions"
+    headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 600.0
     #: Prompts as text instead of token ids; a chat's always are.
     is_text: bool = False
     ignore_eos: bool = True
     max_retries: int = 0
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-
-    def client(self) -> httpx.AsyncClient:
-        """Allow a connection per request, and fail at once if the server does not listen."""
-        return httpx.AsyncClient(
-            headers=self.headers,
-            timeout=httpx.Timeout(self.timeout_s, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,129 +103,115 @@ async def send_load(
     on_finished: Callable[[], None] = lambda: None,
 ) -> ServedRun:
     """Send all jobs, from the first request to the last token. Count failures."""
-    async with target.client() as client:
-        run = _Run(client, target, jobs, load, prompts, seed, on_finished)
+    # A connection per request; a server that does not listen fails at once.
+    async with httpx.AsyncClient(
+        headers=dict(target.headers),
+        timeout=httpx.Timeout(target.timeout_s, connect=10.0),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+    ) as client:
+        run = _Run(client, target, prompts, seed, on_finished)
+        conversations = _conversations(jobs)
+        # Written before the clock starts: long prompts take milliseconds each.
+        firsts = [(turns[0], prompts.of(turns[0])) for turns in conversations]
+        bodies = [run.encode(job, prompt, prompt, []) for job, prompt in firsts]
         gc.collect()
         gc.freeze()
         try:
-            return await run.run()
+            return await run.run(list(zip(conversations, bodies, strict=True)), load)
         finally:
             gc.unfreeze()
 
 
+@dataclass(eq=False)
 class _Run:
-    def __init__(
-        self,
-        client: httpx.AsyncClient,
-        target: Target,
-        jobs: Sequence[Job],
-        load: Load,
-        prompts: Prompts,
-        seed: int,
-        on_finished: Callable[[], None],
-    ) -> None:
-        self._client = client
-        self._target = target
-        self._load = load
-        self._prompts = prompts
-        self._seed = seed
-        self._on_finished = on_finished
-        self._conversations = _conversations(jobs)
-        # Written before the clock starts: long prompts take milliseconds each.
-        self._first_bodies = {
-            turns[0].shape.index: self._encode(turns[0], prompts.of(turns[0]), [])
-            for turns in self._conversations
-        }
-        self._finished: list[RequestSample] = []
-        self._failures: list[Failure] = []
-        self._num_retries = self._num_counted = self._num_other_length = 0
-        self._send_delays_s: list[float] = []
-        self._began = 0.0
+    client: httpx.AsyncClient
+    target: Target
+    prompts: Prompts
+    seed: int
+    on_finished: Callable[[], None]
+    finished: list[RequestSample] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    send_delays_s: list[float] = field(default_factory=list)
+    num_retries: int = 0
+    num_counted: int = 0
+    num_other_length: int = 0
+    began: float = 0.0
 
-    async def run(self) -> ServedRun:
-        self._began, cpu = time.perf_counter(), time.process_time()
-        if self._load.is_open:
-            tasks = [self._arrive(turns) for turns in self._conversations]
+    async def run(self, conversations: Sequence[tuple[list[Job], bytes]], load: Load) -> ServedRun:
+        self.began, cpu = time.perf_counter(), time.process_time()
+        if load.is_open:
+            starts = [turns[0].shape.arrival_s for turns, _ in conversations]
+            begun = zip(conversations, starts, strict=True)
+            tasks = [self._converse(turns, body, at) for (turns, body), at in begun]
         else:
-            waiting = deque(self._conversations)
-            width = min(self._load.concurrency or len(waiting), len(waiting))
-            tasks = [self._work(waiting) for _ in range(width)]
+            waiting = iter(conversations)
+            width = min(load.concurrency or len(conversations), len(conversations))
+
+            async def work() -> None:
+                for turns, body in waiting:
+                    await self._converse(turns, body, None)
+
+            tasks = [work() for _ in range(width)]
         await asyncio.gather(*tasks)
         cpu = time.process_time() - cpu
-        ended = max((one.token_times_s[-1] for one in self._finished), default=self._now())
-        requests = tuple(sorted(self._finished, key=lambda one: one.index))
+        ended = max((one.token_times_s[-1] for one in self.finished), default=self._now())
         return ServedRun(
-            RunRecord(ended, cpu, requests, (), ()),
-            tuple(sorted(self._failures, key=lambda one: one.index)),
-            self._num_retries,
-            self._num_counted,
-            self._num_other_length,
-            sum(self._send_delays_s) / max(len(self._send_delays_s), 1),
+            RunRecord(ended, cpu, tuple(sorted(self.finished, key=lambda one: one.index))),
+            tuple(sorted(self.failures, key=lambda one: one.index)),
+            self.num_retries,
+            self.num_counted,
+            self.num_other_length,
+            sum(self.send_delays_s) / max(len(self.send_delays_s), 1),
         )
 
     def _now(self) -> float:
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self.began
 
-    async def _arrive(self, turns: Sequence[Job]) -> None:
-        await self._converse(turns, turns[0].shape.arrival_s)
-
-    async def _work(self, waiting: deque[list[Job]]) -> None:
-        while waiting:
-            await self._converse(waiting.popleft(), None)
-
-    async def _converse(self, turns: Sequence[Job], due_s: float | None) -> None:
+    async def _converse(self, turns: Sequence[Job], body: bytes, due_s: float | None) -> None:
         """Send turns one after the other; ``due_s`` None: at once. Stop after a failure."""
         history: list[int] = []
         messages: list[dict[str, str]] = []
         for place, job in enumerate(turns):
             if due_s is not None:
                 await asyncio.sleep(max(0.0, due_s - self._now()))
-            prompt = self._prompts.of(job, history)
+            prompt = self.prompts.of(job, history)
             own = prompt[len(history) :]
-            body = self._first_bodies.pop(job.shape.index, None)
-            if body is None:
-                added = own if self._target.endpoint == "chat" else prompt
-                body = self._encode(job, added, messages)
+            if place:
+                body = self.encode(job, prompt, own, messages)
             now = self._now()
-            self._send_delays_s.append(0.0 if due_s is None else now - due_s)
+            self.send_delays_s.append(0.0 if due_s is None else now - due_s)
             try:
                 answer = await self._ask(job, body, now if due_s is None else due_s)
             except _RequestFailed as failure:
-                self._failed(turns[place:], failure)
+                self.failures.append(Failure(job.shape.index, failure.status, str(failure)))
+                for later in turns[place + 1 :]:
+                    told = "an earlier turn failed"
+                    self.failures.append(Failure(later.shape.index, "not sent", told))
+                    self.on_finished()
                 return
             finally:
-                self._on_finished()
-            history = prompt + self._answer_ids(job, answer)
-            messages += [
-                {"role": "user", "content": _as_text(own)},
-                {"role": "assistant", "content": answer.texts[min(answer.texts)]},
-            ]
-            if due_s is not None and place + 1 < len(turns):
-                due_s = self._now() + turns[place + 1].think_s
-
-    def _failed(self, turns: Sequence[Job], failure: _RequestFailed) -> None:
-        first, *later = [job.shape.index for job in turns]
-        self._failures.append(Failure(first, failure.status, str(failure)))
-        for index in later:
-            self._failures.append(Failure(index, "not sent", "an earlier turn failed"))
-            self._on_finished()
+                self.on_finished()
+            if place + 1 < len(turns):
+                history = prompt + self._answer_ids(job, answer)
+                messages += [
+                    {"role": "user", "content": _as_text(own)},
+                    {"role": "assistant", "content": answer.texts[min(answer.texts)]},
+                ]
+                if due_s is not None:
+                    due_s = self._now() + turns[place + 1].think_s
 
     def _answer_ids(self, job: Job, answer: Answer) -> list[int]:
         """Tokens of the answer for the next prompt; random ones if the server sends none."""
         wanted = job.shape.num_output_tokens
-        given = answer.token_ids.get(min(answer.token_ids, default=0), [])
-        if given:
-            return (given * wanted)[:wanted] if len(given) < wanted else given[:wanted]
-        shape = dataclasses.replace(
-            job.shape, num_input_tokens=wanted, num_prefix_tokens=0, index=job.shape.index + 10**6
-        )
-        return self._prompts.of(dataclasses.replace(job, shape=shape, previous=None, hash_ids=()))
+        if given := answer.token_ids.get(min(answer.token_ids, default=0)):
+            return (given * wanted)[:wanted]
+        return self.prompts.fresh(wanted, job.shape.index + 10**6)
 
-    def _encode(
-        self, job: Job, prompt: Sequence[int], messages: Sequence[Mapping[str, str]]
+    def encode(
+        self, job: Job, prompt: Sequence[int], own: Sequence[int], messages: Sequence[Any]
     ) -> bytes:
-        """The request's body. ``messages`` of a chat come before what the prompt adds."""
-        target = self._target
+        """The request's body; a chat's has ``messages`` before the turn's ``own`` tokens."""
+        target = self.target
         is_greedy = job.decoding.kind == "greedy"
         body: dict[str, Any] = {
             "model": target.model,
@@ -252,17 +221,17 @@ class _Run:
             "stream_options": {"include_usage": True},
         }
         if target.endpoint == "chat":
-            body["messages"] = [*messages, {"role": "user", "content": _as_text(prompt)}]
+            body["messages"] = [*messages, {"role": "user", "content": _as_text(own)}]
         else:
             body["prompt"] = _as_text(prompt) if target.is_text else list(prompt)
         if target.ignore_eos:
             body["ignore_eos"] = True
         if not is_greedy:
-            body |= {"n": job.decoding.width, "seed": self._seed * 1_000_003 + job.shape.index}
+            body |= {"n": job.decoding.width, "seed": sampling_seed(job, self.seed)}
         return json.dumps(body | dict(target.extra_body)).encode()
 
     async def _ask(self, job: Job, body: bytes, due_s: float) -> Answer:
-        for attempt in range(self._target.max_retries + 1):
+        for attempt in range(self.target.max_retries + 1):
             answer = Answer()
             try:
                 wait_s = await self._stream(body, answer, attempt)
@@ -272,23 +241,23 @@ class _Run:
                 raise _RequestFailed("bad event", str(error)) from error
             if wait_s is None:
                 break
-            self._num_retries += 1
+            self.num_retries += 1
             await asyncio.sleep(wait_s)
         if answer.error:
             raise _RequestFailed("error event", answer.error[:_MESSAGE_CHARS])
         if not (answer.times_s and answer.is_complete):
             raise _RequestFailed("cut off", f"the stream ended after {answer.num_events} events")
-        self._finished.append(self._sample(job, due_s, answer))
+        self.finished.append(self._sample(job, due_s, answer))
         return answer
 
     async def _stream(self, body: bytes, answer: Answer, attempt: int) -> float | None:
         """Send once; return the seconds to wait before a retry, None when answered."""
-        url = self._target.base_url + _PATHS[self._target.endpoint]
+        url = self.target.base_url + _PATHS[self.target.endpoint]
         kind = {"content-type": "application/json"}
-        async with self._client.stream("POST", url, content=body, headers=kind) as response:
+        async with self.client.stream("POST", url, content=body, headers=kind) as response:
             if response.status_code != httpx.codes.OK:
                 text = (await response.aread()).decode("utf-8", "replace")
-                if response.status_code in _BUSY and attempt < self._target.max_retries:
+                if response.status_code in _BUSY and attempt < self.target.max_retries:
                     return retry_after_s(response.headers.get("retry-after"))
                 raise _RequestFailed(str(response.status_code), error_text(text))
             reader = EventReader()
@@ -300,10 +269,9 @@ class _Run:
 
     def _sample(self, job: Job, due_s: float, answer: Answer) -> RequestSample:
         width = len(answer.times_s)
-        if answer.num_output_tokens is None:
-            self._num_counted += 1
+        self.num_counted += answer.num_output_tokens is None
         num_tokens = answer.num_output_tokens or answer.num_events
-        self._num_other_length += num_tokens != job.shape.num_output_tokens * width
+        self.num_other_length += num_tokens != job.shape.num_output_tokens * width
         texts = [answer.texts[index] for index in sorted(answer.texts)]
         return RequestSample(
             index=job.shape.index,
@@ -324,17 +292,11 @@ class _Run:
 
 def _conversations(jobs: Sequence[Job]) -> list[list[Job]]:
     """Group jobs in order, each turn after the one that it follows."""
-    found: list[list[Job]] = []
-    holders: dict[int, list[Job]] = {}
+    found: dict[int, list[Job]] = {}
     for job in jobs:
-        if job.previous is None:
-            found.append([])
-            holder = found[-1]
-        else:
-            holder = holders[job.previous]
-        holder.append(job)
-        holders[job.shape.index] = holder
-    return found
+        found[job.shape.index] = [] if job.previous is None else found[job.previous]
+        found[job.shape.index].append(job)
+    return [turns for index, turns in found.items() if turns[0].shape.index == index]
 
 
 def _as_text(token_ids: Sequence[int]) -> str:
@@ -344,13 +306,11 @@ def _as_text(token_ids: Sequence[int]) -> str:
 
 def retry_after_s(header: str | None) -> float:
     """Seconds to wait by a Retry-After header, 1 without one, a minute at most."""
-    if header is None:
-        return 1.0
     try:
-        seconds = float(header)
+        seconds = float(header or 1.0)
     except ValueError:
         try:
-            seconds = parsedate_to_datetime(header).timestamp() - time.time()
+            seconds = parsedate_to_datetime(header or "").timestamp() - time.time()
         except ValueError:
             return 1.0
     return min(max(seconds, 0.0), _LONGEST_WAIT_S)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import itertools
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,21 +14,28 @@ import typer
 from vmserve.errors import ConfigurationError
 from vmserve_bench import options as opt
 from vmserve_bench.ab.client import RunFailedError
-from vmserve_bench.ab.command import check_positive, fresh_output
 from vmserve_bench.ab.jobs import Prompts
-from vmserve_bench.ab.plan import LoadOptions, make_workloads, objectives, sources
+from vmserve_bench.ab.plan import (
+    LoadOptions,
+    check_positive,
+    fresh_output,
+    make_workloads,
+    objectives,
+    sources,
+    within_context,
+)
 from vmserve_bench.ab.traces import HASH_BLOCK_TOKENS
 from vmserve_bench.ab.traffic import KINDS, get_kind
 from vmserve_bench.lab.report import check_writable, dump, make_console, watch, write_text
 from vmserve_bench.lab.table import print_table
 from vmserve_bench.serve.client import ServedRun, Target, send_load
 from vmserve_bench.serve.results import ServedRound, document, sweep_table, table
-from vmserve_bench.serve.server import ServerInfo, api_url, look
+from vmserve_bench.serve.server import api_url, look
 from vmserve_bench.workloads.texts import TEXTS
 
 if TYPE_CHECKING:
     from vmserve_bench.ab.experiment import Workload
-    from vmserve_bench.lab.report import RunProgress
+    from vmserve_bench.ab.jobs import Job
 
 __all__ = ["HELP", "serve_load_command"]
 
@@ -38,6 +46,11 @@ _NUM_RESERVED = 100
 _WARMUP_SEED = 1_000_000
 #: Requests of a round, unless the workload was published with a number of its own.
 _REQUESTS = 100
+#: Options that the results file has.
+_KEPT = (
+    "endpoint", "seed", "num_requests", "rate", "burstiness", "concurrency", "scale", "max_len",
+    "vocab_size", "text_prompts", "ignore_eos", "retry",
+)  # fmt: skip
 
 HELP = f"""Send a workload to an OpenAI-compatible server, vmserve's or another, and time it.
 
@@ -62,6 +75,7 @@ Examples:
 
 
 def serve_load_command(
+    ctx: typer.Context,
     base_url: Annotated[str, typer.Option(help="http://HOST:PORT, or with a path, e.g. /v1.")],
     model: Annotated[
         str | None, typer.Option(help="Its name there. Default: the first that /models lists.")
@@ -151,27 +165,14 @@ def serve_load_command(
 ) -> None:
     load = LoadOptions(concurrency, rate, burstiness)
     load.check(slo_given=False)
-    check_positive(
-        rate=rate,
-        burstiness=burstiness,
-        scale=scale,
-        price_per_hour=price_per_hour,
-        timeout=timeout,
-    )
+    check_positive(scale=scale, price_per_hour=price_per_hour, timeout=timeout)
     slo = objectives(slo_ttft, slo_tpot)
-    target = Target(
-        api_url(base_url),
-        model or "",
-        endpoint,
-        api_key,
-        timeout,
-        text_prompts,
-        ignore_eos,
-        retry,
-        _extra(extra_body),
-    )
-    names = [_checked(workload or "chat")] if trace is None or workload else []
-    (found, *more) = sources(
+    url = api_url(base_url)
+    extra = _extra(extra_body)
+    if trace is not None and workload:
+        raise ConfigurationError("--workload and --trace exclude each other: give one")
+    names = [_checked(workload or "chat")] if trace is None else []
+    [found] = sources(
         names,
         trace,
         None,
@@ -179,115 +180,63 @@ def serve_load_command(
         usual=_REQUESTS,
         block_tokens=trace_block_size,
     )
-    if more:
-        raise ConfigurationError("--workload and --trace exclude each other: give one")
-    server = look(target.base_url, model, target.headers)
-    target = _with_model(target, server)
-    made = make_workloads(found, load, max_len=_context(max_len, server), scale=scale)
-    json_path = _writable(json_path, output)
-    paths = [json_path]
-    if len(made) > 1:
-        at_once = [each.load.concurrency for each in made]
-        paths = [json_path.with_stem(f"{json_path.stem}-{number}") for number in at_once]
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    server = look(url, model, headers)
+    target = Target(
+        url, server.model, endpoint, headers, timeout, text_prompts, ignore_eos, retry, extra
+    )
+    longest, usual = (server.max_len or otherwise for otherwise in (sys.maxsize, _DEFAULT_MAX_LEN))
+    length = within_context(max_len, longest, usual, "the server serves")
+    made = make_workloads(found, load, max_len=length, scale=scale)
+    path = json_path or (output or fresh_output("vmserve-serve")) / "results.json"
+    check_writable(path)
+    options = {name: ctx.params[name] for name in _KEPT} | {"extra_body": extra}
     measured: list[list[ServedRound]] = []
     with watch(1 + rounds * len(made)) as progress:
-        for place, one_workload in enumerate(made):
-            client = _Client(target, one_workload, vocab_size, progress)
-            if place == 0:
-                client.warm_up(warmup, _WARMUP_SEED + seed)
-            # Prompts of its own for each, of which no cache has anything.
-            seeds = range(seed + place * rounds, seed + (place + 1) * rounds)
-            measured.append(
-                [
-                    ServedRound.of(index, each, client.round(index, each), slo, price_per_hour)
-                    for index, each in enumerate(seeds)
-                ]
-            )
+
+        def send(workload: Workload, jobs: list[Job], seed: int, what: str) -> ServedRun:
+            progress.starting(f"{workload.name}, {what}", len(jobs))
+            prompts = Prompts(vocab_size, seed, range(_NUM_RESERVED))
+            sent = send_load(target, jobs, workload.load, prompts, seed, progress.finished)
+            return asyncio.run(sent)
+
+        if warmup:
+            jobs = [job for job in made[0].make(_WARMUP_SEED + seed) if job.previous is None]
+            run = send(made[0], jobs[:warmup], _WARMUP_SEED + seed, "warm-up")
+            if run.failures:  # then all would
+                raise ConfigurationError(
+                    f"{url} fails a request of the warm-up with {run.failures[0].status}: "
+                    f"{run.failures[0].message}"
+                )
+        # Prompts of its own for each run, of which no cache has anything.
+        seeds = itertools.count(seed)
+        for one in made:
+            measured.append([])
+            for index, each in zip(range(rounds), seeds, strict=False):
+                run = send(one, one.make(each), each, f"round {index + 1}")
+                if not run.record.requests:
+                    told = ", ".join(f"{count} with {name}" for name, count in run.statuses.items())
+                    raise RunFailedError(
+                        f"no request was answered: {told}; the first: {run.failures[0].message}"
+                    )
+                measured[-1].append(ServedRound.of(index, each, run, slo, price_per_hour))
     console = make_console()
-    if len(made) > 1:
-        print_table(console, sweep_table(server, list(zip(made, measured, strict=True))))
-    else:
-        print_table(console, table(server, made[0], measured[0]))
-    options = {
-        "endpoint": endpoint,
-        "seed": seed,
-        "num_requests": num_requests,
-        "rate": rate,
-        "burstiness": burstiness,
-        "concurrency": concurrency,
-        "scale": scale,
-        "max_len": max_len,
-        "vocab_size": vocab_size,
-        "text_prompts": text_prompts,
-        "ignore_eos": ignore_eos,
-        "retry": retry,
-        "extra_body": dict(target.extra_body),
-    }
-    for path, one_workload, served in zip(paths, made, measured, strict=True):
-        write_text(path, dump(document(options, server, one_workload, slo, served)))
-        console.print(f"written: {path}")
-
-
-class _Client:
-    """Rounds of one workload against one server."""
-
-    def __init__(
-        self, target: Target, workload: Workload, vocab_size: int, progress: RunProgress
-    ) -> None:
-        self._target = target
-        self._workload = workload
-        self._vocab_size = vocab_size
-        self._progress = progress
-
-    def warm_up(self, num_requests: int, seed: int) -> None:
-        """Send the first requests of a round that does not count.
-
-        Raises ConfigurationError where one fails: then all would.
-        """
-        if not num_requests:
-            return
-        jobs = [job for job in self._workload.make(seed) if job.previous is None][:num_requests]
-        run = self._send(jobs, seed, "warm-up")
-        if run.failures:
-            failure = run.failures[0]
-            raise ConfigurationError(
-                f"{self._target.base_url} fails a request of the warm-up with {failure.status}: "
-                f"{failure.message}"
-            )
-
-    def round(self, index: int, seed: int) -> ServedRun:
-        """Raises RunFailedError where every request failed."""
-        run = self._send(self._workload.make(seed), seed, f"round {index + 1}")
-        if not run.record.requests:
-            told = ", ".join(f"{count} with {status}" for status, count in run.statuses.items())
-            raise RunFailedError(
-                f"no request was answered: {told}; the first: {run.failures[0].message}"
-            )
-        return run
-
-    def _send(self, jobs: list[Any], seed: int, what: str) -> ServedRun:
-        self._progress.starting(f"{self._workload.name}, {what}", len(jobs))
-        prompts = Prompts(self._vocab_size, seed, range(_NUM_RESERVED))
-        return asyncio.run(
-            send_load(
-                self._target, jobs, self._workload.load, prompts, seed, self._progress.finished
-            )
-        )
+    pairs = list(zip(made, measured, strict=True))
+    print_table(console, sweep_table(server, pairs) if len(made) > 1 else table(server, *pairs[0]))
+    for one, served in pairs:
+        at = f"{path.stem}-{one.load.concurrency}" if len(made) > 1 else path.stem
+        write_text(path.with_stem(at), dump(document(options, server, one, slo, served)))
+        console.print(f"written: {path.with_stem(at)}")
 
 
 def _checked(name: str) -> str:
+    why = ""
     if name in TEXTS:
-        raise ConfigurationError(
-            f"--workload: {name} is text for the model's tokenizer: use bench ab for it"
-        )
-    try:
-        kind = get_kind(name)
-    except ValueError as error:
-        raise ConfigurationError(f"--workload: {error}") from None
-    if any(job.decoding.kind == "beam" for job in kind.make(20, 0)):
-        raise ConfigurationError(
-            f"--workload: {name} has beam search, which is no part of the API: use bench ab for it"
-        )
+        why = "is text for the model's tokenizer"
+    elif any(job.decoding.kind == "beam" for job in get_kind(name).make(20, 0)):
+        why = "has beam search, which is no part of the API"
+    if why:
+        raise ConfigurationError(f"--workload: {name} {why}: use bench ab for it")
     return name
 
 
@@ -299,24 +248,3 @@ def _extra(text: str | None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigurationError('--extra-body: write a JSON object, e.g. {"top_p": 0.9}')
     return value
-
-
-def _with_model(target: Target, server: ServerInfo) -> Target:
-    return dataclasses.replace(target, model=server.model)
-
-
-def _context(max_len: int | None, server: ServerInfo) -> int:
-    if max_len is None:
-        return server.max_len or _DEFAULT_MAX_LEN
-    if server.max_len is not None and max_len > server.max_len:
-        raise ConfigurationError(
-            f"--max-len: {max_len} is above the {server.max_len} tokens that the server serves"
-        )
-    return max_len
-
-
-def _writable(json_path: Path | None, output: Path | None) -> Path:
-    """Path of the results; make its directory."""
-    path = json_path or (output or fresh_output("vmserve-serve")) / "results.json"
-    check_writable(path)
-    return path

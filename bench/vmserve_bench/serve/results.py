@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from vmserve_bench.ab.metrics import METRICS, Slo, summarize
+from vmserve_bench.ab.tables import sizes_of
 from vmserve_bench.lab.machine import machine_info
 from vmserve_bench.lab.statistics import median
 from vmserve_bench.lab.table import Table
@@ -20,15 +21,7 @@ if TYPE_CHECKING:
     from vmserve_bench.serve.client import ServedRun
     from vmserve_bench.serve.server import ServerInfo
 
-__all__ = [
-    "SCHEMA",
-    "SCHEMA_VERSION",
-    "ServedRound",
-    "document",
-    "notes",
-    "sweep_table",
-    "table",
-]
+__all__ = ["SCHEMA", "SCHEMA_VERSION", "ServedRound", "document", "notes", "sweep_table", "table"]
 
 SCHEMA = "vmserve-bench-serve"
 #: Version of the format, raised when a reader of older files would misread newer ones.
@@ -65,16 +58,10 @@ class ServedRound:
         if found := sum(one.num_cached_tokens for one in run.record.requests):
             asked = sum(one.num_input_tokens for one in run.record.requests)
             metrics["prefix_hit_rate"] = found / asked
-        if run.failures and metrics["goodput_share"] is not None:
-            num_good = metrics["goodput_share"] * len(run.record.requests)
-            num_all = len(run.record.requests) + len(run.failures)
-            metrics["goodput_share"] = num_good / num_all
+        if (share := metrics["goodput_share"]) is not None:
+            num_answered = len(run.record.requests)
+            metrics["goodput_share"] = share * num_answered / (num_answered + len(run.failures))
         return cls(index, seed, run, metrics)
-
-    @property
-    def client_share(self) -> float:
-        """Share of one core that the client used."""
-        return self.run.record.cpu_s / max(self.run.record.elapsed_s, 1e-9)
 
 
 def document(
@@ -122,17 +109,12 @@ def table(server: ServerInfo, workload: Workload, rounds: Sequence[ServedRound])
         value = median([one.metrics[metric.name] for one in rounds])
         if value is not None:
             rows.append((metric.title, metric.format(value)))
-    described = workload.described
     num_ok = sum(len(one.run.record.requests) for one in rounds)
     num_failed = sum(len(one.run.failures) for one in rounds)
     rows += [("requests answered", f"{num_ok:,}"), ("requests failed", f"{num_failed:,}")]
-    if (ideal := described["ideal_hit_rate"]) is not None:
+    if (ideal := workload.described["ideal_hit_rate"]) is not None:
         rows.append(("prefix cache hits without a limit", f"{ideal:.1%}"))
-    title = (
-        f"{server.model}, {workload.name}: {described['num_requests']} requests, "
-        f"{described['mean_input_tokens']:.0f} tokens in and "
-        f"{described['mean_output_tokens']:.0f} out on average, {described['load']}"
-    )
+    title = f"{server.model}, {workload.name}: {sizes_of(workload.described)}"
     return Table(title, ("", server.model), tuple(rows), " ".join(notes(rounds)))
 
 
@@ -145,19 +127,14 @@ def sweep_table(
     """
     rows = []
     for workload, rounds in measured:
-        values = [median([one.metrics[name] for one in rounds]) for _, name, _ in _SWEEP]
-        cells = [
-            "-" if value is None else f"{value * factor:,.2f}"
-            for value, (_, _, factor) in zip(values, _SWEEP, strict=True)
-        ]
-        rows.append((str(workload.load.concurrency), *cells))
+        cells = [str(workload.load.concurrency)]
+        for _, name, factor in _SWEEP:
+            value = median([one.metrics[name] for one in rounds])
+            cells.append("-" if value is None else f"{value * factor:,.2f}")
+        rows.append(tuple(cells))
     workload, rounds = measured[0]
-    described = workload.described
-    title = (
-        f"{server.model}, {workload.name.rpartition(' at ')[0]}: {described['num_requests']} "
-        f"requests each, {described['mean_input_tokens']:.0f} tokens in and "
-        f"{described['mean_output_tokens']:.0f} out on average"
-    )
+    sizes = sizes_of({**workload.described, "load": "a row for each number at once"})
+    title = f"{server.model}, {workload.name.rpartition(' at ')[0]}: {sizes}"
     told = notes([one for _, rounds in measured for one in rounds], num_rounds=len(rounds))
     columns = ("Maximum request concurrency", *(title for title, _, _ in _SWEEP))
     return Table(title, columns, tuple(rows), " ".join(told))
@@ -168,38 +145,31 @@ def notes(rounds: Sequence[ServedRound], num_rounds: int | None = None) -> list[
 
     ``num_rounds``: rounds in each figure; None: all of them.
     """
-    lines = []
-    num_rounds = len(rounds) if num_rounds is None else num_rounds
-    if num_rounds > 1:
-        lines.append(f"Medians of {num_rounds} rounds.")
-    statuses: Counter[str] = Counter()
-    messages: dict[str, str] = {}
-    for one in rounds:
-        for failure in one.run.failures:
-            statuses[failure.status] += 1
-            messages.setdefault(failure.status, failure.message)
-    lines += [
-        f"Failed with {status}: {count} ({messages[status]})."
-        for status, count in statuses.most_common()
-    ]
-    if retries := sum(one.run.num_retries for one in rounds):
+    runs = [one.run for one in rounds]
+    num_rounds = num_rounds or len(rounds)
+    lines = [f"Medians of {num_rounds} rounds."] if num_rounds > 1 else []
+    failures = [failure for run in runs for failure in run.failures]
+    for status, count in Counter(failure.status for failure in failures).most_common():
+        message = next(one.message for one in failures if one.status == status)
+        lines.append(f"Failed with {status}: {count} ({message}).")
+    if retries := sum(run.num_retries for run in runs):
         lines.append(f"Asked again after a busy server's answer: {retries} times.")
-    if counted := sum(one.run.num_counted for one in rounds):
+    if counted := sum(run.num_counted for run in runs):
         lines.append(
             f"The server told no usage for {counted} answers: their events were counted as tokens."
         )
-    if other := sum(one.run.num_other_length for one in rounds):
+    if other := sum(run.num_other_length for run in runs):
         lines.append(
             f"{other} answers are not as long as was asked: the server heeds no ignore_eos, or "
             "cuts answers."
         )
-    delay = max(one.run.mean_send_delay_s for one in rounds)
+    delay = max(run.mean_send_delay_s for run in runs)
     if delay > _LATE_CLIENT_S:
         lines.append(
             f"The client sent requests {1000 * delay:.0f} ms after they were due, on average, and "
             "TTFT counts that: it, or the machine, was too busy."
         )
-    share = max(one.client_share for one in rounds)
+    share = max(run.record.cpu_s / max(run.record.elapsed_s, 1e-9) for run in runs)
     if share > _BUSY_CLIENT:
         lines.append(
             f"The client was busy for {share:.0%} of a core's time: latencies may be its own."

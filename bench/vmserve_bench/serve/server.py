@@ -23,7 +23,6 @@ _TIMEOUT_S = 10.0
 class ServerInfo:
     """``max_len``: tokens of prompt and answer, None where the server does not say."""
 
-    base_url: str
     model: str
     max_len: int | None
     version: str | None
@@ -60,51 +59,39 @@ def look(base_url: str, model: str | None, headers: Mapping[str, str]) -> Server
                 f"no server answers at {base_url} ({str(error) or type(error).__name__}): is it "
                 "running, and is --base-url right?"
             ) from None
-        if response.status_code in (401, 403):
+        status = response.status_code
+        if status in (401, 403):
             raise ConfigurationError(
-                f"{base_url} answers {response.status_code}, {error_text(response.text)!r}: "
+                f"{base_url} answers {status}, {error_text(response.text)!r}: "
                 "give its key with --api-key or VMSERVE_API_KEY"
             )
-        models = _models(response)
         version = _version(client, base_url)
-    return _chosen(base_url, model, models, version, response.status_code)
+    models = _models(response)
+    if model is None and not models:
+        raise ConfigurationError(
+            f"{base_url}/models answers {status} and names no model: give one with --model"
+        )
+    chosen = model or str(next(iter(models)))
+    if models and chosen not in models:
+        names = ", ".join([*models][:10])
+        raise ConfigurationError(f"--model: {base_url} serves no {chosen!r} but {names}")
+    max_len = models.get(chosen)
+    return ServerInfo(chosen, max_len if isinstance(max_len, int) else None, version)
 
 
-def _chosen(
-    base_url: str,
-    model: str | None,
-    models: list[dict[str, Any]],
-    version: str | None,
-    status: int,
-) -> ServerInfo:
-    if model is None:
-        if not models:
-            raise ConfigurationError(
-                f"{base_url}/models answers {status} and names no model: give one with --model"
-            )
-        model = str(models[0]["id"])
-    elif models and model not in [one["id"] for one in models]:
-        names = ", ".join(str(one["id"]) for one in models[:10])
-        raise ConfigurationError(f"--model: {base_url} serves no {model!r} but {names}")
-    max_len = next((one.get("max_model_len") for one in models if one["id"] == model), None)
-    return ServerInfo(base_url, model, max_len if isinstance(max_len, int) else None, version)
-
-
-def _models(response: httpx.Response) -> list[dict[str, Any]]:
-    """List the models; empty if the server has no list, so the model must be named."""
+def _models(response: httpx.Response) -> dict[str, Any]:
+    """Longest contexts by model; none if the server has no list, so the model must be named."""
     try:
         listed = response.json()["data"] if response.is_success else []
-    except (ValueError, KeyError, TypeError):
-        return []
-    return [one for one in listed if isinstance(one, dict) and "id" in one]
+        return {str(one["id"]): one.get("max_model_len") for one in listed}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return {}
 
 
 def _version(client: httpx.Client, base_url: str) -> str | None:
     """Version by ``/version`` next to ``/v1``, if there is such a route."""
-    root = urlsplit(base_url)
-    url = urlunsplit((root.scheme, root.netloc, root.path.removesuffix("/v1") + "/version", "", ""))
     try:
-        told = client.get(url)
+        told = client.get(base_url.removesuffix("/v1") + "/version")
         version = told.json().get("version") if told.is_success else None
     except (httpx.HTTPError, ValueError, AttributeError):
         return None

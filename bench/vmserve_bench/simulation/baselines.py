@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -26,12 +26,16 @@ from vmserve_bench.simulation.records import RequestRecord, Run, StepRecord
 from vmserve_bench.simulation.requests import VOCAB_SIZE
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vmserve.scheduler.profile import DeviceProfile
     from vmserve_bench.simulation.requests import Asked
 
-__all__ = ["Buddies", "Knowledge", "Reserving", "reserved_tokens"]
+__all__ = ["Buddies", "Knowledge", "Place", "Reserving", "reserved_tokens"]
 
 Knowledge = Literal["oracle", "pow2", "max"]
+#: Part of the pool, address and chunk.
+Place: TypeAlias = tuple[int, int, int]
 
 
 def reserved_tokens(knowledge: Knowledge, num_prompt: int, num_output: int, context: int) -> int:
@@ -53,25 +57,32 @@ class Buddies:
     def num_free(self) -> int:
         return sum(part.num_free for part in self._parts)
 
-    def allocate(self, count: int) -> tuple[int, int, int] | None:
-        """Allocate ``(part, address, chunk)`` from the smallest part that has it; None if none
-        has."""
-        for index, part in enumerate(self._parts):
-            if part.size >= power_of_two(count) and (place := part.allocate(count)) is not None:
-                return index, *place
-        return None
+    def allocate(self, count: int, num: int = 1) -> list[Place] | None:
+        """Allocate ``num`` places of ``count``, each in the smallest part that has room for it.
 
-    def free(self, place: tuple[int, int, int]) -> None:
-        index, address, chunk = place
-        self._parts[index].free(address, chunk)
+        None if there is no room for all of them.
+        """
+        places: list[Place] = []
+        for _ in range(num):
+            for index, part in enumerate(self._parts):
+                if part.size >= power_of_two(count) and (found := part.allocate(count)) is not None:
+                    places.append((index, *found))
+                    break
+            else:
+                self.free(places)
+                return None
+        return places
+
+    def free(self, places: Iterable[Place]) -> None:
+        for index, address, chunk in places:
+            self._parts[index].free(address, chunk)
 
 
 @dataclass(slots=True)
 class _Job:
     what: Asked
     order: int
-    arrival: float
-    places: list[tuple[int, int, int]] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
     num_done: int = 0
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -110,13 +121,13 @@ class Reserving:
     ) -> None:
         self.now = 0.0
         self.run = Run()
+        self.pool = Buddies(kv_tokens)
         self._knowledge = knowledge
         self._profile = profile
         self._token_bytes = token_bytes
         self._context = context
         self._max_num_seqs = max_num_seqs
         self._is_static = is_static
-        self._pool = Buddies(kv_tokens)
         self._waiting: deque[_Job] = deque()
         self._running: list[_Job] = []
         self._num_arrived = 0
@@ -125,15 +136,11 @@ class Reserving:
     def has_unfinished(self) -> bool:
         return bool(self._waiting or self._running)
 
-    @property
-    def num_free(self) -> int:
-        return self._pool.num_free
-
     def add(self, what: Asked) -> None:
         chunk = power_of_two(self._reserved(what))
-        if len(what.prompt) + what.max_output > self._context or chunk > self._pool.size:
-            raise ValueError(f"request {what.name!r} does not fit: {chunk} of {self._pool.size}")
-        self._waiting.append(_Job(what, self._num_arrived, what.arrival_s))
+        if len(what.prompt) + what.max_output > self._context or chunk > self.pool.size:
+            raise ValueError(f"request {what.name!r} does not fit: {chunk} of {self.pool.size}")
+        self._waiting.append(_Job(what, self._num_arrived))
         self._num_arrived += 1
 
     def _reserved(self, what: Asked) -> int:
@@ -145,25 +152,16 @@ class Reserving:
             while self._waiting and self._admit(self._waiting[0]):
                 newcomers.append(self._waiting.popleft())
         if not (newcomers or self._running):
-            what = self._waiting[0].what
-            raise ValueError(
-                f"request {what.name!r} does not fit into an empty pool: fewer branches"
-            )
-        work = [
-            SequenceWork(Regime.VIRTUAL, job.length - 1, 1)
-            for job in self._running
-            for _ in range(job.what.num_branches)
-        ]
-        work += [
-            SequenceWork(Regime.VIRTUAL, 0, len(job.what.prompt))
-            for job in newcomers
-            for _ in range(job.what.num_branches)
-        ]
+            name = self._waiting[0].what.name
+            raise ValueError(f"request {name!r} does not fit into an empty pool: fewer branches")
+        # What each sequence of a request computes.
+        parts = [(job, SequenceWork(Regime.VIRTUAL, job.length - 1, 1)) for job in self._running]
+        parts += [(job, SequenceWork(Regime.VIRTUAL, 0, len(job.what.prompt))) for job in newcomers]
+        work = [item for job, item in parts for _ in range(job.what.num_branches)]
         self._running += newcomers
         copied = sum(self._reorder(job) for job in self._running if job.what.beam_width)
         seconds = self._profile.step_seconds(work, copied_bytes=copied * self._token_bytes)
         self.now += seconds
-        self._advance()
         self.run.steps.append(
             StepRecord(
                 self.now,
@@ -175,29 +173,28 @@ class Reserving:
                 len(work),
             )
         )
-        self._retire()
+        for job in self._running:
+            job.num_done += 1
+            job.first_token = self.now if job.first_token is None else job.first_token
+        if not self._is_static or all(job.is_over for job in self._running):
+            for job in self._running:
+                if job.is_over:
+                    self._end(job)
+            self._running = [job for job in self._running if not job.is_over]
 
     def _admit(self, job: _Job) -> bool:
         what = job.what
         num_seqs = sum(other.what.num_branches for other in self._running)
         if num_seqs + what.num_branches > self._max_num_seqs:
             return False
-        for _ in range(what.num_branches):
-            place = self._pool.allocate(self._reserved(what))
-            if place is None:
-                self._free(job)
-                return False
-            job.places.append(place)
-        job.first_scheduled = self.now
+        places = self.pool.allocate(self._reserved(what), what.num_branches)
+        if places is None:
+            return False
+        job.places, job.first_scheduled = places, self.now
         if what.beam_width:
             job.search = BeamSearch(what.beam_width, what.max_output)
             job.rng = np.random.default_rng(what.seed)
         return True
-
-    def _free(self, job: _Job) -> None:
-        for place in job.places:
-            self._pool.free(place)
-        job.places.clear()
 
     def _reorder(self, job: _Job) -> int:
         """One search step with the same null model; returns the positions copied for it."""
@@ -213,31 +210,16 @@ class Reserving:
             return 0  # all begin with the prompt, which each has read
         return (len(step.running) - len({beam.parent for beam in step.running})) * job.length
 
-    def _advance(self) -> None:
-        for job in self._running:
-            job.num_done += 1
-            if job.first_token is None:
-                job.first_token = self.now
-
-    def _retire(self) -> None:
-        if self._is_static and not all(job.is_over for job in self._running):
-            return
-        for job in self._running:
-            if job.is_over:
-                self._free(job)
-                self._record(job)
-        self._running = [job for job in self._running if not job.is_over]
-
-    def _record(self, job: _Job) -> None:
+    def _end(self, job: _Job) -> None:
+        self.pool.free(job.places)
         what = job.what
-        outputs = what.max_output * what.beam_width if what.beam_width else sum(what.outputs)
         self.run.requests.append(
             RequestRecord(
                 name=what.name,
                 num_prompt=len(what.prompt),
-                num_output=outputs,
+                num_output=sum(what.outputs) * (what.beam_width or 1),
                 longest_output=what.max_output,
-                arrival=job.arrival,
+                arrival=what.arrival_s,
                 end="finished",
                 finished=self.now,
                 first_scheduled=job.first_scheduled,

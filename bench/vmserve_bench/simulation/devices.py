@@ -6,42 +6,40 @@ assumed are the shares of peaks that kernels reach, chosen once for all compared
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from vmserve.memory.layout import CUDA_GRANULARITY, KVLayout, plan_layout
 from vmserve.scheduler.profile import DeviceProfile, KernelCosts
 
-__all__ = [
-    "A100_40GB",
-    "LLAMA_8B",
-    "LLAMA_8B_A100",
-    "OPT_13B",
-    "OPT_13B_A100",
-    "Accelerator",
-    "Decoder",
-    "Device",
-]
+__all__ = ["LLAMA_8B_A100", "OPT_13B", "OPT_13B_A100", "SECONDS_PER_COPY", "Device", "opt_13b"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Accelerator:
-    name: str
-    #: Published peaks per second.
-    memory_bytes_per_second: float
-    flops: float
-    host_bytes_per_second: float
-    #: Shares of the peaks that kernels reach.
-    weights_share: float
-    attention_share: float
-    gemm_share: float
-    prefill_attention_share: float
-    copy_share: float
-    #: Time of a decode kernel with a block table, as a multiple of the time without one.
-    paged_factor: float
-    #: Seconds of a launch, and of mapping a granule.
-    launch: float
-    map_granule: float
+    """The A100. Rates are a second's; the shares of peaks that kernels reach are assumed."""
+
+    name: str = "A100 40GB"
+    #: NVIDIA's data sheet (SXM4, 40 GB; float16 tensor cores without sparsity).
+    memory_bytes_per_second: float = 1555e9
+    flops: float = 312e12
+    #: PCIe 4.0 x16, a direction.
+    host_bytes_per_second: float = 32e9
+    weights_share: float = 0.8
+    attention_share: float = 0.6
+    gemm_share: float = 0.5
+    prefill_attention_share: float = 0.3
+    copy_share: float = 0.75
+    #: Time of a decode kernel with a block table over that without one: PagedAttention, section
+    #: 7.1, 20 to 26 % over FasterTransformer's.
+    paged_factor: float = 1.23
+    #: Seconds of a launch: assumed.
+    launch: float = 5e-6
+    #: Seconds of mapping 2 MiB and giving access: kvcached's table for the A100, 1.45 + 36 us.
+    map_granule: float = 37.5e-6
+
+
+_A100 = Accelerator()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +50,9 @@ class Decoder:
     num_kv_heads: int
     head_dim: int
     num_parameters: float
-    itemsize: int
-    kernels_per_layer: int
-
-    @property
-    def hidden(self) -> int:
-        return self.num_heads * self.head_dim
+    itemsize: int = 2
+    #: Assumed.
+    kernels_per_layer: int = 10
 
     @property
     def token_kv_bytes(self) -> int:
@@ -65,27 +60,8 @@ class Decoder:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.itemsize
 
 
-#: Bandwidth and FLOP/s: NVIDIA's A100 data sheet (SXM4, 40 GB; float16 tensor cores without
-#: sparsity). To the host: PCIe 4.0 x16 is 32 GB/s a direction. Price of the paged kernel:
-#: PagedAttention, section 7.1, 20 to 26 % over FasterTransformer's. Mapping 2 MiB and giving
-#: access: kvcached's table for the A100, 1.45 + 36 microseconds. Shares, launches: assumed.
-A100_40GB = Accelerator(
-    name="A100 40GB",
-    memory_bytes_per_second=1555e9,
-    flops=312e12,
-    host_bytes_per_second=32e9,
-    weights_share=0.8,
-    attention_share=0.6,
-    gemm_share=0.5,
-    prefill_attention_share=0.3,
-    copy_share=0.75,
-    paged_factor=1.23,
-    launch=5e-6,
-    map_granule=37.5e-6,
-)
-
 #: Shape: Zhang et al., "OPT: Open Pre-trained Transformer Language Models". Parameters: 40 x 12 x
-#: 5,120^2 in the layers and 52,322 x 5,120 in the embeddings. Kernels per layer: assumed.
+#: 5,120^2 in the layers and 52,322 x 5,120 in the embeddings.
 OPT_13B = Decoder(
     name="OPT-13B",
     num_layers=40,
@@ -93,21 +69,21 @@ OPT_13B = Decoder(
     num_kv_heads=40,
     head_dim=128,
     num_parameters=12.85e9,
-    itemsize=2,
-    kernels_per_layer=10,
 )
-
-#: Shape and parameters: Grattafiori et al., "The Llama 3 Herd of Models". Kernels: assumed.
-LLAMA_8B = Decoder(
+#: Shape and parameters: Grattafiori et al., "The Llama 3 Herd of Models".
+_LLAMA_8B = Decoder(
     name="Llama-3.1-8B",
     num_layers=32,
     num_heads=32,
     num_kv_heads=8,
     head_dim=128,
     num_parameters=8.03e9,
-    itemsize=2,
-    kernels_per_layer=10,
 )
+
+#: Calls that copy a block to the host where each layer's K and V lie apart, as in PagedAttention's
+#: system, and seconds of each besides its bytes, which are assumed: a copy's launch.
+COPIES_PER_BLOCK = 2 * OPT_13B.num_layers
+SECONDS_PER_COPY = 3e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,15 +100,14 @@ class Device:
         return self.kv_bytes // (self.layout.total_page_bytes // self.layout.page_tokens)
 
 
-def derive_profile(model: Decoder, device: Accelerator, page_bytes: int) -> DeviceProfile:
-    """Compute a profile. ``page_bytes``: of one page over all layers."""
-    weight_bytes = model.num_parameters * model.itemsize
+def _profile(model: Decoder, device: Accelerator, page_bytes: int) -> DeviceProfile:
+    """``page_bytes``: of one page over all layers."""
     read = model.token_kv_bytes / (device.memory_bytes_per_second * device.attention_share)
     # Two products of head_dim multiply-adds for each pair, head and layer.
-    pair_flops = 4 * model.hidden * model.num_layers
+    pair_flops = 4 * model.num_heads * model.head_dim * model.num_layers
     pair = pair_flops / (device.flops * device.prefill_attention_share)
     launches = model.num_layers * device.launch
-    map_page = device.map_granule * page_bytes / CUDA_GRANULARITY
+    weight_bytes = model.num_parameters * model.itemsize
 
     def kernels(factor: float) -> KernelCosts:
         return KernelCosts(call=launches, sequence=0.0, read=read * factor, pair=pair)
@@ -144,43 +119,39 @@ def derive_profile(model: Decoder, device: Accelerator, page_bytes: int) -> Devi
         step=launches * (model.kernels_per_layer - 1),
         weights=weight_bytes / (device.memory_bytes_per_second * device.weights_share),
         token=2 * model.num_parameters / (device.flops * device.gemm_share),
-        map_page=map_page,
+        map_page=device.map_granule * page_bytes / CUDA_GRANULARITY,
         map_page_hidden=0.0,
         copy_bytes_per_second=device.memory_bytes_per_second * device.copy_share / 2,
         swap_bytes_per_second=device.host_bytes_per_second * device.copy_share,
     )
 
 
-def opt_13b(*, block_tokens: int = 16, page_tokens: int = 64, kv_bytes: int = 12 << 30) -> Device:
-    """The paper's smallest set-up: 12 GiB of KV cache, 15,728 tokens (its table 1: 15.7K slots).
-
-    Pages of 64 tokens of all layers fill 25 granules of 2 MiB exactly.
-    """
-    granularity = 4096 if page_tokens % 64 else CUDA_GRANULARITY
-    return _on_a100(OPT_13B, granularity, page_tokens, block_tokens, kv_bytes)
-
-
-def _on_a100(
-    model: Decoder, granularity: int, page_tokens: int, block_tokens: int, kv_bytes: int
-) -> Device:
+def _on_a100(model: Decoder, kv_bytes: int, page_tokens: int, block_tokens: int) -> Device:
     layout = plan_layout(
         model.num_layers,
         model.num_kv_heads,
         model.head_dim,
         "float16",
-        granularity,
+        4096 if page_tokens % 64 else CUDA_GRANULARITY,
         layers_per_group=model.num_layers,
         page_tokens=page_tokens,
         block_tokens=block_tokens,
     )
-    profile = derive_profile(model, A100_40GB, layout.total_page_bytes)
+    profile = _profile(model, _A100, layout.total_page_bytes)
     return Device(profile.name, layout, kv_bytes, profile)
 
 
-OPT_13B_A100 = opt_13b()
+def opt_13b(*, block_tokens: int = 16, page_tokens: int = 64) -> Device:
+    """The paper's smallest set-up: 12 GiB of KV cache, 15,728 tokens (its table 1: 15.7K slots).
 
+    Pages of 64 tokens of all layers fill 25 granules of 2 MiB exactly.
+    """
+    return _on_a100(OPT_13B, 12 << 30, page_tokens, block_tokens)
+
+
+OPT_13B_A100 = opt_13b()
 #: 16 GiB of KV cache and 16 GB of weights: 131,072 tokens in pages of 64, four granules each.
-LLAMA_8B_A100 = _on_a100(LLAMA_8B, CUDA_GRANULARITY, 64, 16, 16 << 30)
+LLAMA_8B_A100 = _on_a100(_LLAMA_8B, 16 << 30, 64, 16)
 
 
 def described(device: Device) -> dict[str, Any]:
@@ -188,8 +159,8 @@ def described(device: Device) -> dict[str, Any]:
     return {
         "simulated": True,
         "device": device.name,
-        "accelerator": {name: getattr(A100_40GB, name) for name in A100_40GB.__slots__},
-        "model": {name: getattr(OPT_13B, name) for name in OPT_13B.__slots__},
+        "accelerator": asdict(_A100),
+        "model": asdict(OPT_13B),
         "kv_bytes": device.kv_bytes,
         "kv_tokens": device.kv_tokens,
         "page_tokens": device.layout.page_tokens,

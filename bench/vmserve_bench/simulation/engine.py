@@ -7,14 +7,16 @@ the device profile predicts for its work.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 
 from vmserve import _core
-from vmserve.config import EngineConfig, ResolvedConfig
+from vmserve.config import LEAST, EngineConfig, resolve
 from vmserve.engine.build import EngineParts
 from vmserve.engine.engine import LLMEngine
+from vmserve.engine.parts import create_scheduler
 from vmserve.memory.base import Regime
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.models.config import ModelConfig
@@ -22,13 +24,11 @@ from vmserve.numbers.dtypes import DType
 from vmserve.runner.cpu_runtime import CpuRuntime
 from vmserve.runner.model_runner import null_logits
 from vmserve.sampling.tokens import SampledToken
-from vmserve.scheduler.fairness import TenantShares
-from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import Preemption, PreemptionPolicy
 from vmserve.scheduler.profile import SequenceWork
 from vmserve.scheduler.regime import CostModel, RegimePolicy
 from vmserve.types import RequestTerms
-from vmserve_bench.simulation.records import MemorySample, RequestRecord, Run, StepRecord
+from vmserve_bench.simulation.records import RequestRecord, Run, StepRecord
 from vmserve_bench.simulation.requests import (
     END_ID,
     VOCAB_SIZE,
@@ -39,24 +39,31 @@ from vmserve_bench.simulation.requests import (
 )
 
 if TYPE_CHECKING:
-    from collections import abc
-    from collections.abc import Callable
-    from types import TracebackType
+    from collections.abc import Callable, Sequence
 
     from numpy.typing import NDArray
 
+    from vmserve.config import ResolvedConfig
     from vmserve.memory.base import MemoryPlan
     from vmserve.memory.layout import KVLayout, LayerKind
     from vmserve.runner.model_runner import StepLogits
     from vmserve.sampling.tokens import Logits, SamplingRow, TokenSampler
     from vmserve.scheduler.base import StepPlan
     from vmserve.scheduler.profile import DeviceProfile
-    from vmserve.scheduler.sequence import Request, Sequence
+    from vmserve.scheduler.sequence import Request
     from vmserve.text.tokenizer import Tokenizer
     from vmserve_bench.simulation.devices import Device
     from vmserve_bench.simulation.records import End
 
 __all__ = ["SimulatedEngine", "SimulationConfig"]
+
+#: Statistics of the memory that a run keeps.
+_COUNTED = (
+    *("converted_to_virtual_total", "converted_to_paged_total", "forks_total"),
+    *("swapped_out_blocks_total", "swapped_in_blocks_total", "copied_blocks_total"),
+    *("pages_mapped_total", "unhidden_calls_total", "hidden_calls_total"),
+    "prefix_hit_blocks_total",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +71,10 @@ class SimulationConfig:
     """``limit_bytes``: of the KV pool. ``swap_bytes`` 0: never swap.
 
     ``mapper`` "manual": a step's background maps are done while it computes; "off": no background
-    maps. ``check_every``: steps between checks of the memory's conservation laws; ``sample_every``:
-    steps between samples of its statistics. 0: never. ``seconds_per_swap_run``: time of each copy
-    to or from the host besides its bytes. ``kinds``: of layers that have pages of their own, as
-    :class:`~vmserve.memory.manager.MemoryManager` takes them.
+    maps. ``check_every``: steps between checks of the memory's conservation laws; 0: never.
+    ``seconds_per_swap_run``: time of each copy to or from the host besides its bytes. ``kinds``: of
+    layers that have pages of their own, as :class:`~vmserve.memory.manager.MemoryManager` takes
+    them.
     """
 
     layout: KVLayout
@@ -88,7 +95,6 @@ class SimulationConfig:
     priority_max_wait: float = 60.0
     fair_sharing: bool = False
     check_every: int = 0
-    sample_every: int = 0
     kinds: tuple[LayerKind, ...] = ()
 
     @staticmethod
@@ -108,20 +114,6 @@ class _KnownSpeeds(PreemptionPolicy):
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         pass
-
-
-@dataclass(slots=True)
-class _Open:
-    """An unfinished request."""
-
-    what: Asked
-    request: Request
-
-
-class _NullTokenizer:
-    """A tokenizer of meaningless token ids."""
-
-    eos_ids = frozenset({END_ID})
 
 
 class _WatchedMemory(MemoryManager):
@@ -149,15 +141,21 @@ class _NullModel:
         self._step = null_logits(plan)
         return self._step
 
-    def start(self, logits: Logits, rows: abc.Sequence[SamplingRow]) -> None:
+    def start(self, logits: Logits, rows: Sequence[SamplingRow]) -> None:
         """It draws on the host."""
 
-    def sample(self, logits: Logits, rows: abc.Sequence[SamplingRow]) -> list[SampledToken]:
+    def sample(self, logits: Logits, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """The null model's token, or the end if the choice is to end here."""
         assert self._step is not None
-        return [SampledToken(self._engine.next_token(seq), 0.0) for seq in self._step.samplers]
+        tokens = []
+        for sequence in self._step.samplers:
+            num_output = self._engine.asked(sequence.request).outputs[sequence.index]
+            is_last = sequence.num_output + 1 >= num_output
+            tokens.append(SampledToken(END_ID if is_last else null_token(sequence), 0.0))
+        return tokens
 
     def beam_candidates(
-        self, logits: Logits, num: int, masks: abc.Sequence[NDArray[np.bool_] | None] = ()
+        self, logits: Logits, num: int, masks: Sequence[NDArray[np.bool_] | None] = ()
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         assert self._step is not None
         beams = self._step.beams
@@ -166,7 +164,8 @@ class _NullModel:
         for row, sequence in enumerate(beams):
             assert sequence.request.beams is not None
             own = sequence.request.beams.num_candidates
-            ids[row, :own], logprobs[row, :own] = self._engine.candidates(sequence, own)
+            seed = self._engine.asked(sequence.request).seed
+            ids[row, :own], logprobs[row, :own] = null_candidates(seed, sequence, own)
         return ids, logprobs
 
 
@@ -190,7 +189,8 @@ class SimulatedEngine:
         self.memory = self._create_memory()
         # Stepping the mapper, and all statistics in one call, are no part of KVMemory.
         self._core = self.memory._core
-        self._open: dict[str, _Open] = {}
+        #: Unfinished requests.
+        self._open: dict[str, tuple[Asked, Request]] = {}
         #: Whether the next step's batch fails as if its kernels had failed.
         self.fail_next_batch = False
         self._moved = (0, 0)
@@ -226,32 +226,28 @@ class SimulatedEngine:
         )
 
     def _parts(self) -> EngineParts:
-        config = self.config
+        config, memory = self.config, self.memory
+        model_config = _model_config(config)
+        resolved = _resolved(config, model_config)
         preemption = _KnownSpeeds(
             config.preemption if config.swap_bytes else "recompute",
             copy_bytes_per_second=config.profile.swap_bytes_per_second,
             prefill_tokens_per_second=1 / config.profile.token if config.profile.token else 1e12,
         )
-        resolved = self._resolved()
-        limits = SchedulerLimits(
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-            watermark=config.watermark,
-            narrowest_window=self.memory.narrowest_window,
-            checkpoints=self.memory.checkpoints,
-            priority_max_wait=resolved.priority_max_wait,
-            separates_phases=config.policy == "v0",
-        )
         regimes = RegimePolicy(config.regime, CostModel(config.profile, config.layout))
-        shares = TenantShares() if config.fair_sharing else None
         model = _NullModel(self)
         return EngineParts(
             resolved=resolved,
-            model_config=_model_config(config),
-            tokenizer=cast("Tokenizer", _NullTokenizer()),
-            memory=self.memory,
-            scheduler=FCFSScheduler(
-                self.memory, limits, regimes, preemption, shares, clock=lambda: self.now
+            model_config=model_config,
+            tokenizer=cast("Tokenizer", SimpleNamespace(eos_ids=frozenset({END_ID}))),
+            memory=memory,
+            scheduler=create_scheduler(
+                resolved,
+                memory,
+                regimes,
+                preemption,
+                lambda: self.now,
+                watermark=config.watermark,
             ),
             regimes=regimes,
             preemption=preemption,
@@ -260,42 +256,6 @@ class SimulatedEngine:
             sampler=cast("TokenSampler", model),
             clock=lambda: self.now,
             idle_bytes=0,
-        )
-
-    def _resolved(self) -> ResolvedConfig:
-        config = self.config
-        return ResolvedConfig(
-            max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_logprobs=0,
-            kv_regime=config.regime,
-            kv_cache_dtype="auto",
-            kv_limit_bytes=config.limit_bytes,
-            kv_page_bytes=config.layout.page_bytes,
-            kv_zero_pages="tenant",
-            kv_mapper="off",
-            kv_layers_per_group=None,
-            kv_eager_slots=0,
-            kv_eager_tokens=None,
-            prefix_caching=config.prefix_caching,
-            kv_persist=None,
-            kv_persist_bytes=0,
-            block_tokens=config.layout.block_tokens,
-            swap_bytes=config.swap_bytes,
-            preemption=config.preemption,
-            scheduling_policy=config.policy,
-            priority_max_wait=config.priority_max_wait if config.policy == "priority" else None,
-            scheduler_delay_factor=0.0,
-            async_scheduling=False,
-            speculative="off",
-            fair_sharing=config.fair_sharing,
-            request_timeout=None,
-            regime_profile=None,
-            trace_file=None,
-            captures_graphs=False,
-            activation_bytes=0,
-            seed=0,
         )
 
     # -- requests -----------------------------------------------------------------------
@@ -308,12 +268,14 @@ class SimulatedEngine:
     def open_names(self) -> list[str]:
         return list(self._open)
 
+    def asked(self, request: Request) -> Asked:
+        """What an unfinished request was made of."""
+        return self._open[request.request_id][0]
+
     def add(self, what: Asked) -> None:
         """Raises ``ValueError`` for a request that exceeds the context, or a name in use."""
-        if (
-            len(what.prompt) + what.max_output > self.config.max_model_len
-            or what.name in self._open
-        ):
+        is_long = len(what.prompt) + what.max_output > self.config.max_model_len
+        if is_long or what.name in self._open:
             raise ValueError(
                 f"request {what.name!r} cannot be added: too long, or its name is used"
             )
@@ -324,7 +286,7 @@ class SimulatedEngine:
         request = self.engine.requests[what.name]
         if what.arrival_s:
             request.metrics.arrival_time = min(self.now, what.arrival_s)
-        self._open[what.name] = _Open(what, request)
+        self._open[what.name] = what, request
 
     def abort(self, name: str) -> None:
         """End a request now. Finished ones are ignored."""
@@ -335,15 +297,9 @@ class SimulatedEngine:
     def convert(self, name: str, regime: Regime) -> None:
         self.engine.convert(name, regime)
 
-    def next_token(self, sequence: Sequence) -> int:
-        """The null model's token, or the end if the choice is to end here."""
-        outputs = self._open[sequence.request.request_id].what.outputs
-        is_last = sequence.num_output + 1 >= outputs[sequence.index]
-        return END_ID if is_last else null_token(sequence)
-
     def _end(self, name: str, end: End) -> None:
-        entry = self._open.pop(name)
-        what, request, metrics = entry.what, entry.request, entry.request.metrics
+        what, request = self._open.pop(name)
+        metrics = request.metrics
         num_output = sum(sequence.num_output for sequence in request.sequences)
         if end == "finished" and what.beam_width:
             num_output = what.beam_width * what.max_output
@@ -365,59 +321,53 @@ class SimulatedEngine:
             )
         )
 
-    def candidates(
-        self, sequence: Sequence, num: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-        """The null model's candidates for a beam."""
-        seed = self._open[sequence.request.request_id].what.seed
-        return null_candidates(seed, sequence, num)
-
     # -- the step -----------------------------------------------------------------------
 
     def step(self) -> None:
         """Compute once for every sequence that fits; moves the clock by the step's time."""
         self.num_steps += 1
-        before, generated = len(self.run.steps), self.engine.counters.generation_tokens
+        steps, counters = self.run.steps, self.engine.counters
+        before, generated = len(steps), counters.generation_tokens
         result = self.engine.step()
-        if len(self.run.steps) > before:
-            self._complete_record(self.engine.counters.generation_tokens - generated)
+        if len(steps) > before:
+            steps[-1] = steps[-1]._replace(
+                num_waiting=self.scheduler.num_waiting,
+                num_generated=counters.generation_tokens - generated,
+            )
+            if self.config.check_every and self.num_steps % self.config.check_every == 0:
+                self.memory.check()
         for output in result.outputs:
             self._end(output.request_id, "finished")
         for failure in result.failures:
             self._end(failure.request_id, "failed")
 
     def compute(self, plan: StepPlan) -> None:
-        """Move the clock by the time of the plan's work and of the memory work that it waits
-        for."""
-        before = self.memory.mapped_before
-        unhidden = self._pages_mapped() - before
-        hidden = self._map_ahead() - before - unhidden
+        """Move the clock by the plan's work and the memory work that it waits for."""
+        mapped = self._pages_mapped()
+        if self.config.mapper == "manual":
+            self._core.settle_mapper()  # its commands are done while the step computes
         scheduled = plan.scheduled
         work = [SequenceWork(item.regime, item.num_past, item.num_new) for item in scheduled]
-        seconds = self._seconds(work, unhidden, hidden)
+        unhidden = mapped - self.memory.mapped_before
+        seconds = self._seconds(work, unhidden, self._pages_mapped() - mapped)
         self.now += seconds
         if self.fail_next_batch:
             self.fail_next_batch = False
             raise RuntimeError("the batch was to fail")
-        record = StepRecord(
-            ended=self.now,
-            seconds=seconds,
-            num_tokens=plan.num_tokens,
-            num_seqs=len(scheduled),
-            num_requests=len({item.sequence.request for item in scheduled}),
-            num_waiting=0,  # known when the step is over
-            num_virtual=sum(item.regime is Regime.VIRTUAL for item in scheduled),
+        self.run.steps.append(
+            StepRecord(
+                ended=self.now,
+                seconds=seconds,
+                num_tokens=plan.num_tokens,
+                num_seqs=len(scheduled),
+                num_requests=len({item.sequence.request for item in scheduled}),
+                num_waiting=0,  # known when the step is over
+                num_virtual=sum(item.regime is Regime.VIRTUAL for item in scheduled),
+            )
         )
-        self.run.steps.append(record)
 
     def _pages_mapped(self) -> int:
         return self._core.stats().pages_mapped_total
-
-    def _map_ahead(self) -> int:
-        """Do the mapper's commands while the step computes; returns the pages mapped so far."""
-        if self.config.mapper == "manual":
-            self._core.settle_mapper()
-        return self._pages_mapped()
 
     def _seconds(self, work: list[SequenceWork], unhidden: int, hidden: int) -> float:
         work_of = [driver.work() for driver in self._drivers]
@@ -437,56 +387,50 @@ class SimulatedEngine:
             self._swap_runs = runs
         return seconds
 
-    # -- records ------------------------------------------------------------------------
-
-    def _complete_record(self, num_generated: int) -> None:
-        config, steps = self.config, self.run.steps
-        waiting = self.scheduler.num_waiting
-        steps[-1] = steps[-1]._replace(num_waiting=waiting, num_generated=num_generated)
-        if config.check_every and self.num_steps % config.check_every == 0:
-            self.memory.check()
-        if config.sample_every and self.num_steps % config.sample_every == 0:
-            self.run.memory.append(MemorySample(self.now, self.memory.stats()))
-
-    def counters(self) -> dict[str, int]:
-        """Totals so far; also kept in ``run`` when the engine is closed."""
-        stats = self.memory.stats()
-        names = (
-            "converted_to_virtual_total",
-            "converted_to_paged_total",
-            "swapped_out_blocks_total",
-            "swapped_in_blocks_total",
-            "copied_blocks_total",
-            "forks_total",
-            "pages_mapped_total",
-            "unhidden_calls_total",
-            "hidden_calls_total",
-            "prefix_hit_blocks_total",
-        )
-        return {
-            **self.scheduler.counters(),
-            **{name: getattr(stats, name) for name in names},
-        }
+    # -- the end ------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Abort all requests, and verify the memory a last time."""
+        """Abort all requests, keep the counters, and verify the memory a last time."""
         for name in self.open_names:
             self.abort(name)
-        self.run.counters = self.counters()
+        stats = self.memory.stats()
+        self.run.counters = {
+            **self.scheduler.counters(),
+            **{name: getattr(stats, name) for name in _COUNTED},
+        }
         self.memory.check()
         self.engine.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.close()
+
+
+def _resolved(config: SimulationConfig, model: ModelConfig) -> ResolvedConfig:
+    """The engine's options; sizes are of no machine, so that none is held against this one's."""
+    asked = EngineConfig(
+        kv_cache_memory=LEAST,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    return replace(
+        resolve(asked, model),
+        kv_regime=config.regime,
+        kv_limit_bytes=config.limit_bytes,
+        kv_page_bytes=config.layout.page_bytes,
+        kv_mapper="off",
+        block_tokens=config.layout.block_tokens,
+        prefix_caching=config.prefix_caching,
+        swap_bytes=config.swap_bytes,
+        preemption=config.preemption,
+        scheduling_policy=config.policy,
+        priority_max_wait=config.priority_max_wait if config.policy == "priority" else None,
+        fair_sharing=config.fair_sharing,
+    )
 
 
 def _model_config(config: SimulationConfig) -> ModelConfig:

@@ -8,6 +8,7 @@ real engine, :class:`~vmserve_bench.simulation.light.LightReplica` blocks of a c
 from __future__ import annotations
 
 import heapq
+import itertools
 import sys
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -53,20 +54,18 @@ class Job:
 
 
 class Replica(Protocol):
-    def add(self, job: Job, now: float) -> float | None:
-        """Add a job; returns when :meth:`fire` is to be called, if that has changed."""
-        ...
+    """``add`` returns when ``fire`` is to be called, if that has changed.
 
-    def fire(self, now: float) -> tuple[list[Job], float | None]:
-        """End what ends now and begin what is next.
+    ``fire`` ends what ends now and begins what is next; it returns the jobs that have finished, and
+    when to be called again; None: when a job comes. ``num_matched``: how many first pieces the
+    prefix cache has.
+    """
 
-        Returns the jobs that have finished, and when to be called again; None: when a job comes.
-        """
-        ...
+    def add(self, job: Job, now: float) -> float | None: ...
 
-    def num_matched(self, pieces: Sequence[int]) -> int:
-        """How many first pieces its prefix cache has."""
-        ...
+    def fire(self, now: float) -> tuple[list[Job], float | None]: ...
+
+    def num_matched(self, pieces: Sequence[int]) -> int: ...
 
 
 class EngineReplica:
@@ -75,17 +74,15 @@ class EngineReplica:
     def __init__(self, engine: SimulatedEngine) -> None:
         self._engine = engine
         self._jobs: dict[str, Job] = {}
-        self._num_added = 0
+        self._numbers = itertools.count()
         self._is_stepping = False
 
     def add(self, job: Job, now: float) -> float | None:
-        self._num_added += 1
-        name = str(self._num_added)
+        name = str(next(self._numbers))
         self._jobs[name] = job
-        engine = self._engine
         if not self._is_stepping:
-            engine.now = now
-        engine.add(
+            self._engine.now = now
+        self._engine.add(
             Asked(name=name, prompt=_tokens(job.pieces), outputs=(job.num_output,), arrival_s=now)
         )
         return None if self._is_stepping else self._begin()
@@ -196,27 +193,26 @@ def replay(
     for name in replicas:
         router.note(name, 0.0)
     due: list[tuple[float, int, str]] = []
+    numbers = itertools.count()
     #: Number of each replica's latest entry in ``due``: older ones are ignored.
-    latest = dict.fromkeys(replicas, 0)
-    num_entries = 0
+    latest = dict.fromkeys(replicas, -1)
 
     def enter(name: str, when: float | None) -> None:
-        nonlocal num_entries
         if when is not None:
-            num_entries += 1
-            latest[name] = num_entries
-            heapq.heappush(due, (when, num_entries, name))
+            latest[name] = next(numbers)
+            heapq.heappush(due, (when, latest[name], name))
 
     def fire_until(now: float) -> None:
         while due and due[0][0] <= now:
             when, entry, name = heapq.heappop(due)
-            if entry == latest[name]:
-                finished, following = replicas[name].fire(when)
-                loads[name] -= len(finished)
-                router.note(name, loads[name])
-                for job in finished:
-                    job.pieces, job.answer = [], []
-                enter(name, following)
+            if entry != latest[name]:
+                continue
+            finished, following = replicas[name].fire(when)
+            loads[name] -= len(finished)
+            router.note(name, loads[name])
+            for job in finished:
+                job.pieces, job.answer = [], []
+            enter(name, following)
 
     for index, job in enumerate(jobs):
         fire_until(job.arrival)

@@ -56,18 +56,15 @@ class LightReplica:
         self._decoding: list[tuple[int, int, Job]] = []
         self._num_past = 0
         self._order = count()
-        #: Steps done.
-        self._step = 0
-        #: Pieces that running requests use, with the number of those; and pieces that no request
-        #: uses.
+        self._step = 0  # steps done
+        #: Pieces that running requests use, with the number of those; and pieces that none uses.
         self._used: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
         #: Used pieces that are not computed yet.
         self._unknown: set[int] = set()
         #: Pieces reserved for answers.
         self._reserved = 0
-        #: The work in progress: when it began, the number of its steps, and the prefills that it
-        #: computes.
+        #: The work in progress: when it began, the number of its steps, and its prefills.
         self._began = 0.0
         self._num_steps = 0
         self._chunks: list[tuple[_Prefill, int]] = []

@@ -26,9 +26,9 @@ import random
 import sys
 import time
 import traceback
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from vmserve import _core
 from vmserve.memory.base import Health, Regime
@@ -42,17 +42,9 @@ __all__ = ["Violation", "Workload", "check_many", "check_workload", "step_bound"
 
 _KERNELS = KernelCosts(call=1e-4, sequence=1e-6, read=1e-7, pair=1e-8)
 _PROFILE = DeviceProfile(
-    name="liveness",
-    virtual=_KERNELS,
-    paged=_KERNELS,
-    step=1e-3,
-    weights=1e-3,
-    token=1e-5,
-    map_page=1e-5,
-    map_page_hidden=0.0,
-    copy_bytes_per_second=1e10,
-    swap_bytes_per_second=1e9,
-)
+    name="liveness", virtual=_KERNELS, paged=_KERNELS, step=1e-3, weights=1e-3, token=1e-5,
+    map_page=1e-5, map_page_hidden=0.0, copy_bytes_per_second=1e10, swap_bytes_per_second=1e9,
+)  # fmt: skip
 #: Bytes of a token: one layer, one head of 64 in float32.
 _TOKEN_BYTES = 2 * 64 * 4
 
@@ -81,32 +73,28 @@ class Workload:
 
 def draw(seed: int) -> Workload:
     rng = random.Random(seed)
-    layout = _layout(rng)
+    block_tokens = rng.choice([8, 16])
+    page_tokens = block_tokens * rng.choice([1, 2, 4])
+    layout = plan_layout(
+        1, 1, 64, "float32", 4096, page_tokens=page_tokens, block_tokens=block_tokens
+    )
     max_len = rng.choice([48, 96, 160])
     config = _config(rng, layout, max_len)
     heads = [[rng.randrange(500) for _ in range(max_len)] for _ in range(3)]
     last_arrival = rng.choice([0, 10, 60])
     requests = [_request(rng, str(i), heads, config) for i in range(rng.randint(3, 14))]
-    arrivals: dict[int, list[Asked]] = {}
+    arrivals: dict[int, list[Asked]] = defaultdict(list)
     for what in requests:
-        arrivals.setdefault(rng.randint(0, last_arrival), []).append(what)
-    events: dict[int, list[tuple[str, str]]] = {}
+        arrivals[rng.randint(0, last_arrival)].append(what)
+    events: dict[int, list[tuple[str, str]]] = defaultdict(list)
     for _ in range(rng.choice([0, 0, 2, 8])):
         name = rng.choice(requests).name
-        events.setdefault(rng.randint(1, last_arrival + 60), []).append(("abort", name))
+        events[rng.randint(1, last_arrival + 60)].append(("abort", name))
     for _ in range(rng.choice([0, 0, 3, 12])):
         name, regime = rng.choice(requests).name, rng.choice(list(Regime)).value
-        events.setdefault(rng.randint(1, last_arrival + 60), []).append((regime, name))
+        events[rng.randint(1, last_arrival + 60)].append((regime, name))
     faults_until = rng.choice([0, 0, last_arrival + rng.randint(5, 60)])
-    return Workload(seed, config, arrivals, events, faults_until)
-
-
-def _layout(rng: random.Random) -> KVLayout:
-    block_tokens = rng.choice([8, 16])
-    page_tokens = block_tokens * rng.choice([1, 2, 4])
-    return plan_layout(
-        1, 1, 64, "float32", 4096, page_tokens=page_tokens, block_tokens=block_tokens
-    )
+    return Workload(seed, config, dict(arrivals), dict(events), faults_until)
 
 
 def _config(rng: random.Random, layout: KVLayout, max_len: int) -> SimulationConfig:
@@ -195,7 +183,10 @@ class _Life:
             for what in coming.pop(step, []):
                 engine.add(what)
             for event, name in workload.events.get(step, []):
-                self._happen(event, name)
+                if event == "abort":
+                    engine.abort(name)
+                else:
+                    engine.convert(name, Regime(event))
             if step < workload.faults_until:
                 self._disturb()
             elif step == workload.faults_until:
@@ -208,12 +199,6 @@ class _Life:
                 raise Violation(f"after {step} steps {engine.open_names} have not ended")
         self.faults.disarm()
         self._check_end()
-
-    def _happen(self, event: str, name: str) -> None:
-        if event == "abort":
-            self.engine.abort(name)
-        else:
-            self.engine.convert(name, Regime(event))
 
     def _disturb(self) -> None:
         """Let something fail in the next step, at random."""
@@ -241,26 +226,20 @@ class _Life:
         asked = {what.name: what for what in self.workload.requests}
         if sorted(record.name for record in records) != sorted(asked):
             raise Violation("requests did not end once each")
+        # Orders are kept within a rank, and within a tenant if tenants share fairly.
+        config, queues = self.workload.config, defaultdict(list)
         for record in records:
             what = asked[record.name]
             if record.end == "failed" and not what.beam_width and record.name not in self.excused:
                 raise Violation(f"request {record.name} failed, and nothing was wrong with it")
             if record.end == "finished" and not what.beam_width:
                 _equal("tokens of a request", record.num_output, sum(what.outputs))
-        self._check_orders([r for r in records if asked[r.name].num_branches == 1], asked)
+            if what.num_branches == 1:
+                rank = what.priority if config.policy == "priority" else 0
+                queues[rank, what.tenant if config.fair_sharing else ""].append(record)
+        for queue in queues.values():
+            _check_order(queue)
         self._check_memory()
-
-    def _check_orders(self, alone: list[RequestRecord], asked: dict[str, Asked]) -> None:
-        """Check orders within a rank, and within a tenant if tenants share fairly."""
-        config = self.workload.config
-
-        def queue(record: RequestRecord) -> tuple[int, str]:
-            what = asked[record.name]
-            rank = what.priority if config.policy == "priority" else 0
-            return rank, what.tenant if config.fair_sharing else ""
-
-        for key in {queue(record) for record in alone}:
-            _check_order([record for record in alone if queue(record) == key])
 
     def _check_memory(self) -> None:
         memory = self.engine.memory
@@ -285,15 +264,16 @@ def _equal(what: str, is_value: object, should: object) -> None:
 
 def _check_order(records: list[RequestRecord]) -> None:
     """Check that first tokens come in the order of arrival, without preempted requests."""
-    served = [r for r in records if r.end == "finished" and not r.num_preemptions and r.first_token]
-    served.sort(key=lambda r: r.order)
-    for first, second in itertools.pairwise(served):
-        assert first.first_token is not None
-        assert second.first_token is not None
-        if second.first_token < first.first_token:
+    served = [
+        (r.order, r.first_token, r.name)
+        for r in records
+        if r.end == "finished" and not r.num_preemptions and r.first_token
+    ]
+    for (_, before, first), (_, token, second) in itertools.pairwise(sorted(served)):
+        if token < before:
             raise Violation(
-                f"request {second.name} came after {first.name} and has its first token before: "
-                f"{second.first_token:.6f} and {first.first_token:.6f} s"
+                f"request {second} came after {first} and has its first token before: "
+                f"{token:.6f} and {before:.6f} s"
             )
 
 
@@ -310,31 +290,26 @@ def check_workload(seed: int) -> Counter[str]:
     return tally
 
 
-@dataclass(slots=True)
-class Report:
+class Report(NamedTuple):
     """``violations``: by seed, the end of the traceback."""
 
-    tally: Counter[str] = field(default_factory=Counter)
-    violations: dict[int, str] = field(default_factory=dict)
+    tally: Counter[str]
+    violations: dict[int, str]
 
 
-def check_many(first_seed: int, num_workloads: int, *, progress_s: float = 0.0) -> Report:
+def check_many(first_seed: int, num_workloads: int, *, progress_s: float = float("inf")) -> Report:
     """Check every seed from ``first_seed`` on, and continue after violations."""
-    report = Report()
+    report = Report(Counter(), {})
     reported = time.monotonic()
-    for seed in range(first_seed, first_seed + num_workloads):
+    for count, seed in enumerate(range(first_seed, first_seed + num_workloads), 1):
         try:
             report.tally.update(check_workload(seed))
         except Exception:  # noqa: BLE001  whatever goes wrong is what is looked for
             report.violations[seed] = traceback.format_exc(limit=-6)
-        if progress_s and time.monotonic() - reported > progress_s:
+        if time.monotonic() - reported > progress_s:
             reported = time.monotonic()
-            print(
-                f"{seed - first_seed + 1} workloads, {report.tally['steps']} steps, "
-                f"{len(report.violations)} violations",
-                file=sys.stderr,
-                flush=True,
-            )
+            told = f"{report.tally['steps']} steps, {len(report.violations)} violations"
+            print(f"{count} workloads, {told}", file=sys.stderr, flush=True)
     return report
 
 
@@ -346,7 +321,7 @@ def main() -> int:
     report = check_many(arguments.seed, arguments.workloads, progress_s=30.0)
     for seed, text in report.violations.items():
         print(f"--- seed {seed}\n{text}")
-    print(json.dumps({"violations": len(report.violations), **dict(report.tally)}, indent=1))
+    print(json.dumps({"violations": len(report.violations), **report.tally}, indent=1))
     return 1 if report.violations else 0
 
 

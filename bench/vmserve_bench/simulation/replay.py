@@ -15,22 +15,21 @@ __all__ = ["System", "replay"]
 
 
 class System(Protocol):
-    """The simulated engine, or a baseline."""
+    """The simulated engine, or a baseline. ``now``: virtual time in seconds.
 
-    #: Virtual time in seconds; may be moved forward while nothing runs.
+    ``add``: the request arrives now, or at its own time if that is earlier (during a step).
+    ``step`` moves the clock by its time.
+    """
+
     now: float
     run: Run
 
-    def add(self, what: Asked) -> None:
-        """Add a request: it arrives now, or at its own time if that is earlier (during a step)."""
-        ...
+    def add(self, what: Asked) -> None: ...
 
     @property
     def has_unfinished(self) -> bool: ...
 
-    def step(self) -> None:
-        """Run one step; moves the clock by its time."""
-        ...
+    def step(self) -> None: ...
 
 
 def replay(
@@ -38,7 +37,7 @@ def replay(
     requests: Iterable[Asked],
     *,
     until: float = float("inf"),
-    max_steps: int | None = None,
+    max_steps: float = float("inf"),
 ) -> Run:
     """Serve all requests; no new step begins at ``until`` or later.
 
@@ -50,12 +49,10 @@ def replay(
         while coming and coming[0].arrival_s <= system.now:
             system.add(coming.popleft())
         if not system.has_unfinished:
-            system.now = max(system.now, coming[0].arrival_s)
+            system.now = coming[0].arrival_s
             continue
         if num_steps == max_steps:
-            raise RuntimeError(
-                f"{max_steps} steps did not end {len(coming)} requests to come and those that run"
-            )
+            raise RuntimeError(f"{max_steps} steps did not end all requests")
         system.step()
         num_steps += 1
     return system.run

@@ -12,21 +12,11 @@ from vmserve.sampling.params import BeamSearchParams, GenerationParams, Sampling
 from vmserve.scheduler.sequence import Sequence
 from vmserve_bench.workloads.shapes import RequestShape, prompt_token_ids
 
-__all__ = [
-    "END_ID",
-    "VOCAB_SIZE",
-    "Asked",
-    "asked",
-    "null_candidates",
-    "null_token",
-    "sampling_params",
-]
+__all__ = ["END_ID", "VOCAB_SIZE", "Asked", "asked", "null_candidates", "null_token"]
 
 VOCAB_SIZE = 1 << 15
 #: Id that ends an answer; one above the other ids of the null model.
 END_ID = VOCAB_SIZE
-#: Spread of the null model's log-probabilities among a beam's candidates, in nats.
-_CANDIDATE_SPREAD = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +65,12 @@ def asked(
 
 def sampling_params(what: Asked) -> GenerationParams:
     """Parameters with which answers end at :data:`END_ID`, and beams at their number of tokens."""
+    most = what.max_output
     if what.beam_width:
         return BeamSearchParams(
-            beam_width=what.beam_width,
-            max_tokens=what.max_output,
-            ignore_eos=True,
-            detokenize=False,
+            beam_width=what.beam_width, max_tokens=most, ignore_eos=True, detokenize=False
         )
-    return SamplingParams(
-        n=len(what.outputs), max_tokens=what.max_output, seed=what.seed, detokenize=False
-    )
+    return SamplingParams(n=len(what.outputs), max_tokens=most, seed=what.seed, detokenize=False)
 
 
 def null_token(sequence: Sequence) -> int:
@@ -100,11 +86,9 @@ def null_candidates(
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Distinct ids with seeded log-probabilities, best first, so that beams overtake each other.
 
-    They depend only on the beam's last token and length, so that a beam computed again gets the
-    same ones.
+    They depend only on the beam's last token and length: a beam computed again gets the same ones.
     """
-    key = (seed, sequence.num_tokens, sequence.tokens[-1])
-    rng = np.random.default_rng(key)
-    gaps = rng.exponential(_CANDIDATE_SPREAD, num)
+    rng = np.random.default_rng((seed, sequence.num_tokens, sequence.tokens[-1]))
+    gaps = rng.exponential(1.0, num)  # nats
     token_ids = (rng.integers(VOCAB_SIZE) + np.arange(num) * 7919) % VOCAB_SIZE
     return token_ids.astype(np.int64), -np.cumsum(gaps).astype(np.float32)

@@ -19,9 +19,11 @@ changing the request rate leaves the lengths as they were. Sources:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -29,9 +31,10 @@ from vmserve_bench.workloads.distributions import (
     FloatArray,
     IntArray,
     LengthModel,
-    LogNormal,
-    PercentileTable,
-    PiecewiseLogNormal,
+    log_normal,
+    log_normal_of_mean,
+    percentile_table,
+    piecewise_log_normal,
 )
 
 if TYPE_CHECKING:
@@ -43,8 +46,10 @@ __all__ = [
     "AZURE_CONVERSATION",
     "SHAREGPT",
     "WORKLOADS",
+    "Published",
     "RequestShape",
     "Workload",
+    "allowed_ids",
     "alpaca",
     "arrival_times",
     "azure_code",
@@ -81,8 +86,8 @@ _SHAREGPT_OUTPUTS = (
 #: model's own are within 1 % of both. Inputs round down: their quantiles curve upwards,
 #: and the straight lines between listed percentiles run above such a curve.
 SHAREGPT = LengthModel(
-    inputs=PercentileTable(_SHAREGPT_PERCENTS, _SHAREGPT_INPUTS),
-    outputs=PercentileTable(_SHAREGPT_PERCENTS, _SHAREGPT_OUTPUTS),
+    inputs=percentile_table(_SHAREGPT_PERCENTS, _SHAREGPT_INPUTS),
+    outputs=percentile_table(_SHAREGPT_PERCENTS, _SHAREGPT_OUTPUTS),
     rho=0.22,
     max_total_tokens=PAPER_CONTEXT_TOKENS,
     floor_inputs=True,
@@ -91,25 +96,18 @@ SHAREGPT = LengthModel(
 #: Log-normal fits to the Alpaca dataset, whose means in the PagedAttention paper
 #: (figure 11) are 19.31 in and 58.45 out. Inputs and outputs are taken as independent.
 ALPACA = LengthModel(
-    inputs=LogNormal(2.80, 0.56),
-    outputs=LogNormal(3.776, 0.764),
-    max_total_tokens=PAPER_CONTEXT_TOKENS,
+    log_normal(2.80, 0.56), log_normal(3.776, 0.764), max_total_tokens=PAPER_CONTEXT_TOKENS
 )
 
-#: The Azure 2023 conversation trace by its p50, p90 and p99, interpolated
-#: (:class:`~vmserve_bench.workloads.distributions.PiecewiseLogNormal`; one log-normal per length
-#: does not meet all three). Lengths below the median and the independence of inputs and outputs
-#: are assumptions.
+#: The Azure 2023 conversation trace by its p50, p90 and p99, interpolated (one log-normal per
+#: length does not meet all three). Lengths below the median and the independence of inputs and
+#: outputs are assumptions.
 AZURE_CONVERSATION = LengthModel(
-    inputs=PiecewiseLogNormal(1020, 2734, 4142),
-    outputs=PiecewiseLogNormal(129, 424, 601),
+    piecewise_log_normal(1020, 2734, 4142), piecewise_log_normal(129, 424, 601)
 )
 
 #: The Azure 2023 code trace, interpolated like the conversation trace.
-AZURE_CODE = LengthModel(
-    inputs=PiecewiseLogNormal(1469, 5188, 7436),
-    outputs=PiecewiseLogNormal(13, 55, 251),
-)
+AZURE_CODE = LengthModel(piecewise_log_normal(1469, 5188, 7436), piecewise_log_normal(13, 55, 251))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,32 +126,17 @@ class RequestShape:
     num_prefix_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_input_tokens < 1 or self.num_output_tokens < 1:
-            raise ValueError(
-                f"a request needs at least 1 input and 1 output token, "
-                f"got {self.num_input_tokens} and {self.num_output_tokens}"
-            )
-        if not (math.isfinite(self.arrival_s) and self.arrival_s >= 0):
-            raise ValueError(f"arrival_s must be finite and at least 0, got {self.arrival_s}")
-        if not 0 <= self.num_prefix_tokens <= self.num_input_tokens:
-            raise ValueError(
-                f"num_prefix_tokens must be from 0 to the {self.num_input_tokens} input "
-                f"tokens, got {self.num_prefix_tokens}"
-            )
-        if self.num_prefix_tokens and self.prefix_group is None:
-            raise ValueError("num_prefix_tokens needs a prefix_group")
+        if (
+            min(self.num_input_tokens, self.num_output_tokens) < 1
+            or not 0 <= self.num_prefix_tokens <= self.num_input_tokens
+            or (self.num_prefix_tokens and self.prefix_group is None)
+        ):
+            raise ValueError(f"a request has at least 1 token in and 1 out, got {self}")
 
 
-def _stream(seed: int, *keys: int) -> np.random.Generator:
-    """An independent generator for each (seed, purpose, ...)."""
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}")
-    return np.random.default_rng([seed, *keys])
-
-
-def _check_num_requests(num_requests: int) -> None:
-    if num_requests < 1:
-        raise ValueError(f"num_requests must be at least 1, got {num_requests}")
+#: ``workload(num_requests, seed, request_rate=..., burstiness=...)``; what is left out is the
+#: workload's own.
+Workload: TypeAlias = Callable[..., list[RequestShape]]
 
 
 def arrival_times(
@@ -164,19 +147,18 @@ def arrival_times(
     The gaps are Gamma(shape = burstiness, scale = 1 / (rate x burstiness)), so their
     coefficient of variation is 1 / sqrt(burstiness); they are then scaled together so that
     every seed offers exactly ``request_rate`` requests per second. A rate of None or
-    infinity is the closed loop: all arrive at 0. Times are rounded to the nanosecond.
+    infinity is the closed loop: all arrive at 0. Times are rounded to the nanosecond. Raises
+    ValueError for a number that is not above 0.
     """
-    _check_num_requests(num_requests)
+    if num_requests < 1:
+        raise ValueError(f"num_requests must be at least 1, got {num_requests}")
     if request_rate is not None and not request_rate > 0:
-        raise ValueError(
-            f"request_rate must be above 0 requests per second, or None for all at once, "
-            f"got {request_rate}"
-        )
+        raise ValueError(f"request_rate must be above 0 or None, got {request_rate}")
     if not (math.isfinite(burstiness) and burstiness > 0):
         raise ValueError(f"burstiness must be finite and above 0, got {burstiness}")
     if request_rate is None or math.isinf(request_rate):
         return np.zeros(num_requests)
-    gaps = _stream(seed, _ARRIVALS).gamma(
+    gaps = np.random.default_rng([seed, _ARRIVALS]).gamma(
         shape=burstiness, scale=1.0 / (request_rate * burstiness), size=num_requests
     )
     span = num_requests / request_rate
@@ -188,69 +170,37 @@ def arrival_times(
     return times
 
 
-def _shapes(inputs: IntArray, outputs: IntArray, arrivals: FloatArray) -> list[RequestShape]:
-    columns = zip(inputs.tolist(), outputs.tolist(), arrivals.tolist(), strict=True)
-    return [RequestShape(i, o, t, index) for index, (i, o, t) in enumerate(columns)]
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Requests with a published distribution of lengths, by default at its trace's own rate."""
+
+    lengths: LengthModel
+    rate: float | None = None
+    burstiness: float = 1.0
+
+    def __call__(
+        self,
+        num_requests: int,
+        seed: int = 0,
+        *,
+        request_rate: float | Literal["own"] | None = "own",
+        burstiness: float | None = None,
+    ) -> list[RequestShape]:
+        rate = self.rate if request_rate == "own" else request_rate
+        arrivals = arrival_times(num_requests, rate, burstiness or self.burstiness, seed=seed)
+        lengths = self.lengths.sample(num_requests, np.random.default_rng([seed, _LENGTHS]))
+        columns = zip(*(column.tolist() for column in (*lengths, arrivals)), strict=True)
+        return [RequestShape(i, o, t, index) for index, (i, o, t) in enumerate(columns)]
 
 
-def _draw(
-    model: LengthModel, num_requests: int, seed: int, rate: float | None, burstiness: float
-) -> list[RequestShape]:
-    _check_num_requests(num_requests)
-    arrivals = arrival_times(num_requests, rate, burstiness, seed=seed)
-    inputs, outputs = model.sample(num_requests, _stream(seed, _LENGTHS))
-    return _shapes(inputs, outputs, arrivals)
-
-
-def sharegpt(
-    num_requests: int,
-    seed: int = 0,
-    *,
-    request_rate: float | None = None,
-    burstiness: float = 1.0,
-) -> list[RequestShape]:
-    """Chat requests with ShareGPT's lengths (:data:`SHAREGPT`): short in, long out."""
-    return _draw(SHAREGPT, num_requests, seed, request_rate, burstiness)
-
-
-def alpaca(
-    num_requests: int,
-    seed: int = 0,
-    *,
-    request_rate: float | None = None,
-    burstiness: float = 1.0,
-) -> list[RequestShape]:
-    """Instructions with Alpaca's lengths (:data:`ALPACA`): short in, short out."""
-    return _draw(ALPACA, num_requests, seed, request_rate, burstiness)
-
-
-def azure_conversation(
-    num_requests: int,
-    seed: int = 0,
-    *,
-    request_rate: float | None = 5.53,
-    burstiness: float = 1.09**-2,
-) -> list[RequestShape]:
-    """The Azure 2023 conversation trace (:data:`AZURE_CONVERSATION`).
-
-    By default at the trace's own rate, with its coefficient of variation of 1.09.
-    """
-    return _draw(AZURE_CONVERSATION, num_requests, seed, request_rate, burstiness)
-
-
-def azure_code(
-    num_requests: int,
-    seed: int = 0,
-    *,
-    request_rate: float | None = 2.57,
-    burstiness: float = 13.2**-2,
-) -> list[RequestShape]:
-    """The Azure 2023 code trace (:data:`AZURE_CODE`): long in, very short out.
-
-    By default at the trace's own rate, with its coefficient of variation of 13.2: bursts
-    with long silences between them.
-    """
-    return _draw(AZURE_CODE, num_requests, seed, request_rate, burstiness)
+#: Chat requests with ShareGPT's lengths: short in, long out.
+sharegpt = Published(SHAREGPT)
+#: Instructions with Alpaca's lengths: short in, short out.
+alpaca = Published(ALPACA)
+#: The Azure 2023 conversation trace, with its coefficient of variation of 1.09.
+azure_conversation = Published(AZURE_CONVERSATION, 5.53, 1.09**-2)
+#: The Azure 2023 code trace: long in, very short out, in bursts with long silences between them.
+azure_code = Published(AZURE_CODE, 2.57, 13.2**-2)
 
 
 def lognormal(
@@ -271,11 +221,11 @@ def lognormal(
     fit has 0.764, and ShareGPT's coefficient of variation of 0.95 corresponds to 0.80.
     """
     model = LengthModel(
-        inputs=LogNormal.from_mean(mean_in, sigma_in),
-        outputs=LogNormal.from_mean(mean_out, sigma_out),
+        inputs=log_normal_of_mean(mean_in, sigma_in),
+        outputs=log_normal_of_mean(mean_out, sigma_out),
         max_total_tokens=max_total_tokens,
     )
-    return _draw(model, num_requests, seed, request_rate, burstiness)
+    return Published(model)(num_requests, seed, request_rate=request_rate, burstiness=burstiness)
 
 
 def shared_prefix(
@@ -294,22 +244,18 @@ def shared_prefix(
     The defaults are 64 groups of 16 requests: 2,048 tokens shared, 128 of one's own, 256
     out. Groups are equal in size (give or take one) and arrive in a shuffled order.
     """
-    _check_num_requests(num_requests)
+    arrivals = arrival_times(num_requests, request_rate, burstiness, seed=seed).tolist()
     if not 1 <= num_groups <= num_requests:
         raise ValueError(
             f"num_groups must be from 1 to the {num_requests} requests, got {num_groups}"
         )
-    if num_prefix_tokens < 1 or num_question_tokens < 1:
-        raise ValueError(
-            f"a shared prefix and a question need at least 1 token each, "
-            f"got {num_prefix_tokens} and {num_question_tokens}"
-        )
-    arrivals = arrival_times(num_requests, request_rate, burstiness, seed=seed).tolist()
-    groups = (_stream(seed, _ORDER).permutation(num_requests) % num_groups).tolist()
+    order = np.random.default_rng([seed, _ORDER]).permutation(num_requests)
     num_input_tokens = num_prefix_tokens + num_question_tokens
     return [
         RequestShape(num_input_tokens, num_output_tokens, at, index, group, num_prefix_tokens)
-        for index, (at, group) in enumerate(zip(arrivals, groups, strict=True))
+        for index, (at, group) in enumerate(
+            zip(arrivals, (order % num_groups).tolist(), strict=True)
+        )
     ]
 
 
@@ -320,8 +266,7 @@ def hot_cold(num_requests: int = 2500, seed: int = 0) -> list[RequestShape]:
     other, and 64 tokens of their own; the others have 192 to 1,024. Answers of 16 to 256 tokens, so
     that sequences end at different times (kvcached, ``benchmarks/bench_idle_footprint``).
     """
-    _check_num_requests(num_requests)
-    rng = _stream(seed, _LENGTHS)
+    rng = np.random.default_rng([seed, _LENGTHS])
     is_hot = (rng.random(num_requests) < 0.3).tolist()
     group_draws = rng.random(num_requests).tolist()
     cold = rng.integers(192, 1025, num_requests).tolist()
@@ -337,29 +282,13 @@ def hot_cold(num_requests: int = 2500, seed: int = 0) -> list[RequestShape]:
     return shapes
 
 
-def _random_ids(
-    count: int, allowed_size: int, gaps: IntArray, rng: np.random.Generator
-) -> IntArray:
-    """Uniform ids outside the reserved ones.
-
-    ``gaps[k]`` is the k-th reserved id less k, i.e. how many allowed ids lie below it: the
-    r-th allowed id is r plus the number of reserved ids below it.
-    """
-    ranks = rng.integers(0, allowed_size, size=count, dtype=np.int64)
-    return ranks + np.searchsorted(gaps, ranks, side="right")
-
-
-def _reserved_gaps(vocab_size: int, reserved: Collection[int]) -> IntArray:
-    ids = np.unique(np.fromiter(reserved, dtype=np.int64, count=len(reserved)))
-    if ids.size and not (ids[0] >= 0 and ids[-1] < vocab_size):
-        raise ValueError(
-            f"reserved ids must be from 0 to {vocab_size - 1}, got ids from {ids[0]} to {ids[-1]}"
-        )
-    if vocab_size - ids.size < 1:
-        raise ValueError(
-            f"no id is left to draw: {ids.size} of a vocabulary of {vocab_size} are reserved"
-        )
-    return ids - np.arange(ids.size)
+@lru_cache(maxsize=8)
+def allowed_ids(vocab_size: int, reserved: frozenset[int]) -> IntArray:
+    """Ids of a vocabulary without the reserved ones, rising. Raises ValueError for none."""
+    ids = np.setdiff1d(np.arange(vocab_size), sorted(reserved))
+    if not 0 < len(ids) == vocab_size - len(reserved):
+        raise ValueError(f"{len(ids)} ids are left of {vocab_size} without {sorted(reserved)}")
+    return ids
 
 
 def prompt_token_ids(
@@ -370,16 +299,17 @@ def prompt_token_ids(
     The same seed and request give the same ids; requests of one prefix group agree in their
     first ``num_prefix_tokens``. Pass the special ids (BOS, EOS, padding) as ``reserved``.
     """
-    gaps = _reserved_gaps(vocab_size, reserved)
-    allowed_size = vocab_size - gaps.size
-    own = _stream(seed, _PROMPT, shape.index)
-    num_own_tokens = shape.num_input_tokens - shape.num_prefix_tokens
-    ids = _random_ids(num_own_tokens, allowed_size, gaps, own).tolist()
-    if shape.prefix_group is not None:
-        common = _stream(seed, _PREFIX, shape.prefix_group)
-        prefix = _random_ids(shape.num_prefix_tokens, allowed_size, gaps, common).tolist()
-        ids = prefix + ids
-    return [int(token) for token in ids]
+    allowed = allowed_ids(vocab_size, frozenset(reserved))
+
+    def drawn(count: int, *keys: int) -> list[int]:
+        stream = np.random.default_rng([seed, *keys])
+        ids: list[int] = allowed[stream.integers(0, len(allowed), size=count)].tolist()
+        return ids
+
+    own = drawn(shape.num_input_tokens - shape.num_prefix_tokens, _PROMPT, shape.index)
+    if shape.prefix_group is None:
+        return own
+    return drawn(shape.num_prefix_tokens, _PREFIX, shape.prefix_group) + own
 
 
 def prompts(
@@ -391,19 +321,6 @@ def prompts(
 ) -> list[list[int]]:
     """:func:`prompt_token_ids` of each request, in order."""
     return [prompt_token_ids(shape, vocab_size, seed, reserved=reserved) for shape in shapes]
-
-
-class Workload(Protocol):
-    """What every named workload accepts; leave an argument out for the workload's own."""
-
-    def __call__(
-        self,
-        num_requests: int,
-        seed: int = 0,
-        *,
-        request_rate: float | None = ...,
-        burstiness: float = ...,
-    ) -> list[RequestShape]: ...
 
 
 #: Workloads by the name that commands use.

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
 
 import vmserve
 
 __all__ = ["OWN_TEXT", "TEXTS", "conversations"]
 
-#: Tasks of texts, by name.
-TEXTS: Mapping[str, str] = MappingProxyType(
-    {
-        "copying": "real text: repeat 900 characters word for word",
-        "editing": "real text: rename a variable of a function",
-        "summarising": "real text: summarise 2,500 characters with quotations",
-        "stories": "real text: write about something, with nothing to repeat",
-    }
-)
 #: The text that is copied and summarised, and that `bench quality` scores.
 OWN_TEXT = Path(__file__).with_name("text.md")
 _PACKAGE = Path(vmserve.__file__).resolve().parent
@@ -39,18 +29,6 @@ _TOPICS = (
     "a gardener on the moon",
 )
 _FORMS = ("story", "dialogue", "fairy tale", "letter", "newspaper report")
-
-
-@cache
-def conversations(kind: str) -> tuple[str, ...]:
-    """The user's message of every conversation of a kind, always in the same order."""
-    made = {
-        "copying": _copying,
-        "editing": _editing,
-        "summarising": _summarising,
-        "stories": _stories,
-    }[kind]()
-    return tuple(dict.fromkeys(made))
 
 
 def _copying() -> Iterator[str]:
@@ -73,10 +51,11 @@ def _editing() -> Iterator[str]:
     """Functions with a local name to replace throughout."""
     for path in sorted(_PACKAGE.rglob("*.py")):
         source = path.read_text(encoding="utf-8")
+        lines = source.splitlines(keepends=True)
         for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.FunctionDef):
                 continue
-            code = ast.get_source_segment(source, node) or ""
+            code = "".join(lines[node.lineno - 1 : node.end_lineno]).strip()
             names = [each.arg for each in node.args.args if each.arg != "self"]
             if not 500 <= len(code) <= 1100 or not names:
                 continue
@@ -100,3 +79,19 @@ def _passages(num_chars: int) -> Iterator[str]:
             if len(gathered) >= num_chars:
                 yield gathered.strip()
                 gathered = ""
+
+
+#: Tasks of texts by name: a summary, and what makes the user's messages.
+_TASKS: Mapping[str, tuple[str, Callable[[], Iterator[str]]]] = {
+    "copying": ("repeat 900 characters word for word", _copying),
+    "editing": ("rename a variable of a function", _editing),
+    "summarising": ("summarise 2,500 characters with quotations", _summarising),
+    "stories": ("write about something, with nothing to repeat", _stories),
+}
+TEXTS = {name: f"real text: {summary}" for name, (summary, _) in _TASKS.items()}
+
+
+@cache
+def conversations(kind: str) -> tuple[str, ...]:
+    """The user's message of every conversation of a kind, always in the same order."""
+    return tuple(dict.fromkeys(_TASKS[kind][1]()))

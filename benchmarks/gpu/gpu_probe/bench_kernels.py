@@ -1,8 +1,7 @@
 """Times our CUDA kernels over both views, beside stock kernels over the same bytes.
 
-Stock are torch's FlashAttention over the slots and over dense copies, FlashAttention 3 over the
-slots where ``flash_attn_interface`` can be imported, and cuDNN's attention over prompts that are
-one chunk.
+Stock are torch's FlashAttention and FlashAttention 3, where it is installed, over the slots and
+over dense copies, and cuDNN's attention over prompts that are one chunk: the engine's own calls.
 
 A timed function computes as many layers as have four times the cache's bytes of K and V together,
 each with memory of its own; times are divided by the layers. On a GPU it is one CUDA graph, timed
@@ -13,46 +12,35 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
-import itertools
 import json
-import math
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from vmserve_bench.lab.report import replace_text
 from vmserve_bench.lab.statistics import percentile
 
-from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cuda import CudaLauncher, CudaPagedBackend, Launcher
+from vmserve.attention.flash import FlashAttn3, SlotKernel, TorchFlash
+from vmserve.attention.phases import CudnnPrompts
 from vmserve.memory.views import ContiguousView, KVView, PagedView
+from vmserve.numbers.dtypes import DType
 
-from .attention_kernels import (
-    AtenFlash,
-    AttentionKernel,
-    KvcacheFunction,
-    SdpaWhole,
-    SlotBatch,
-    attend,
-    relative_error,
-)
-from .common import GIB, Budget, one_line
-
-__all__ = ["PARTS", "Point", "Shape", "main", "points_of"]
+from .attention_kernels import MAX_ERROR, Work
+from .machine import CudaMachine, HostMachine
+from .run import Row, one_line
+from .scale import GIB
 
 #: The rate that a decode is compared with is that of a copy of so many bytes.
-_COPY_BYTES = 1 << 30
-_ROUNDS = 20
-#: A result that is further off than this, relative, is wrong (bf16).
-_MAX_ERROR = 1e-2
-_FA3 = "flash_attn_interface"
+COPY_BYTES = 1 << 30
+MOST_LAYERS = 64
 
 
 @dataclass(frozen=True)
@@ -61,15 +49,6 @@ class Shape:
     q_heads: int
     kv_heads: int
     head_dim: int
-
-    def token_bytes(self) -> int:
-        """K and V of one layer."""
-        return 2 * self.kv_heads * self.head_dim * 2
-
-
-LLAMA3_8B = Shape("llama-3-8b", 32, 8, 128)
-YI_6B = Shape("yi-6b", 32, 4, 128)
-TINY = Shape("tiny", 4, 2, 64)
 
 
 @dataclass(frozen=True)
@@ -83,7 +62,8 @@ class Point:
 
     @property
     def layer_bytes(self) -> int:
-        return self.batch * self.context * self.shape.token_bytes()
+        """K and V of one layer."""
+        return self.batch * self.context * 4 * self.shape.kv_heads * self.shape.head_dim
 
     @property
     def flops(self) -> float:
@@ -92,308 +72,195 @@ class Point:
         return 4.0 * self.batch * self.shape.q_heads * self.shape.head_dim * pairs
 
 
-def _decode() -> Iterator[Point]:
-    for context in (1024, 8192, 32768, 4096, 131072):
-        for batch in (1, 32, 8, 128, 256):
-            for shape in (LLAMA3_8B, YI_6B):
-                yield Point(shape, batch, 1, context)
-
-
-def _prefill() -> Iterator[Point]:
-    for q_len, context in (
-        (4096, 4096),
-        (16384, 16384),
-        (2048, 16384),
-        (2048, 65536),
-        (512, 65536),
-    ):
-        for shape in (LLAMA3_8B, YI_6B):
-            yield Point(shape, 1, q_len, context)
-    yield Point(LLAMA3_8B, 1, 65536, 65536)
-
-
-PARTS: dict[str, Callable[[], Iterator[Point]]] = {"decode": _decode, "prefill": _prefill}
-_DRY_POINTS = {
+LLAMA3_8B = Shape("llama-3-8b", 32, 8, 128)
+YI_6B = Shape("yi-6b", 32, 4, 128)
+TINY = Shape("tiny", 4, 2, 64)
+CHUNKS = ((4096, 4096), (16384, 16384), (2048, 16384), (2048, 65536), (512, 65536))
+#: Most telling first.
+PARTS = {
+    "decode": [
+        Point(shape, batch, 1, context)
+        for context in (1024, 8192, 32768, 4096, 131072)
+        for batch in (1, 32, 8, 128, 256)
+        for shape in (LLAMA3_8B, YI_6B)
+    ],
+    "prefill": [
+        *(Point(shape, 1, *chunk) for chunk in CHUNKS for shape in (LLAMA3_8B, YI_6B)),
+        Point(LLAMA3_8B, 1, 65536, 65536),
+    ],
+}
+DRY_PARTS = {
     "decode": [Point(TINY, 2, 1, 128), Point(TINY, 1, 1, 320)],
     "prefill": [Point(TINY, 1, 32, 64)],
 }
 
 
-def points_of(part: str, dry_run: bool, max_bytes: int) -> tuple[list[Point], list[Point]]:
-    """Those of a part whose K and V fit ``max_bytes``, most telling first, and the others."""
-    points = _DRY_POINTS[part] if dry_run else list(PARTS[part]())
-    fitting = [point for point in points if point.layer_bytes <= max_bytes]
-    return fitting, [point for point in points if point.layer_bytes > max_bytes]
+class Stock(NamedTuple):
+    """A kernel beside ours. ``dense``: over copies without holes."""
+
+    name: str
+    kernel: SlotKernel
+    dense: bool = False
 
 
-class Machine:
-    """Device that runs the kernels and times them."""
+@dataclass(frozen=True)
+class Rig:
+    """The device, and what it is asked."""
 
-    device: torch.device
+    machine: HostMachine
     launcher: Launcher
     cache_bytes: int
     max_bytes: int
-    name: str
-    #: Beside ours: what its rows are called, how to make it, and whether it reads dense copies.
-    stock: Sequence[tuple[str, Callable[[], AttentionKernel], bool]] = ()
-
-    def seconds(self, work: Callable[[], None]) -> list[float]:
-        raise NotImplementedError
+    stock: Sequence[Stock] = ()
 
     def is_lost(self) -> bool:
         """Whether nothing can be computed in this process any more."""
-        return False
-
-
-class Gpu(Machine):
-    def __init__(self) -> None:
-        self.launcher = CudaLauncher()
-        self.device = self.launcher.device
-        properties = torch.cuda.get_device_properties(self.device)
-        self.name = properties.name
-        self.cache_bytes = properties.L2_cache_size
-        self.max_bytes = int(torch.cuda.mem_get_info(self.device)[0] * 0.6)
-        stock: list[tuple[str, Callable[[], AttentionKernel], bool]]
-        stock = [("aten slots", AtenFlash, False), ("aten dense", AtenFlash, True)]
-        if importlib.util.find_spec(_FA3) is not None:
-            stock.append(("fa3 slots", lambda: KvcacheFunction("flash_attn_3", _FA3), False))
-        self.stock = [*stock, ("cudnn slots", SdpaWhole, False)]
-
-    def seconds(self, work: Callable[[], None]) -> list[float]:
-        """Times of single replays of one graph."""
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            work()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        for _ in range(3):
-            graph.replay()
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(_ROUNDS + 1)]
-        marks[0].record()
-        for mark in marks[1:]:
-            graph.replay()
-            mark.record()
-        torch.cuda.synchronize()
-        return [first.elapsed_time(then) / 1e3 for first, then in itertools.pairwise(marks)]
-
-    def is_lost(self) -> bool:
         try:
-            torch.cuda.synchronize()
+            self.machine.synchronize()
         except RuntimeError:
             return True
         return False
 
 
-class Emulated(Machine):
+class Absent:
+    """In the place of the kernel that goes on where cuDNN fails: then there is no figure."""
+
+    name = "nothing"
+
+    def bind(self, *arguments: object) -> Any:
+        raise RuntimeError("cuDNN failed")
+
+
+def gpu() -> Rig:
+    machine, launcher = CudaMachine(), CudaLauncher()
+    other: Any = Absent()
+    stock = [
+        Stock("aten slots", TorchFlash()),
+        Stock("aten dense", TorchFlash(), dense=True),
+        Stock("fa3 slots", FlashAttn3()),
+        Stock("fa3 dense", FlashAttn3(), dense=True),
+        Stock("cudnn slots", CudnnPrompts(other)),
+    ]
+    here = [each for each in stock if each.kernel.refusal(128, DType.BFLOAT16) is None]
+    cache_bytes = torch.cuda.get_device_properties(0).L2_cache_size
+    return Rig(machine, launcher, cache_bytes, int(machine.free_bytes() * 0.6), here)
+
+
+def emulated(directory: Path) -> Rig:
     """The kernels on the CPU: every path runs, the times mean nothing."""
-
-    def __init__(self, directory: Path) -> None:
-        root = str(Path(__file__).parents[3])
-        if root not in sys.path:
-            sys.path.insert(0, root)
-        emulation: Any = importlib.import_module("tests.cuda_kernels.emulation")
-        self.launcher = emulation.EmulatedLauncher(emulation.Emulators(directory))
-        self.device = torch.device("cpu")
-        self.name = "emulated on the CPU"
-        self.cache_bytes = 64 << 10
-        self.max_bytes = 64 << 20
-
-    def seconds(self, work: Callable[[], None]) -> list[float]:
-        start = time.perf_counter()
-        work()
-        return [time.perf_counter() - start]
+    sys.path.insert(0, str(Path(__file__).parents[3]))
+    emulation: Any = importlib.import_module("tests.cuda_kernels.emulation")
+    launcher = emulation.EmulatedLauncher(emulation.Emulators(directory))
+    return Rig(HostMachine(), launcher, cache_bytes=64 << 10, max_bytes=64 << 20)
 
 
-@dataclass(frozen=True)
 class Bench:
-    """One point's tensors: the layers' memory, and the new tokens."""
+    """One point: the layers' memory in each view, and the new tokens."""
 
-    point: Point
-    memory: Tensor  # [layers, batch * context, 2, kv_heads, head_dim]
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-    @staticmethod
-    def make(point: Point, machine: Machine) -> Bench:
-        shape = point.shape
-        wanted = math.ceil(4 * machine.cache_bytes / point.layer_bytes)
-        layers = max(1, min(wanted, 64, machine.max_bytes // point.layer_bytes))
-        size = (layers, point.batch * point.context, 2, shape.kv_heads, shape.head_dim)
-        memory = torch.empty(size, dtype=torch.bfloat16, device=machine.device).normal_()
+    def __init__(self, point: Point, rig: Rig) -> None:
+        self.point, shape, device = point, point.shape, rig.machine.device
+        wanted = -(-4 * rig.cache_bytes // point.layer_bytes)
+        self.num_layers = max(1, min(wanted, MOST_LAYERS, rig.max_bytes // point.layer_bytes))
+        tokens = (self.num_layers, point.batch * point.context, 2, shape.kv_heads, shape.head_dim)
+        self.memory = torch.empty(tokens, dtype=torch.bfloat16, device=device).normal_()
 
         def rows(heads: int) -> Tensor:
-            tokens = (point.batch * point.q_len, heads, shape.head_dim)
-            return torch.randn(tokens, dtype=torch.bfloat16, device=machine.device)
+            size = (point.batch * point.q_len, heads, shape.head_dim)
+            return torch.randn(size, dtype=torch.bfloat16, device=device)
 
-        return Bench(point, memory, rows(shape.q_heads), rows(shape.kv_heads), rows(shape.kv_heads))
+        self.q, self.k, self.v = (rows(n) for n in (shape.q_heads, shape.kv_heads, shape.kv_heads))
+        self.slots = self._work(ContiguousView(*self._layers(point.context)))
 
-    @property
-    def num_layers(self) -> int:
-        return int(self.memory.shape[0])
+    def _layers(self, num_tokens: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """K and V of each layer, ``[.., num_tokens, kv_heads, head_dim]``."""
+        keys, values = self.memory.unflatten(1, (-1, num_tokens)).unbind(3)
+        return keys.unbind(0), values.unbind(0)
 
-    def batch(self) -> RaggedBatch:
+    def _work(self, view: KVView) -> Work:
         point = self.point
-        past = [point.context - point.q_len] * point.batch
-        return RaggedBatch.build(range(point.batch), past, [point.q_len] * point.batch)
+        return Work(view, range(point.batch), [point.context] * point.batch, self.q)
 
-    def slots(self) -> ContiguousView:
-        """Every sequence in a slot of its own, as long as it is."""
-        whole = self.memory.unflatten(1, (self.point.batch, self.point.context))
-        return ContiguousView(
-            tuple(layer[:, :, 0] for layer in whole), tuple(layer[:, :, 1] for layer in whole)
-        )
-
-    def blocks(self, block_tokens: int) -> PagedView:
+    def blocks(self, num_tokens: int) -> Work:
         """The same bytes, each block anywhere."""
-        whole = self.memory.unflatten(1, (-1, block_tokens))
-        count = int(whole.shape[1])
+        keys, values = self._layers(num_tokens)
         generator = torch.Generator().manual_seed(0)
-        tables = torch.randperm(count, generator=generator).to(torch.int32)
-        return PagedView(
-            tuple(layer[:, :, 0] for layer in whole),
-            tuple(layer[:, :, 1] for layer in whole),
-            tables.view(self.point.batch, -1).to(self.memory.device),
-            block_tokens,
+        tables = torch.randperm(len(keys[0]), generator=generator).to(torch.int32)
+        tables = tables.view(self.point.batch, -1).to(self.memory.device)
+        return self._work(PagedView(keys, values, tables, num_tokens))
+
+    def dense(self) -> Work:
+        """Copies without holes."""
+        keys, values = (
+            tuple(each.contiguous() for each in layers)
+            for layers in self._layers(self.point.context)
         )
+        return self._work(ContiguousView(keys, values))
 
-    def ours(self, view: KVView, machine: Machine) -> tuple[Callable[[], None], Tensor]:
+    def ours(self, work: Work, launcher: Launcher) -> tuple[Callable[[], object], list[Tensor]]:
         """All layers, and where the last one's output goes. The new tokens are written, too."""
-        spec = [
-            LayerAttention(layer, 1 / math.sqrt(self.point.shape.head_dim))
-            for layer in range(self.num_layers)
-        ]
-        call = CudaPagedBackend(machine.launcher).bind(view, self.batch())
-        out = torch.empty_like(self.q)
-        call(spec[0], self.q, self.k, self.v, out=out)  # makes the plan, outside any capture
+        call = CudaPagedBackend(launcher).bind(work.view, work.batch)
+        out = torch.empty_like(work.q)
+        call(work.specs[0], work.q, self.k, self.v, out=out)  # makes the plan, outside any capture
 
-        def work() -> None:
-            for layer in spec:
-                call(layer, self.q, self.k, self.v, out=out)
+        def run() -> None:
+            for layer in work.specs:
+                call(layer, work.q, self.k, self.v, out=out)
 
-        return work, out
+        return run, [out]
 
-    def slot_batch(self, layer: int, dense: bool) -> SlotBatch:
-        point, view = self.point, self.slots()
-        keys, values = view.keys[layer], view.values[layer]
-        if dense:
-            keys, values = keys.contiguous(), values.contiguous()
-        shape = (point.batch, point.q_len, point.shape.q_heads, point.shape.head_dim)
-        lengths = (point.context,) * point.batch
-        return SlotBatch(self.q.view(shape), keys, values, tuple(range(point.batch)), lengths)
+    def stock(self, work: Work, kernel: SlotKernel) -> tuple[Callable[[], object], list[Tensor]]:
+        """It attends alone: it writes nothing."""
+        calls, last = work.calls(kernel), [work.q]
 
-    def stock(
-        self, kernel: AttentionKernel, dense: bool
-    ) -> tuple[Callable[[], None], list[Tensor]]:
-        """The kernel over the slots, or over tensors without strides. It attends alone: it writes
-        nothing."""
-        calls = [kernel.prepare(self.slot_batch(i, dense)) for i in range(self.num_layers)]
-        last: list[Tensor] = [self.q]
-
-        def work() -> None:
+        def run() -> None:
             for call in calls:
                 last[0] = call()
 
-        return work, last
-
-    def error(self, view: KVView, out: Tensor) -> float:
-        """Relative error of some rows of the last sequence, in the last layer, against float64."""
-        point, layer = self.point, self.num_layers - 1
-        keys, values = view.keys[layer][-1:], view.values[layer][-1:]
-        if isinstance(view, PagedView):
-            blocks = view.block_tables[-1].long()
-            keys = view.keys[layer][blocks].flatten(0, 1).unsqueeze(0)
-            values = view.values[layer][blocks].flatten(0, 1).unsqueeze(0)
-        shape = (point.batch, point.q_len, point.shape.q_heads, point.shape.head_dim)
-        batch = SlotBatch(self.q.view(shape)[-1:], keys, values, (0,), (point.context,))
-        rows = sorted({0, point.q_len // 2, point.q_len - 1})
-        reference = attend(batch, 0, rows, point.context)
-        return relative_error(out.view(shape)[-1, rows], reference)
+        return run, last
 
 
-@dataclass(frozen=True)
-class Result:
-    part: str
-    point: Point
-    kernel: str
-    num_layers: int
-    microseconds: float  # of one layer, median
-    p95_microseconds: float
-    gb_per_second: float  # of K and V
-    of_copy: float
-    tflops: float
-    error: float | None
-
-
-def copy_rate(machine: Machine) -> float:
+def copy_rate(rig: Rig) -> float:
     """Bytes read and written per second by a copy on the device."""
-    size = min(_COPY_BYTES, machine.max_bytes // 4)
-    source = torch.empty(size, dtype=torch.uint8, device=machine.device)
+    size = min(COPY_BYTES, rig.max_bytes // 4)
+    source = torch.empty(size, dtype=torch.uint8, device=rig.machine.device)
     target = torch.empty_like(source)
-
-    def work() -> None:
-        target.copy_(source)
-
-    seconds = machine.seconds(work)
-    return 2 * size / sorted(seconds)[len(seconds) // 2]
+    return 2 * size / percentile(rig.machine.seconds(lambda: target.copy_(source)), 50)
 
 
-def run_point(part: str, point: Point, machine: Machine, rate: float) -> Iterator[Result | str]:
+def run_point(part: str, point: Point, rig: Rig, rate: float) -> Iterator[Row | str]:
     """Ours, then the stock kernels; a text says why one of those was left out."""
-    bench = Bench.make(point, machine)
+    bench = Bench(point, rig)
 
-    def result(kernel: str, seconds: list[float], error: float | None) -> Result:
-        median, p95 = (percentile(seconds, part) / bench.num_layers for part in (50, 95))
-        return Result(
-            part=part,
-            point=point,
-            kernel=kernel,
-            num_layers=bench.num_layers,
-            microseconds=median * 1e6,
-            p95_microseconds=p95 * 1e6,
-            gb_per_second=point.layer_bytes / median / 1e9,
-            of_copy=point.layer_bytes / median / rate,
-            tflops=point.flops / median / 1e12,
-            error=error,
-        )
+    def row(kernel: str, work: Work, run: Callable[[], object], out: list[Tensor]) -> Row:
+        seconds = rig.machine.seconds(run)
+        median, p95 = (percentile(seconds, percent) / bench.num_layers for percent in (50, 95))
+        return {
+            "part": part,
+            "point": asdict(point),
+            "kernel": kernel,
+            "num_layers": bench.num_layers,
+            "microseconds": median * 1e6,  # of one layer
+            "p95_microseconds": p95 * 1e6,
+            "gb_per_second": point.layer_bytes / median / 1e9,
+            "of_copy": point.layer_bytes / median / rate,
+            "tflops": point.flops / median / 1e12,
+            "error": work.error(out[0], bench.num_layers - 1),
+        }
 
-    views: dict[str, KVView] = {
-        "cuda slots": bench.slots(),
-        "cuda blocks of 16": bench.blocks(16),
-        "cuda blocks of 64": bench.blocks(64),
-    }
-    for name, view in views.items():
-        work, out = bench.ours(view, machine)
-        seconds = machine.seconds(work)
-        yield result(name, seconds, bench.error(view, out))
-    for name, make, dense in machine.stock:
-        if dense and 2 * bench.memory.nbytes > machine.max_bytes:
+    views = {"slots": bench.slots} | {f"blocks of {n}": bench.blocks(n) for n in (16, 64)}
+    for name, work in views.items():
+        yield row(f"cuda {name}", work, *bench.ours(work, rig.launcher))
+    batch, works = bench.slots.batch, {False: bench.slots}
+    for name, kernel, dense in rig.stock:
+        fits = not dense or 2 * bench.memory.nbytes <= rig.max_bytes
+        if not fits or not np.array_equal(kernel.takes(batch), batch.num_new):
             continue
         try:
-            kernel = make()
-            if kernel.refuses(bench.slot_batch(0, dense)):
-                continue
-            stock_work, last = bench.stock(kernel, dense)
-            seconds = machine.seconds(stock_work)
-            note = getattr(kernel, "note", "")
-            error = bench.error(bench.slots(), last[0])
-        except (RuntimeError, TypeError, ImportError, AttributeError) as problem:
+            if dense not in works:
+                works[dense] = bench.dense()
+            yield row(name, works[dense], *bench.stock(works[dense], kernel))
+        except (RuntimeError, TypeError) as problem:
             yield f"{name}: {one_line(problem)}"
-        else:
-            yield result(f"{name}, {note}" if note else name, seconds, error)
-
-
-def line_of(result: Result) -> str:
-    point = result.point
-    error = "" if result.error is None else f"{result.error:.1e}"
-    return (
-        f"{point.shape.name:11} {point.batch:4} {point.q_len:6} {point.context:7} "
-        f"{result.kernel:27} {result.num_layers:3} {result.microseconds:10.1f} "
-        f"{result.gb_per_second:8.0f} {100 * result.of_copy:6.1f} {result.tflops:7.1f} {error:>8}"
-    )
 
 
 HEADER = (
@@ -402,68 +269,52 @@ HEADER = (
 )
 
 
-class Report:
-    """What was measured, in a file that is whole after each point."""
-
-    def __init__(self, out: Path | None, dry_run: bool, machine: str) -> None:
-        self._out = out
-        self._head = {"machine": machine, "dry_run": dry_run}
-        self.results: list[Result] = []
-        #: A line for each point that was not measured, or not whole.
-        self.left_out: list[str] = []
-        self.is_lost = False
-
-    def write(self) -> None:
-        if self._out is None:
-            return
-        results = [asdict(result) for result in self.results]
-        report = {**self._head, "results": results, "left_out": self.left_out}
-        replace_text(self._out, json.dumps(report, indent=1) + "\n")
+def line_of(point: Point, row: Row) -> str:
+    return (
+        f"{point.shape.name:11} {point.batch:4} {point.q_len:6} {point.context:7} "
+        f"{row['kernel']:27} {row['num_layers']:3} {row['microseconds']:10.1f} "
+        f"{row['gb_per_second']:8.0f} {100 * row['of_copy']:6.1f} {row['tflops']:7.1f} "
+        f"{row['error']:8.1e}"
+    )
 
 
-def measure(part: str, point: Point, machine: Machine, rate: float, report: Report) -> None:
-    """One point; an error of it is told, and that the device is lost by it."""
-    try:
-        for result in run_point(part, point, machine, rate):
-            if isinstance(result, str):
-                report.left_out.append(f"{part} {point}: {result}")
-                report.is_lost = machine.is_lost()
-                if report.is_lost:
-                    break
-                continue
-            report.results.append(result)
-            print(line_of(result), flush=True)
-    except (RuntimeError, OSError, ValueError) as error:  # torch's, the driver's, our refusals
-        report.left_out.append(f"{part} {point}: {one_line(error)}")
-        report.is_lost = machine.is_lost()
-    report.write()
-
-
-def run(options: argparse.Namespace, machine: Machine) -> Report:
-    report = Report(options.out, options.dry_run, machine.name)
-    rate = copy_rate(machine)
-    print(f"{machine.name}: copies {rate / 1e9:.0f} GB/s (read + written)", flush=True)
-    for part in options.parts:
-        budget = Budget(options.budget_seconds)
-        points, large = points_of(part, options.dry_run, machine.max_bytes)
-        report.left_out += [
-            f"{part} {point}: more than {machine.max_bytes / GIB:.1f} GiB" for point in large
-        ]
+def run(rig: Rig, parts: Sequence[str], budget_seconds: float, dry_run: bool, out: Path) -> Row:
+    """What was measured, and a line for what was not: also in a file, whole after each point."""
+    report: Row = {"machine": rig.machine.name, "dry_run": dry_run, "results": [], "left_out": []}
+    is_lost, rate = False, copy_rate(rig)
+    print(f"{rig.machine.name}: copies {rate / 1e9:.0f} GB/s (read + written)", flush=True)
+    for part in parts:
+        end = time.monotonic() + budget_seconds
         print(f"\n{part}\n{HEADER}", flush=True)
-        for point in points:
-            if report.is_lost:
-                report.left_out.append(f"{part} {point}: the device was lost before")
-            elif budget.expired():
-                spent = f"the budget of {options.budget_seconds} s was spent"
-                report.left_out.append(f"{part} {point}: {spent}")
+        for point in (DRY_PARTS if dry_run else PARTS)[part]:
+            rows: Iterator[Row | str]
+            if point.layer_bytes > rig.max_bytes:
+                rows = iter([f"more than {rig.max_bytes / GIB:.1f} GiB"])
+            elif is_lost:
+                rows = iter(["the device was lost before"])
+            elif time.monotonic() >= end:
+                rows = iter([f"the budget of {budget_seconds} s was spent"])
             else:
-                measure(part, point, machine, rate, report)
-    report.write()
-    return report
+                rows = run_point(part, point, rig, rate)
+            try:
+                for row in rows:
+                    if isinstance(row, str):
+                        report["left_out"].append(f"{part} {point}: {row}")
+                        is_lost = is_lost or rig.is_lost()
+                        if is_lost:
+                            break
+                        continue
+                    report["results"].append(row)
+                    print(line_of(point, row), flush=True)
+            except (RuntimeError, OSError, ValueError) as error:  # torch's, the driver's, ours
+                report["left_out"].append(f"{part} {point}: {one_line(error)}")
+                is_lost = rig.is_lost()
+            replace_text(out, json.dumps(report, indent=1) + "\n")
+    return report | {"is_lost": is_lost}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="*", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--budget-seconds", type=float, default=420.0, help="for each part")
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes, emulated on the CPU")
@@ -473,11 +324,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("torch sees no GPU here; --dry-run emulates the kernels on the CPU", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory() as directory:
-        machine = Emulated(Path(directory)) if options.dry_run else Gpu()
-        report = run(options, machine)
-    for line in report.left_out:
+        rig = emulated(Path(directory)) if options.dry_run else gpu()
+        out = options.out or Path(directory, "results.json")
+        report = run(rig, options.parts, options.budget_seconds, options.dry_run, out)
+    for line in report["left_out"]:
         print(f"left out: {line}")
-    wrong = [r for r in report.results if r.error is None or not r.error <= _MAX_ERROR]
-    counts = f"{len(report.results)} measured, {len(report.left_out)} points left out"
+    wrong = [row for row in report["results"] if not row["error"] <= MAX_ERROR]
+    counts = f"{len(report['results'])} measured, {len(report['left_out'])} points left out"
     print(f"{counts}, {len(wrong)} wrong")
-    return 1 if wrong or report.is_lost else 0
+    return 1 if wrong or report["is_lost"] else 0

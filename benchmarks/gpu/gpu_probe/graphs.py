@@ -1,16 +1,11 @@
-"""Section ``graphs``: do captured attention calls follow the pages beneath their addresses?
-
-Captures a decode call over one slot, replays it, puts other pages at the same addresses,
-replays again, grows the length in place, and maps pages while a capture is under way.
-"""
+"""Section ``graphs``: do captured attention calls follow the pages beneath their addresses?"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,115 +13,89 @@ from torch import Tensor
 
 from vmserve.errors import DriverError
 
-from .attention import announce_kernels, fill_random, reference_error, slot_views
-from .attention_kernels import AttentionKernel, SlotBatch, available_kernels
-from .common import Context, Options, Record
-from .machine import HostMachine, Region, open_machine
-from .scale import Scale, scale_for
+from .attention_kernels import MAX_ERROR, Work, random_queries, slot_view, stock_kernels
+from .machine import HostMachine, Region
+from .run import WORKERS, Finding, Probe, Row, yes
+from .scale import layout
 
 NUM_PAGES = 4
-CASE_TIMEOUT_S = 60.0
-CAPTURE_MODES = ("global", "thread_local", "relaxed")
 
 
-@dataclass
-class GraphSlot:
-    """One slot whose pages can be exchanged beneath a view that stays."""
-
-    machine: HostMachine
-    region: Region
-    batch: SlotBatch
-
-    def exchange(self, pages: list[int]) -> float:
-        """Put other pages at the slot's addresses; returns host seconds of the driver calls."""
-        self.machine.synchronize()
-        start = time.perf_counter()
-        self.region.unmap()
-        self.region.map(self.region.address, pages)
-        return time.perf_counter() - start
-
-
-def build_slot(machine: HostMachine, scale: Scale) -> GraphSlot:
-    """A slot of one layer per group, full of random numbers."""
-    shape = scale.hazard_shape
-    layout = shape.layout(scale.hazard_page)
-    region = Region(machine, scale.hazard_page, NUM_PAGES, extra=NUM_PAGES)
-    max_len = NUM_PAGES * layout.page_tokens
-    pool = region.tensor(dtype=torch.bfloat16)
-    fill_random(pool)
-    keys, values = slot_views(pool, layout, 0, 1, max_len)
-    size = (1, 1, shape.q_heads, shape.head_dim)
-    queries = torch.randn(size, dtype=torch.bfloat16, device=machine.device)
-    return GraphSlot(machine, region, SlotBatch(queries, keys, values, (0,), (max_len - 5,)))
-
-
-def captured(machine: HostMachine, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """A function that replays ``call`` and returns its (static) output, after it has ended."""
-    held: list[Tensor] = []
-
-    def keep() -> None:
-        held[:] = [call()]
-
-    replay = machine.capture([keep])
-
-    def run() -> Tensor:
-        replay()
-        machine.synchronize()
-        return held[0]
-
-    return run
-
-
-def measure_remap(
-    context: Context, machine: HostMachine, kernel: AttentionKernel, slot: GraphSlot
-) -> None:
+def remapped_pages(probe: Probe) -> Iterator[Finding]:
     """Replay over the pages of capture time, over other pages, and over the first ones again."""
-    run = captured(machine, kernel.prepare(slot.batch))
-    outputs, errors = [], []
-
-    def replay() -> None:
-        outputs.append(run().clone())
-        errors.append(reference_error(outputs[-1], slot.batch))
-
-    replay()
-    exchange_s = slot.exchange(slot.region.extra)
-    fill_random(slot.region.tensor(dtype=torch.bfloat16))
-    replay()
-    slot.exchange(slot.region.pages)
-    replay()
-    context.emit(
-        "remap_under_graph",
-        kernel=kernel.name,
-        rel_err_at_capture=errors[0],
-        rel_err_after_remap=errors[1],
-        rel_err_after_return=errors[2],
-        changed_by_remap=not torch.equal(outputs[0], outputs[1]),
-        same_after_return=torch.equal(outputs[0], outputs[2]),
-        exchange_us=exchange_s * 1e6,
-        pages=NUM_PAGES,
-    )
+    machine, scale = probe.machine, probe.scale
+    tokens = layout(scale)
+    region = Region(machine, scale.page_bytes, NUM_PAGES, extra=NUM_PAGES)
+    pool = region.tensor(dtype=torch.bfloat16)
+    length = NUM_PAGES * tokens.page_tokens
+    q = random_queries(scale, 1, machine.device)
+    work = Work(slot_view(pool, tokens, 1, length), [0], [length - 5], q)
+    wrong = []
+    for kernel in stock_kernels(probe.dry_run):
+        if probe.late(f"graphs of {kernel.name}"):
+            break
+        row = replay(machine, region, pool, work, kernel)
+        probe.emit("remap_under_graph", kernel=kernel.name, **row)
+        right = all(error < MAX_ERROR for error in row["errors"])
+        if not (right and row["changed"] and row["same_after_return"]):
+            wrong.append(kernel.name)
+    yield Finding("Do captured graphs follow remapped pages?", yes(not wrong), {"wrong": wrong})
 
 
-def measure_growth(
-    context: Context, machine: HostMachine, kernel: AttentionKernel, slot: GraphSlot
-) -> None:
-    """Replay with another length written into the lengths tensor."""
-    full = slot.batch.lengths[0]
-    batch = replace(slot.batch)
-    run = captured(machine, kernel.prepare(batch))
-    shorter = full // 2 + 3
-    batch.lengths_tensor.fill_(shorter)
-    error = reference_error(run(), replace(slot.batch, lengths=(shorter,)))
-    context.emit("length_under_graph", kernel=kernel.name, rel_err=error)
+def replay(machine: HostMachine, region: Region, pool: Tensor, work: Work, kernel: Any) -> Row:
+    pool.normal_()
+    call, held, outputs, errors = work.calls(kernel)[0], [], [], []
+    run = machine.capture(lambda: held.append(call()))  # the last one is what a graph writes to
+    exchange_us = 0.0
+    for pages in (None, region.extra, region.pages):
+        if pages is not None:
+            machine.synchronize()
+            start = time.perf_counter()
+            region.unmap()
+            region.map(region.address, pages)
+            exchange_us = (time.perf_counter() - start) * 1e6
+        if pages is region.extra:
+            pool.normal_()
+        run()
+        machine.synchronize()
+        outputs.append(held[-1].clone())
+        errors.append(work.error(outputs[-1]))
+    return {
+        "errors": errors,
+        "changed": not torch.equal(outputs[0], outputs[1]),
+        "same_after_return": torch.equal(outputs[0], outputs[2]),
+        "exchange_us": exchange_us,
+    }
 
 
-def map_during_capture(params: Mapping[str, Any], options: Options) -> Record:
+def mapping_while_capturing(probe: Probe) -> Iterator[Finding]:
+    cases = [
+        {"mode": mode, "where": where}
+        for mode in ("global", "thread_local", "relaxed")
+        for where in ("same_thread", "other_thread")
+    ]
+
+    def run(params: Row) -> Row:
+        found = probe.run_case("graphs:map_during_capture", params)
+        lost = {"captured": False, "errors": [found.get("error", found["outcome"])]}
+        return probe.emit("map_during_capture", **{**lost, **found, **params})
+
+    with ThreadPoolExecutor(WORKERS) as pool:
+        rows = list(pool.map(run, cases))
+    broken = {
+        f"{row['mode']}/{row['where']}": row["errors"]
+        for row in rows
+        if not row["captured"] or row["errors"]
+    }
+    yield Finding("May pages be mapped while a graph is being captured?", yes(not broken), broken)
+
+
+def map_during_capture(machine: HostMachine, scale: Any, params: Mapping[str, Any]) -> Row:
     """Case: map and unmap a page while a capture is under way, here or in another thread.
 
     A process of its own, since torch before 2.12 can abort after a capture that failed.
     """
-    machine = open_machine(options)
-    region = Region(machine, scale_for(options.dry_run).hazard_page, 1)
+    region = Region(machine, scale.page_bytes, 1)
     address = region.reserve(1)
     errors: list[str] = []
 
@@ -145,43 +114,8 @@ def map_during_capture(params: Mapping[str, Any], options: Options) -> Record:
     source = torch.ones(16, device=machine.device)
     target = torch.zeros(16, device=machine.device)
     during = in_thread if params["where"] == "other_thread" else map_page
-    replay = machine.capture([lambda: target.add_(source)], during, str(params["mode"]))
+    run = machine.capture(lambda: target.add_(source), during, str(params["mode"]))
     target.zero_()
-    replay()
+    run()
     machine.synchronize()
     return {"captured": bool((target == 1).all()), "errors": errors}
-
-
-def measure_capture(context: Context) -> None:
-    """Mapping beside a capture in each mode, a few cases at a time."""
-    cases = [
-        {"mode": mode, "where": where}
-        for mode in CAPTURE_MODES
-        for where in ("same_thread", "other_thread")
-    ]
-
-    def run_one(params: dict[str, str]) -> None:
-        record = context.run_case("graphs:map_during_capture", params, CASE_TIMEOUT_S)
-        lost = {"captured": False, "errors": [str(record.get("error", record["outcome"]))]}
-        context.emit("map_during_capture", **{**lost, **record, **params})
-
-    with ThreadPoolExecutor(max_workers=context.options.case_workers) as pool:
-        list(pool.map(run_one, cases))
-
-
-def run(context: Context, machine: HostMachine, scale: Scale) -> None:
-    """Measure; see the module's docstring."""
-    torch.manual_seed(2)
-    kernels, absent = available_kernels(context.options)
-    announce_kernels(context, kernels, absent)
-    slot = build_slot(machine, scale)
-    for kernel in kernels:
-        if context.cut(f"graphs of {kernel.name}"):
-            return
-        with context.attempt(f"remap under a graph of {kernel.name}", RuntimeError):
-            measure_remap(context, machine, kernel, slot)
-        if kernel.name != "sdpa_flash":
-            with context.attempt(f"growth under a graph of {kernel.name}", RuntimeError):
-                measure_growth(context, machine, kernel, slot)
-    if not context.cut("mapping during a capture"):
-        measure_capture(context)

@@ -5,193 +5,204 @@ Every case runs in a process of its own, since a fault makes the whole CUDA cont
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vmserve.memory.layout import KVLayout
-
-from .attention import announce_kernels, fill_random, reference_error, slot_views
-from .attention_kernels import AttentionKernel, SlotBatch, available_kernels
-from .common import Context, Options, Record
-from .machine import HostMachine, Region, open_machine
-from .scale import Scale, scale_for
+from .attention_kernels import Work, random_queries, slot_view, stock_kernels
+from .machine import READ, READ_WRITE, HostMachine, Region
+from .run import WORKERS, Finding, Probe, Row, yes
+from .scale import layout
 
 LEAST_TOKENS = 1024
 NAN_TOKENS = 512
 PREFILL_ROWS = 64
-CASE_TIMEOUT_S = 75.0
 SLACKS = (16, 32, 64, 128, 192, 256)
-FAULT_CASES = (
-    "unmapped_read",
-    "access_under_reader",
-    "unmap_under_reader",
-)
-
-Params = dict[str, Any]
+PATTERN = 77
+#: Kernels that check every word while access changes.
+READS_UNDER_CHANGE = 64
 
 
 def tail_pages(page_tokens: int) -> int:
     """Pages of the sequence: over 1024 tokens, and an odd number so that few tiles divide it."""
-    pages = -(-LEAST_TOKENS // page_tokens) + 1
-    return pages | 1
+    return (-(-LEAST_TOKENS // page_tokens) + 1) | 1
 
 
-@dataclass(frozen=True)
-class TailSlot:
-    """One sequence in slot 1 of two, its pages mapped, and some more past them."""
+def attention_tail(machine: HostMachine, scale: Any, params: Mapping[str, Any]) -> Row:
+    """Case: one kernel over one sequence, in slot 1 of two, compared with float64.
 
-    batch: SlotBatch
-    layout: KVLayout
-    length: int
-    #: Keeps the pages.
-    region: Region
-
-
-def build_slot(machine: HostMachine, scale: Scale, params: Mapping[str, Any]) -> TailSlot:
-    """Map and fill what the case asks for; rows past the length are NaN or zero."""
-    page, shape = scale.hazard_page, scale.hazard_shape
-    layout = shape.layout(page, int(params["group"]))
-    page_tokens = layout.page_tokens
+    Rows past the length are zero, or NaN; pages that are not needed for them are not mapped.
+    """
+    page, tail, tokens = scale.page_bytes, params["tail"], layout(scale, params["group"])
+    page_tokens = tokens.page_tokens
     pages = tail_pages(page_tokens)
-    poisoned = str(params["tail"]).startswith("nan")
-    past_tokens = NAN_TOKENS if poisoned else int(params["slack_tokens"])
+    past_tokens = NAN_TOKENS if tail != "unmapped" else params["slack_tokens"]
     mapped = pages + -(-past_tokens // page_tokens)
     slot_pages = mapped + 2
     region = Region(machine, page, 1, extra=mapped, reserve=2 * slot_pages)
     region.map(region.address + slot_pages * page, region.extra)
     pool = region.tensor(2 * slot_pages * page, torch.bfloat16)
     start = slot_pages * page // 2
-    fill_random(pool[start : start + mapped * page // 2])
-    max_len = slot_pages * page_tokens
-    keys, values = slot_views(pool, layout, layout.layers_per_group - 1, 2, max_len)
-    length = pages * page_tokens - int(params["short_by"])
-    mapped_tokens = mapped * page_tokens
-    poison(keys[1, length:mapped_tokens], values[1, length:mapped_tokens], str(params["tail"]))
-    size = (1, int(params["q_len"]), shape.q_heads, shape.head_dim)
-    queries = torch.randn(size, dtype=torch.bfloat16, device=machine.device)
-    return TailSlot(SlotBatch(queries, keys, values, (1,), (length,)), layout, length, region)
-
-
-def poison(keys: Tensor, values: Tensor, tail: str) -> None:
-    """Fill the rows past the length: NaN in K, V or both as ``tail`` says, else zero."""
-    keys.fill_(float("nan") if tail in ("nan_k", "nan_kv") else 0.0)
-    values.fill_(float("nan") if tail in ("nan_v", "nan_kv") else 0.0)
-
-
-def attention_tail(params: Mapping[str, Any], options: Options) -> Record:
-    """Case: run one kernel over one sequence and compare with float64 attention."""
-    scale = scale_for(options.dry_run)
-    machine = open_machine(options)
-    kernels, _ = available_kernels(options)
-    kernel = next(kernel for kernel in kernels if kernel.name == params["kernel"])
-    slot = build_slot(machine, scale, params)
+    pool[start : start + mapped * page // 2].normal_()
+    view = slot_view(pool, tokens, 2, slot_pages * page_tokens)
+    length = pages * page_tokens - params["short_by"]
+    for [tensor], poison in ((view.keys, "nan_k"), (view.values, "nan_v")):
+        tensor[1, length : mapped * page_tokens].fill_(math.nan if tail == poison else 0.0)
+    [kernel] = (k for k in stock_kernels(machine.device == "cpu") if k.name == params["kernel"])
+    work = Work(view, [1], [length], random_queries(scale, params["q_len"], machine.device))
     machine.synchronize()
-    output = kernel.prepare(slot.batch)()
+    output = work.calls(kernel)[0]()
     machine.synchronize()
-    error = reference_error(output, slot.batch)
+    error = work.error(output)
+    finite = bool(torch.isfinite(output).all())
     return {
-        "trapped": False,
-        "finite": bool(torch.isfinite(output).all()),
-        "rel_err": error,
-        "length": slot.length,
-        "page_tokens": slot.layout.page_tokens,
+        "result": "ok" if error < 2e-2 else "wrong" if finite else "poisoned",
+        "error": None if math.isnan(error) else error,
+        "length": length,
+        "page_tokens": page_tokens,
     }
 
 
-def tail_cases(kernels: list[AttentionKernel], scale: Scale) -> Iterator[Params]:
-    """Every case of the section: kernel x query rows x what lies past the length."""
-    for kernel in kernels:
+def tail_cases(names: Sequence[str], groups: Sequence[int]) -> Iterator[Row]:
+    """Kernel x query rows x what lies past the length."""
+    for kernel in names:
         for q_len in (1, PREFILL_ROWS):
-            if kernel.name == "sdpa_flash" and q_len > 1:
-                continue
-            common: Params = {"kernel": kernel.name, "q_len": q_len, "slack_tokens": 0}
-            for group in scale.hazard_groups:
-                yield {**common, "group": group, "tail": "unmapped", "short_by": 0}
-            largest = max(scale.hazard_groups)
-            yield {**common, "group": largest, "tail": "unmapped", "short_by": 5}
-            for tail in ("nan_k", "nan_v"):
-                yield {**common, "group": largest, "tail": tail, "short_by": 5}
+            common = {"kernel": kernel, "q_len": q_len, "slack_tokens": 0}
+            for group in groups:
+                yield common | {"group": group, "tail": "unmapped", "short_by": 0}
+            for tail in ("unmapped", "nan_k", "nan_v"):
+                yield common | {"group": max(groups), "tail": tail, "short_by": 5}
 
 
-def outcome_of(record: Record) -> str:
-    """One word for a finished case: ``ok``, ``poisoned``, ``wrong``, or how it ended."""
-    if record["outcome"] != "completed":
-        return "fault" if record["outcome"] in ("error", "signal") else str(record["outcome"])
-    if not record["finite"]:
-        return "poisoned"
-    error = record["rel_err"]
-    return "ok" if isinstance(error, float) and error < 2e-2 else "wrong"
+def run_tail(probe: Probe, params: Row) -> Row:
+    """One case, its row not written yet; ``result`` is ok, poisoned, wrong, or how it ended."""
+    found = probe.run_case("hazard:attention_tail", params)
+    ended = "fault" if found["outcome"] in ("error", "signal") else found["outcome"]
+    return params | {"result": ended} | found
 
 
-def try_tail(context: Context, params: Params) -> Record:
-    """Run one case; its record with the outcome in one word, not written yet."""
-    record = context.run_case("hazard:attention_tail", params, CASE_TIMEOUT_S)
-    return {**params, **record, "result": outcome_of(record)}
+def tails(probe: Probe) -> Iterator[Finding]:
+    """Every case, a few at a time. One that faults is run again alone, where no other process could
+    have brought it about, before it is believed; then its slack is searched."""
+    names = [kernel.name for kernel in stock_kernels(probe.dry_run)]
+    groups = probe.scale.groups
+    cases = list(tail_cases(names, groups))
 
-
-def run_tail(context: Context, params: Params) -> str:
-    """Run one case, record it, and return its outcome in one word."""
-    return str(context.emit("tail", **try_tail(context, params))["result"])
-
-
-def run_together(context: Context, cases: list[Params], pool: Executor) -> list[Params]:
-    """Run cases a few at a time; the ones that fault twice, the second time alone.
-
-    A fault is believed only alone, where no other process could have brought it about.
-    """
-
-    def first_try(params: Params) -> Record | None:
-        if context.cut(f"tail case {params}"):
+    def first(params: Row) -> Row | None:
+        if probe.late(f"tail case {params}"):
             return None
-        record = try_tail(context, params)
-        if record["result"] != "fault":
-            context.emit("tail", **record)
-        return record
+        row = run_tail(probe, params)
+        return row if row["result"] == "fault" else probe.emit("tail", **row)
 
-    faulted = []
-    for params, record in zip(cases, list(pool.map(first_try, cases)), strict=True):
-        if record is None or record["result"] != "fault":
+    with ThreadPoolExecutor(WORKERS) as pool:
+        rows = list(pool.map(first, cases))
+    bad: dict[str, list[str]] = {}
+    needy = []
+    for params, row in zip(cases, rows, strict=True):
+        if row is None:
             continue
-        if context.cut(f"confirming {params}"):
-            context.emit("tail", **record, confirmed=False)
-            faulted.append(params)
-        elif run_tail(context, params) == "fault":
-            faulted.append(params)
-    return faulted
+        if row["result"] == "fault":
+            is_late = probe.late(f"confirming {params}")
+            row = probe.emit("tail", **(row if is_late else run_tail(probe, params)))
+        found = bad.setdefault(f"{row['kernel']} q{row['q_len']}", [])
+        if row["result"] != "ok":
+            where = f"{row['tail']}, group {row['group']}, short by {row['short_by']}"
+            found.append(f"{row['result']} ({where})")
+        if row["result"] == "fault" and row["group"] == max(groups) and not row["short_by"]:
+            needy.append(params)
+    with ThreadPoolExecutor(WORKERS) as pool:
+        slack = dict(pool.map(lambda params: find_slack(probe, params), needy))
+    numbers = {name: results or "safe" for name, results in bad.items()}
+    numbers |= {f"slack of {name}": tokens for name, tokens in slack.items()}
+    question = "May pages past the length be absent or hold NaN?"
+    yield Finding(question, yes(not any(bad.values())), numbers)
 
 
-def find_slack(context: Context, params: Params) -> None:
+def find_slack(probe: Probe, params: Row) -> tuple[str, int | None]:
     """The least number of mapped, zeroed tokens past the length with which a kernel is right."""
+    name = f"{params['kernel']} q{params['q_len']}"
     for slack in SLACKS:
-        if context.cut("slack search"):
-            return
-        if run_tail(context, {**params, "slack_tokens": slack}) == "ok":
-            context.emit("slack", kernel=params["kernel"], q_len=params["q_len"], tokens=slack)
-            return
-    context.emit("slack", kernel=params["kernel"], q_len=params["q_len"], tokens=None)
+        if probe.late(f"slack of {name}"):
+            break
+        row = run_tail(probe, params | {"slack_tokens": slack})
+        probe.emit("tail", **row)
+        if row["result"] == "ok":
+            return name, slack
+    return name, None
 
 
-def run_fault(context: Context, name: str) -> None:
-    """Run one case of faults.py and record it."""
-    record = context.run_case(f"faults:{name}", {}, CASE_TIMEOUT_S)
-    context.emit("fault", **{**record, "case": name})
+# -- changes while kernels read --------------------------------------------------------------
 
 
-def run(context: Context, machine: HostMachine, scale: Scale) -> None:
-    """Run every case, a few at a time, then search the slack of kernels that faulted."""
-    del machine
-    kernels, absent = available_kernels(context.options)
-    announce_kernels(context, kernels, absent)
-    cases = list(tail_cases(kernels, scale))
-    largest = max(scale.hazard_groups)
-    with ThreadPoolExecutor(max_workers=context.options.case_workers) as pool:
-        faulted = run_together(context, cases, pool)
-        list(pool.map(lambda name: run_fault(context, name), FAULT_CASES))
-        needy = [p for p in faulted if p["group"] == largest and not p["short_by"]]
-        list(pool.map(lambda params: find_slack(context, params), needy))
-    run_fault(context, "nothing")
+def changes_under_readers(probe: Probe) -> Iterator[Finding]:
+    access = probe.run_case("hazard:access_under_reader", {})
+    safe = access["outcome"] == "completed" and not access["wrong_words"]
+    advice = "CudaMemory.seals_under_readers can be turned on." if safe else ""
+    question = "May a page become read-only under a kernel that reads it?"
+    yield Finding(question, yes(safe), access, advice)
+    unmap = probe.run_case("hazard:unmap_under_reader", {})
+    safe = unmap["outcome"] == "completed"
+    advice = "" if safe else "Fence by events before unmapping."
+    question = "Is it safe to unmap under a kernel that reads the page?"
+    yield Finding(question, yes(safe), unmap, advice)
+
+
+def _reader(machine: HostMachine, region: Region, scale: Any) -> Any:
+    """A stream on which kernels read all words of the region for a while, and where they count."""
+    rounds = torch.zeros(1, dtype=torch.int64, device=machine.device)
+    machine.synchronize()
+    stream = machine.new_stream()
+    words = region.num_bytes // 4
+    with machine.on(stream):
+        machine.launch("read_until", 4, region.address, words, scale.spin_ns, rounds.data_ptr())
+    return stream, rounds
+
+
+def unmap_under_reader(machine: HostMachine, scale: Any, params: Mapping[str, Any]) -> Row:
+    """Case: unmap a page while a kernel reads it; did the call wait, and did the kernel survive?"""
+    region = Region(machine, scale.page_bytes, 1)
+    stream, _rounds = _reader(machine, region, scale)
+    time.sleep(0.002)
+    start = time.perf_counter()
+    region.unmap()
+    unmap_us = (time.perf_counter() - start) * 1e6
+    found = {"unmap_us": unmap_us, "kernel_still_running": machine.busy(stream)}
+    print(json.dumps(found), flush=True)  # the process may die of what comes
+    machine.synchronize()
+    return found
+
+
+def access_under_reader(machine: HostMachine, scale: Any, params: Mapping[str, Any]) -> Row:
+    """Case: change the access of every other page while kernels read all of them.
+
+    From writable to read-only and back, until the kernels have ended: is every word right?
+    """
+    region = Region(machine, scale.page_bytes, 4)
+    words = region.tensor(dtype=torch.int32).fill_(PATTERN)
+    wrong: Tensor = torch.zeros(1, dtype=torch.int64, device=machine.device)
+    stream, _rounds = _reader(machine, region, scale)
+    with machine.on(stream):
+        for _ in range(READS_UNDER_CHANGE):
+            wrong += (words != PATTERN).sum()
+    times_us = []
+    while not times_us or machine.busy(stream):
+        for access in (READ, READ_WRITE):
+            for page in (0, 2):
+                start = time.perf_counter()
+                address = region.address + page * region.page_bytes
+                region.driver.set_access([(address, region.page_bytes, access)])
+                times_us.append((time.perf_counter() - start) * 1e6)
+    machine.synchronize()
+    return {
+        "wrong_words": int(wrong),
+        "num_calls": len(times_us),
+        "call_us_median": median(times_us),
+        "call_us_most": max(times_us),
+    }

@@ -8,12 +8,10 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import Any
 
-from vmserve.attention.cuda.compile import compile_source, compiler_version
-from vmserve.attention.cuda.variant import architecture
-from vmserve.errors import ConfigurationError, DriverError
+from vmserve.attention.cuda.compile import compile_source
+from vmserve.errors import DriverError
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 THREADS = 256
@@ -66,78 +64,58 @@ extern "C" __global__ void alias_in_kernel(u64 a, u64 b, u64 count, u64 value, u
 """
 
 
+def compile_for(architecture: str) -> bytes:
+    """Raises CompileError."""
+    return compile_source(SOURCE, f"probe for {architecture}", architecture)[0]
+
+
 class Kernels:
     """The kernels on the current device; compiled at the first launch."""
 
-    def __init__(self, major: int, minor: int) -> None:
-        self.architecture = architecture(major, minor)
+    def __init__(self, architecture: str) -> None:
+        self._architecture = architecture
+        self._module: Any = None
         self._functions: dict[str, Any] = {}
-
-    @cached_property
-    def _driver(self) -> Any:
-        return importlib.import_module("cuda.bindings.driver")
-
-    @cached_property
-    def _module(self) -> Any:
-        cubin, _ = compile_source(SOURCE, f"probe for {self.architecture}", self.architecture)
-        image = ctypes.create_string_buffer(cubin, len(cubin))
-        result = self._driver.cuModuleLoadData(ctypes.addressof(image))
-        return self._check("cuModuleLoadData", result)
 
     def launch(self, kernel: str, blocks: int, arguments: Sequence[int], stream: int) -> None:
         """Enqueue ``blocks`` of 256 threads."""
+        driver: Any = importlib.import_module("cuda.bindings.driver")
+        if self._module is None:
+            cubin = compile_for(self._architecture)
+            image = ctypes.create_string_buffer(cubin, len(cubin))
+            self._module = _value(driver.cuModuleLoadData(ctypes.addressof(image)))
         if kernel not in self._functions:
-            result = self._driver.cuModuleGetFunction(self._module, kernel.encode())
-            self._functions[kernel] = self._check("cuModuleGetFunction", result)
+            found = driver.cuModuleGetFunction(self._module, kernel.encode())
+            self._functions[kernel] = _value(found)
         values = [ctypes.c_uint64(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
-        result = self._driver.cuLaunchKernel(
+        launched = driver.cuLaunchKernel(
             self._functions[kernel], blocks, 1, 1, THREADS, 1, 1, 0, stream,
             ctypes.addressof(pointers), 0,
         )  # fmt: skip
-        self._check("cuLaunchKernel", result)
-
-    def _check(self, call: str, result: tuple[Any, ...]) -> Any:
-        if int(result[0]) != 0:
-            raise DriverError(f"{call}: {getattr(result[0], 'name', result[0])}")
-        return result[1] if len(result) > 1 else None
+        _value(launched)
 
 
-def compiler_name() -> str:
-    """NVRTC's version, or why there is none."""
-    try:
-        return compiler_version()
-    except ConfigurationError as error:
-        return str(error)
-
-
-def check_compilation() -> list[str]:
-    """Compile for each architecture, without a GPU; one line of text for each.
-
-    Raises CompileError where one fails or there is no compiler.
-    """
-    return [
-        f"nvrtc {target}: {len(compile_source(SOURCE, f'probe for {target}', target)[0])} bytes"
-        for target in ARCHITECTURES
-    ]
+def _value(result: tuple[Any, ...]) -> Any:
+    if int(result[0]) != 0:
+        raise DriverError(f"the probe's kernels: {getattr(result[0], 'name', result[0])}")
+    return result[1] if len(result) > 1 else None
 
 
 def _read_until(address: int, count: int, ns: int, out: int) -> None:
-    del ns
     ctypes.string_at(address, 4 * count)
     ctypes.c_uint64.from_address(out).value += 1
 
 
 def _alias_in_kernel(a: int, b: int, count: int, value: int, fenced: int, out: int) -> None:
-    del fenced
     words = (ctypes.c_uint32 * count)(*range(value, value + count))
     ctypes.memmove(a, words, 4 * count)
     ctypes.c_uint64.from_address(out).value += ctypes.string_at(b, 4 * count) != bytes(words)
 
 
+#: What the kernels do, over host memory.
 HOST_KERNELS: dict[str, Callable[..., None]] = {
     "spin_ns": lambda ns: None,
     "read_until": _read_until,
     "alias_in_kernel": _alias_in_kernel,
 }
-"""What the kernels do, over host memory."""

@@ -7,48 +7,35 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
-from vmserve_bench.lab.statistics import percentile
 
 from vmserve import _core
+from vmserve.attention.cuda.variant import architecture
 from vmserve.memory.cuda import CudaMemory
 
-from .common import MIB, Options
-from .kernels import HOST_KERNELS, Kernels, compiler_name
+from .kernels import HOST_KERNELS, Kernels
 
 Call = Callable[[], object]
 READ, READ_WRITE = _core.Access.READ, _core.Access.READ_WRITE
-
+#: Parts of torch.cuda carry no types.
 cuda: Any = torch.cuda
-"""For the parts of ``torch.cuda`` that carry no types."""
-
-GROUPS = 7
-"""Groups of repeats whose median is a timing."""
-HOST_FREE_BYTES = 64 * MIB
-"""Memory that a dry run takes at most."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds of one call; ``mode`` is ``graph`` (replayed) or ``eager``."""
-
-    us: float
-    mode: str
+#: Memory that a dry run takes at most.
+HOST_FREE_BYTES = 64 << 20
 
 
 class HostMachine:
     """Host memory: work has ended when its call returns, a captured graph is a list of calls."""
 
     device = "cpu"
+    name = "host memory (dry run)"
+    num_sms = 2
 
     def driver(self, page_bytes: int, num_pages: int) -> _core.PageDriver:
         """A driver of its own with that many pages at most."""
@@ -58,78 +45,45 @@ class HostMachine:
         """A uint8 tensor ``[num_bytes]`` over memory that is not torch's own."""
         return torch.from_numpy(_bytes_at(address, num_bytes))
 
-    def properties(self) -> dict[str, Any]:
-        """What the device says of itself."""
-        return {
-            "name": "host memory (dry run)",
-            "architecture": "none",
-            "compiler": "none",
-            "num_sms": 2,
-            "memory_free_bytes": self.free_bytes(),
-            "granularity_minimum_bytes": 4096,
-            "granularity_recommended_bytes": 4096,
-        }
-
     def free_bytes(self) -> int:
-        """Free device memory."""
         return HOST_FREE_BYTES
-
-    def memory(self) -> dict[str, int]:
-        """Free bytes, and what torch holds."""
-        return {"free_bytes": self.free_bytes(), "torch_reserved_bytes": 0}
 
     def empty_cache(self) -> None:
         """Give torch's unused device memory back."""
 
     def new_stream(self) -> Any:
-        """A stream beside the default one."""
         return None
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
+    def on(self, stream: Any) -> Any:
         """Torch's work and launches in the ``with`` block go to ``stream``."""
-        del stream
         return nullcontext()
 
     def busy(self, stream: Any) -> bool:
         """Whether work of the stream is unfinished."""
-        del stream
         return False
 
-    def order(self, first: Any, then: Any) -> None:
-        """Later work of stream ``then`` waits for earlier work of stream ``first``."""
+    def order(self, stream: Any) -> None:
+        """Later work of the stream waits for earlier work of the default one."""
 
     def synchronize(self) -> None:
         """Wait for everything; raises RuntimeError for a pending device error."""
 
     def launch(self, kernel: str, blocks: int, *arguments: int) -> None:
         """Launch a kernel of kernels.py; every argument is a 64-bit integer."""
-        del blocks
         HOST_KERNELS[kernel](*arguments)
 
-    def elapsed_ms(self, work: Call) -> float:
-        """Device time of ``work``, which is waited for."""
-        start = time.perf_counter()
+    def capture(self, work: Call, during: Call | None = None, mode: str = "thread_local") -> Call:
+        """A function that replays ``work``; ``during`` runs on the host while capturing."""
         work()
-        return max(1e-6, (time.perf_counter() - start) * 1e3)
-
-    def capture(
-        self, calls: Sequence[Call], during: Call | None = None, mode: str = "thread_local"
-    ) -> Call:
-        """A function that replays ``calls``; ``during`` runs on the host while capturing."""
-
-        def replay() -> None:
-            for call in calls:
-                call()
-
-        replay()
         if during is not None:
             during()
-        return replay
+        return work
 
-    def time_calls(self, calls: Sequence[Call], target_ms: float = 40.0) -> Timing:
-        """Median time of one of ``calls``, called one after the other."""
-        elapsed = self.elapsed_ms(lambda: [call() for call in calls])
-        return Timing(max(1e-3, elapsed * 1e3 / len(calls)), "eager")
+    def seconds(self, work: Call, rounds: int = 20) -> list[float]:
+        """Times of single runs of ``work``, on a GPU replays of a graph between events."""
+        start = time.perf_counter()
+        work()
+        return [max(1e-9, time.perf_counter() - start)]
 
 
 class CudaMachine(HostMachine):
@@ -140,10 +94,10 @@ class CudaMachine(HostMachine):
     def __init__(self) -> None:
         cuda.init()
         torch.zeros(1, device=self.device)
+        properties = cuda.get_device_properties(0)
+        self.name, self.num_sms = properties.name, properties.multi_processor_count
         self._memory = CudaMemory(spare_bytes=0)
-        self._properties = cuda.get_device_properties(0)
-        self._kernels = Kernels(self._properties.major, self._properties.minor)
-        self._graphs = True
+        self._kernels = Kernels(architecture(properties.major, properties.minor))
 
     def driver(self, page_bytes: int, num_pages: int) -> _core.PageDriver:
         return self._memory.create_driver(page_bytes, num_pages, None)
@@ -151,23 +105,8 @@ class CudaMachine(HostMachine):
     def wrap(self, address: int, num_bytes: int) -> Tensor:
         return self._memory.tensor(_bytes_at(address, num_bytes))
 
-    def properties(self) -> dict[str, Any]:
-        least, advised = _core.cuda_granularity()
-        return {
-            "name": self._properties.name,
-            "architecture": self._kernels.architecture,
-            "compiler": compiler_name(),
-            "num_sms": self._properties.multi_processor_count,
-            "memory_free_bytes": self.free_bytes(),
-            "granularity_minimum_bytes": least,
-            "granularity_recommended_bytes": advised,
-        }
-
     def free_bytes(self) -> int:
         return int(cuda.mem_get_info()[0])
-
-    def memory(self) -> dict[str, int]:
-        return {"free_bytes": self.free_bytes(), "torch_reserved_bytes": cuda.memory_reserved()}
 
     def empty_cache(self) -> None:
         cuda.empty_cache()
@@ -175,15 +114,14 @@ class CudaMachine(HostMachine):
     def new_stream(self) -> Any:
         return cuda.Stream()
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = cuda.stream(stream)
-        return context
+    def on(self, stream: Any) -> Any:
+        return cuda.stream(stream)
 
     def busy(self, stream: Any) -> bool:
-        return not (stream or cuda.default_stream()).query()
+        return not stream.query()
 
-    def order(self, first: Any, then: Any) -> None:
-        (then or cuda.default_stream()).wait_stream(first or cuda.default_stream())
+    def order(self, stream: Any) -> None:
+        stream.wait_stream(cuda.default_stream())
 
     def synchronize(self) -> None:
         cuda.synchronize()
@@ -191,28 +129,16 @@ class CudaMachine(HostMachine):
     def launch(self, kernel: str, blocks: int, *arguments: int) -> None:
         self._kernels.launch(kernel, blocks, arguments, cuda.current_stream().cuda_stream)
 
-    def elapsed_ms(self, work: Call) -> float:
-        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end))
-
-    def capture(
-        self, calls: Sequence[Call], during: Call | None = None, mode: str = "thread_local"
-    ) -> Call:
-        stream = cuda.Stream()
+    def capture(self, work: Call, during: Call | None = None, mode: str = "thread_local") -> Call:
+        stream, graph = cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(cuda.current_stream())
-        graph = torch.cuda.CUDAGraph()
         with cuda.stream(stream):
-            for call in calls:
-                call()
+            work()
             stream.synchronize()
+            cuda.empty_cache()  # while capturing, nothing that torch keeps can be given back
             graph.capture_begin(capture_error_mode=mode)
             try:
-                for call in calls:
-                    call()
+                work()
                 if during is not None:
                     during()
             finally:
@@ -220,37 +146,22 @@ class CudaMachine(HostMachine):
         cuda.current_stream().wait_stream(stream)
         return graph.replay
 
-    def time_calls(self, calls: Sequence[Call], target_ms: float = 40.0) -> Timing:
-        def eager() -> None:
-            for call in calls:
-                call()
-
-        replay: Call = eager
-        mode = "eager"
-        eager()
+    def seconds(self, work: Call, rounds: int = 20) -> list[float]:
+        run = self.capture(work)
+        for _ in range(3):
+            run()
+        marks = [cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
+        marks[0].record()
+        for mark in marks[1:]:
+            run()
+            mark.record()
         self.synchronize()
-        if self._graphs:
-            try:
-                replay, mode = self.capture(calls), "graph"
-            except RuntimeError:
-                # torch before 2.12 does not recover from a failed capture: do not try again.
-                self._graphs = False
-                self.synchronize()
-        replay()
-        once = max(self.elapsed_ms(replay), 1e-3)
-        repeats = max(1, min(200, int(target_ms / GROUPS / once)))
-
-        def group() -> None:
-            for _ in range(repeats):
-                replay()
-
-        times = [self.elapsed_ms(group) / repeats for _ in range(GROUPS)]
-        return Timing(percentile(times, 50) / len(calls) * 1e3, mode)
+        return [first.elapsed_time(then) / 1e3 for first, then in itertools.pairwise(marks)]
 
 
-def open_machine(options: Options) -> HostMachine:
+def open_machine(dry_run: bool) -> HostMachine:
     """Device 0, or host memory for a dry run."""
-    return HostMachine() if options.dry_run else CudaMachine()
+    return HostMachine() if dry_run else CudaMachine()
 
 
 def _bytes_at(address: int, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -261,27 +172,18 @@ def _bytes_at(address: int, num_bytes: int) -> np.ndarray[Any, np.dtype[np.uint8
 class Region:
     """Pages of one size mapped side by side at a reservation, by a driver of their own.
 
-    ``extra`` pages are made and not mapped; ``reserve`` pages are reserved, if that is more. With
-    ``seed`` the pages are mapped in random order, as in a used pool.
+    ``extra`` pages are made and not mapped; ``reserve`` pages are reserved, if that is more.
     """
 
     def __init__(
-        self,
-        machine: HostMachine,
-        page_bytes: int,
-        count: int,
-        *,
-        extra: int = 0,
-        reserve: int = 0,
-        seed: int | None = None,
-    ) -> None:
+        self, machine: HostMachine, page_bytes: int, count: int, *,
+        extra: int = 0, reserve: int = 0,
+    ) -> None:  # fmt: skip
         self.machine, self.page_bytes = machine, page_bytes
         self.driver = machine.driver(page_bytes, count + extra)
         self.driver.create([(0, count + extra)])
         self.pages = list(range(count))
         self.extra = list(range(count, count + extra))
-        if seed is not None:
-            random.Random(seed).shuffle(self.pages)
         self.address = self.reserve(max(count, reserve))
         self.map(self.address, self.pages)
 
@@ -314,14 +216,8 @@ class Region:
         self.driver.free_reservation(self.address)
         self.driver.destroy([(0, len(self.pages) + len(self.extra))])
 
+    def __enter__(self) -> Self:
+        return self
 
-@contextmanager
-def mapped(
-    machine: HostMachine, page_bytes: int, count: int, seed: int | None = None
-) -> Iterator[Region]:
-    """A region for the length of a ``with`` block."""
-    region = Region(machine, page_bytes, count, seed=seed)
-    try:
-        yield region
-    finally:
-        region.close()
+    def __exit__(self, *error: object) -> None:
+        self.close()
