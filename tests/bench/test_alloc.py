@@ -15,9 +15,9 @@ import pytest
 from vmserve_bench.alloc import idle
 from vmserve_bench.alloc.bandwidth import WAYS as BANDWIDTH_WAYS
 from vmserve_bench.alloc.bookkeeping import driver_calls, open_batch
-from vmserve_bench.alloc.command import Driver, alloc_command
+from vmserve_bench.alloc.command import alloc_command
 from vmserve_bench.alloc.prefill import Prefiller
-from vmserve_bench.alloc.section import make_driver
+from vmserve_bench.alloc.section import Driver, make_driver
 from vmserve_bench.alloc.steps import WAYS, Case, ModelStandIn, Stepper
 from vmserve_bench.alloc.waste import CorePool, ReservingPool, largest_batch, replay, reservation
 from vmserve_bench.lab.report import dump, head, kept_arguments, results_directory

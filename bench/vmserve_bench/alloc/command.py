@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from typing import Annotated
 
 import typer
 
 from vmserve_bench import options as opt
 from vmserve_bench.alloc import bandwidth, bookkeeping, calls, idle, prefill, steps, waste
-from vmserve_bench.alloc.section import Options
+from vmserve_bench.alloc.section import Driver, Options
 from vmserve_bench.lab.suite import Suite, chosen
 
-__all__ = ["SUITE", "Driver", "alloc_command"]
+__all__ = ["SUITE", "alloc_command"]
 
 #: Sections in the order in which they run.
 SUITE = Suite[Options](
@@ -32,11 +31,6 @@ SUITE = Suite[Options](
 )
 #: Sections that only ask a driver; the others write to the memory as the CPU does.
 _CUDA_SECTIONS = ("calls", "bandwidth")
-
-
-class Driver(enum.StrEnum):
-    host = "host"
-    cuda = "cuda"
 
 
 def alloc_command(
@@ -60,7 +54,7 @@ def alloc_command(
         names = chosen("section of --driver cuda", section, _CUDA_SECTIONS)
     else:
         names = chosen("section", section, list(SUITE.sections))
-    options = Options(quick, seed, driver.value)
+    options = Options(quick, seed, driver)
     SUITE.measure(
         names,
         options,

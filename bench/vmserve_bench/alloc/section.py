@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
 from dataclasses import dataclass
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmserve import _core
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Options", "Rig", "Times", "make_driver"]
+__all__ = ["Driver", "Options", "Rig", "Times", "make_driver"]
 
-DriverKind = Literal["host", "cuda"]
 Result = TypeVar("Result")
+
+
+class Driver(enum.StrEnum):
+    host = "host"
+    cuda = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +29,10 @@ class Options:
 
     quick: bool = False
     seed: int = 0
-    driver: DriverKind = "host"
+    driver: Driver = Driver.host
 
 
-def make_driver(kind: DriverKind, frame_bytes: int, num_frames: int) -> _core.PageDriver:
+def make_driver(kind: str, frame_bytes: int, num_frames: int) -> _core.PageDriver:
     """Open a page driver. Raises DriverError where the machine has none of the kind."""
     driver = _core.HostDriver if kind == "host" else _core.CudaDriver
     return driver(frame_bytes, num_frames)
@@ -49,7 +54,7 @@ class Times(defaultdict[str, list[int]]):
 class Rig:
     """A driver with room for ``num_pages``, addresses for them, and times of what is done there."""
 
-    def __init__(self, kind: DriverKind, page_bytes: int, num_pages: int) -> None:
+    def __init__(self, kind: str, page_bytes: int, num_pages: int) -> None:
         self.page_bytes, self.num_pages = page_bytes, num_pages
         self.num_bytes = page_bytes * num_pages
         self.driver = make_driver(kind, page_bytes, num_pages)

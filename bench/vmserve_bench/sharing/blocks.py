@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vmserve_bench.lab.report import Report
-    from vmserve_bench.sharing import Options
+    from vmserve_bench.sharing.command import Options
     from vmserve_bench.workloads.shapes import RequestShape
 
 __all__ = ["parallel_from_lengths", "run", "run_engine"]
@@ -131,9 +131,7 @@ def _measure(workload: str, method: str, width: int, options: Options) -> dict[s
         raise RuntimeError("the engine counted other blocks than its replay")
     sizes = []
     for block_tokens in options.block_sizes:
-        own = block_tokens == BLOCK_TOKENS
-        counts = engine.counts if own else replay(steps, block_tokens)
-        whole = None
+        counts, whole = replay(steps, block_tokens), None
         if method == "beam":
             listed = sum(listed for listed, _ in counts)
             saved = sum(common // block_tokens for step in steps for common in step.prefixes)
@@ -146,7 +144,7 @@ def _measure(workload: str, method: str, width: int, options: Options) -> dict[s
         sizes.append(
             {
                 "block_tokens": block_tokens,
-                "by": "engine" if own else "replay",
+                "by": "engine" if block_tokens == BLOCK_TOKENS else "replay",
                 **described(counts),
                 "analytic_percent": percent(saved, listed),
                 "workload_percent": whole,

@@ -7,6 +7,7 @@ the start of each run.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from vmserve_bench.workloads.shapes import RequestShape, prompts
 
 if TYPE_CHECKING:
     from vmserve_bench.lab.report import Report
-    from vmserve_bench.sharing import Options
+    from vmserve_bench.sharing.command import Options
 
 __all__ = ["MODES", "Runner", "run", "translation_shapes"]
 
@@ -82,9 +83,9 @@ class Runner:
 def run(options: Options, report: Report) -> SectionResult:
     """Both regimes, both prefixes, all requests at once and one after the other."""
     cases: list[dict[str, Any]] = []
-    total = len(Regime) * len(SHOT_TOKENS) * len(options.modes)
+    runs = list(product(SHOT_TOKENS.items(), options.modes))
     for regime in Regime:
-        cached, uncached = (
+        engines = [
             LLMEngine(
                 EngineConfig(
                     model=None if options.model is None else str(options.model),
@@ -95,23 +96,23 @@ def run(options: Options, report: Report) -> SectionResult:
                 )
             )
             for caching in (True, False)
-        )
-        for shots, num_prefix in SHOT_TOKENS.items():
+        ]
+        for (shots, num_prefix), mode in runs:
             shapes = translation_shapes(options.num_requests or 8, num_prefix, options.seed)
-            for mode in options.modes:
-                runners = Runner(cached, shapes, mode), Runner(uncached, shapes, mode)
-                case = {"regime": regime.value, "shots": shots, "mode": mode}
-                cases.append({**case, **_compare(*runners, options)})
-                report(len(cases) / total)
-        embedded = is_embedded(cached.config.model)
+            cached, uncached = (Runner(engine, shapes, mode) for engine in engines)
+            case = {"regime": regime.value, "shots": shots, "mode": mode}
+            cases.append({**case, **_compare(cached, uncached, options)})
+            report(len(cases) / (len(Regime) * len(runs)))
+        engine = engines[0]
+        embedded = is_embedded(engine.config.model)
         model = {
             "name": "embedded" if embedded else "Llama-shaped, random weights",
-            "num_layers": cached.model_config.num_layers,
-            "vocab_size": cached.model_config.vocab_size,
-            "kv_dtype": cached.memory.layout.dtype,
+            "num_layers": engine.model_config.num_layers,
+            "vocab_size": engine.model_config.vocab_size,
+            "kv_dtype": engine.memory.layout.dtype,
         }
-        cached.close()
-        uncached.close()
+        for engine in engines:
+            engine.close()
     columns = ["regime", "prefix_tokens", "mode", "requests_per_s_with", "requests_per_s_without"]
     columns += ["hit_rate", "requests_with_same_tokens", "times", "times_interval"]
     paper = ", ".join(f"{name} {times}" for name, times in PAPER_PREFIX_SPEEDUP.items())
