@@ -25,7 +25,8 @@ from vmserve_bench.alloc.pool import (
     view_of,
 )
 from vmserve_bench.lab.table import SectionResult, table_of
-from vmserve_bench.simulation.buddy import Buddy, power_of_two
+from vmserve_bench.simulation.baselines import reserved_tokens
+from vmserve_bench.simulation.buddy import Buddy
 from vmserve_bench.workloads.shapes import alpaca, sharegpt
 
 if TYPE_CHECKING:
@@ -79,11 +80,10 @@ class Live:
 
 def reservation(baseline: Baseline, shape: RequestShape) -> int:
     """Positions that the paper's variants of Orca reserve for a request when it starts."""
-    if baseline == "max":
-        return CONTEXT_TOKENS
-    if baseline == "pow2":
-        return min(CONTEXT_TOKENS, shape.num_input_tokens + power_of_two(shape.num_output_tokens))
-    return shape.num_input_tokens + shape.num_output_tokens - 1
+    lengths = (shape.num_input_tokens, shape.num_output_tokens)
+    if baseline == "max" or baseline == "pow2":
+        return reserved_tokens(baseline, *lengths, CONTEXT_TOKENS)
+    return sum(lengths) - 1
 
 
 class ReservingPool:

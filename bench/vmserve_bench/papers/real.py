@@ -33,8 +33,7 @@ from vmserve_bench.papers.served import (
     scaled,
 )
 from vmserve_bench.sharing import command as sharing
-from vmserve_bench.sharing.prefix import translation_shapes
-from vmserve_bench.sharing.reference import SHOT_TOKENS
+from vmserve_bench.sharing.prefix import SHOT_TOKENS, translation_shapes
 from vmserve_bench.workloads.shapes import RequestShape, alpaca, azure_code, sharegpt
 
 if TYPE_CHECKING:
