@@ -185,7 +185,7 @@ def _table(profile: DeviceProfile) -> Table:
         row("each token outside attention", profile.token),
     ]
     copies = f"Copies {profile.copy_bytes_per_second / 1e9:.1f} GB/s."
-    return table_of(f"{profile.name}: microseconds, all layers", rows, copies)
+    return table_of(f"{profile.name}: microseconds, all layers", rows, note=copies)
 
 
 def _decode_table(tokens: DecodedTokens) -> Table:
@@ -212,5 +212,5 @@ def _decode_table(tokens: DecodedTokens) -> Table:
             row("its attention", attention, rate=False),
             row("around the model", around, rate=False),
         ],
-        f"{len(read)} tokens in turns with the loop; % of read: median of the pairs.",
+        note=f"{len(read)} tokens in turns with the loop; % of read: median of the pairs.",
     )

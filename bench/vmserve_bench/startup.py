@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -22,9 +21,8 @@ from vmserve.errors import VmserveError
 from vmserve.numbers.sizes import format_size
 from vmserve_bench import options as opt
 from vmserve_bench.ab.metrics import Metric
-from vmserve_bench.lab.machine import machine_info
 from vmserve_bench.lab.measure import KINDS, child_processes, read_memory
-from vmserve_bench.lab.report import dump, make_console, progress, write_text
+from vmserve_bench.lab.report import dump, head, make_console, progress, write_text
 from vmserve_bench.lab.server import serving
 from vmserve_bench.lab.table import Table, print_table, table_of
 
@@ -72,9 +70,7 @@ def startup_command(
     found = {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": machine_info(),
-        "options": engine_options,
+        **head("startup", {"options": engine_options}),
         "has_bytecode": has_bytecode(),
         # One value per process in each list; memory by process and kind.
         "phases": {},

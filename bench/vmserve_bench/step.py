@@ -199,7 +199,7 @@ def run(options: Options, report: Report) -> SectionResult:
             }
             for row in rows
         ],
-        f"Goal: {GOAL_NS_PER_SEQUENCE / 1e3:g} us per sequence where {GOAL_NUM_SEQS} decode.",
+        note=f"Goal: {GOAL_NS_PER_SEQUENCE / 1e3:g} us per sequence where {GOAL_NUM_SEQS} decode.",
     )
     beyond = table_of(
         "what else a step does, its model being null, and the whole: microseconds, median",

@@ -10,7 +10,6 @@ them is longer than the computing delays the next step where steps overlap. Need
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import statistics
@@ -19,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from vmserve_bench.alloc.pool import grow, growths, open_pool, open_sequences
+from vmserve_bench.lab import script
 
 from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
 from vmserve import _core
@@ -103,10 +103,7 @@ def rows(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--step-ms", type=float, default=8.0)
-    parser.add_argument("--groups", type=int, nargs="*", default=[1, 16])
-    parser.add_argument("--batches", type=int, nargs="*", default=[32, 128])
+    parser = script.parser(__doc__, step_ms=8.0, groups=[1, 16], batches=[32, 128])
     options = parser.parse_args(arguments)
     for row in rows(options.step_ms, options.groups, options.batches):
         print(json.dumps(row), flush=True)

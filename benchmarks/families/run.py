@@ -132,7 +132,7 @@ def main() -> None:
     }
     rows = itertools.product(args.families, args.weights)
     note = "A smoke run: no figure means anything." if args.smoke else ""
-    table = script.table("tokens/s (times llama.cpp's; by processor time)", columns, rows, note)
+    table = script.table_of("tokens/s (times llama.cpp's; by processor time)", rows, columns, note)
     script.publish(__file__, args, [table], {"runs": runs})
     if absent or any("error" in run for run in runs):
         sys.exit(absent or 1)

@@ -30,7 +30,7 @@ def main() -> None:
         for model in dict.fromkeys(row["model"] for row in rows):
             own = (row for row in rows if row["model"] == model)
             title = section.TITLE.format(model)
-            tables.append(script.table(title, section.COLUMNS, own, section.NOTE))
+            tables.append(script.table_of(title, own, section.COLUMNS, section.NOTE))
     script.publish(__file__, args, tables, {"results": results}, device="counted")
 
 

@@ -176,10 +176,10 @@ def table(runs: Sequence[Json]) -> Table:
         "int8 over bf16": lambda tokens: f"{gain(runs, tokens) or math.nan:.2f}",
         **{f"{name}, MiB": partial(cell, name, "peak_pss_bytes", 2**20, 0) for name in names},
     }
-    return script.table(
+    return script.table_of(
         "decode with so many tokens in flight",
-        columns,
         sorted({run["tokens"] for run in runs}),
+        columns,
         "MiB: the process's proportional memory at its peak, weights included.",
     )
 

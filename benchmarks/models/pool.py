@@ -224,7 +224,7 @@ def main() -> None:
         parts = {part: result.to_dict() for part, (result, _) in found.items()}
         results[name] = parts.get(name, parts)
     if compared:
-        tables.append(script.table("with a pool and without", COLUMNS, compared.items()))
+        tables.append(script.table_of("with a pool and without", compared.items(), COLUMNS))
     script.publish(__file__, args, tables, {"results": results}, device="pool")
 
 

@@ -83,7 +83,7 @@ class Engine:
         """Tell the pool what is new."""
         if self.sim.engine.lease is not None:
             for holding, is_answer in self.sim.engine.memory_news():
-                self.lender.told(MemoryReport(holding, is_answer))
+                self.lender.report(MemoryReport(holding, is_answer))
 
     def add(self, count: int) -> None:
         for number, (num_prompt, num_answer) in self._jobs[:count]:
@@ -164,7 +164,7 @@ def main() -> None:
     }
     rows = (measured(*case, args.seeds) for case in cases)
     note = "Tokens computed, pool : halves; preemptions with halves and with a pool."
-    script.show(script.table("two engines over a pool, simulated", columns, rows, note))
+    script.show(script.table_of("two engines over a pool, simulated", rows, columns, note))
 
 
 if __name__ == "__main__":

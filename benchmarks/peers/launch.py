@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import tempfile
 import time
@@ -13,22 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from environments import Environment
+from memory import MemorySamples, watch
 from subjects import Subject
-from vmserve_bench.lab.measure import MemorySamples, watch
+from vmserve_bench.lab.server import inherited
 
 Json = dict[str, Any]
 
 HERE = Path(__file__).resolve().parent
 ERROR_TAIL_CHARS = 3000
-
-
-def inherited() -> dict[str, str]:
-    """This process's environment, without what importing vmserve has put there for itself.
-
-    vmserve may keep its bytecode, as the others have theirs from their installation.
-    """
-    left_out = ("OMP_WAIT_POLICY", "PYTHONDONTWRITEBYTECODE")
-    return {name: value for name, value in os.environ.items() if name not in left_out}
+#: vmserve may keep its bytecode, as the others have theirs from their installation.
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 
 
 def variables(
@@ -70,7 +63,7 @@ def run_engine(
 
     What was measured before an error is kept.
     """
-    environment = {**inherited(), **added}
+    environment = {**inherited(NO_BYTECODE), **added}
     if subject.engine == "vllm":
         environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     module = f"{subject.engine.replace('.', '_')}_engine"

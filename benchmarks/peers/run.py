@@ -24,14 +24,15 @@ import subjects
 import summary
 import traffic
 from environments import Environment, NotInstalledError, ensure, ensure_server
-from launch import inherited, run_engine, run_script, variables
+from launch import run_engine, run_script, variables
+from memory import MemorySamples
 from models import Model
 from serving import SERVERS, run_server
 from subjects import Subject
 from vmserve_bench.lab.machine import machine_info
-from vmserve_bench.lab.measure import MemorySamples
 from vmserve_bench.lab.report import keep, results_directory
 from vmserve_bench.lab.rounds import orders
+from vmserve_bench.lab.server import inherited
 
 Json = dict[str, Any]
 #: Requests by workload.

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import re
-import signal
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -17,12 +13,13 @@ from typing import Any
 
 import httpx
 from environments import SERVER, Environment
-from launch import inherited
+from launch import NO_BYTECODE
+from memory import MemorySamples, watch
 from subjects import Subject
 from vmserve_bench.ab.client import Load
 from vmserve_bench.ab.jobs import Job, Prompts
 from vmserve_bench.lab.machine import free_port
-from vmserve_bench.lab.measure import MemorySamples, watch
+from vmserve_bench.lab.server import Process, inherited, started
 from vmserve_bench.serve.client import ServedRun, Target, send_load
 from vmserve_bench.workloads.shapes import RequestShape
 
@@ -32,7 +29,6 @@ Json = dict[str, Any]
 SERVERS = ("vmserve", "llama.cpp", "vllm")
 MODEL_NAME = "peers"
 POLL_S = 0.02
-GRACE_S = 10.0
 TIMEOUT_S = 300.0
 ERROR_TAIL_CHARS = 2000
 #: What ``llama-server`` decodes at once: a slot reserves its whole context.
@@ -141,33 +137,17 @@ def run_server(
 
 
 @contextlib.contextmanager
-def server(arguments: list[str], added: Mapping[str, str]) -> Iterator[Any]:
-    """A server in a process group of its own, ended with all that it started."""
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(
-            arguments,
-            env={**inherited(), **added},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
+def server(arguments: list[str], added: Mapping[str, str]) -> Iterator[Process]:
+    """A server; what it has said last is in the errors about it."""
+    with started(arguments, {**inherited(NO_BYTECODE), **added}) as (process, said):
         try:
             yield process
         except ServerFailedError as error:
-            output.seek(0)
-            tail = output.read()[-ERROR_TAIL_CHARS:].strip()
-            raise ServerFailedError(f"{error}: {tail}") from None
-        finally:
-            for number in (signal.SIGTERM, signal.SIGKILL):  # its children may outlive it
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(GRACE_S)
+            raise ServerFailedError(f"{error}: {said()[-ERROR_TAIL_CHARS:]}") from None
 
 
 def ask(
-    process: subprocess.Popen[Any],
+    process: Process,
     client: httpx.Client,
     request: Json,
     num_tokens: int,

@@ -142,8 +142,8 @@ def main() -> None:
         cost.append({**parts["steady"], "model": name})
         data[name] = parts
     tables = [
-        script.table(f"first token of {args.tokens} after a restart", RESTARTS, first),
-        script.table("steady traffic, on to off", STEADY, cost),
+        script.table_of(f"first token of {args.tokens} after a restart", first, RESTARTS),
+        script.table_of("steady traffic, on to off", cost, STEADY),
     ]
     script.publish(__file__, args, tables, {"data": data})
 

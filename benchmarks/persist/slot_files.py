@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 from environments import SERVER, Environment, NotInstalledError, ensure, ensure_server
 from report import one_line
 from vmserve_bench.lab import script
-from vmserve_bench.lab.llama_server import llama_serving
+from vmserve_bench.lab.server import llama_serving
 
 from vmserve.errors import VmserveError
 from vmserve.models import resolve_model

@@ -71,7 +71,8 @@ def main() -> None:
                 tokens = streams * (num_tokens if num_tokens > 1 else num_prompt)
                 rates = (tokens / each for each in (found.median_a_s, found.median_b_s))
                 told = ", ".join(f"{rate:,.0f} tokens/s" for rate in rates)
-                print(f"{work}: {told}\n    {found}", flush=True)
+                ratio = script.interval(found.ratio, found.ratio_low, found.ratio_high)
+                print(f"{work}: {told}\n    time {ratio}: {found.verdict}", flush=True)
         finally:
             for llm in sides:
                 runner.run(llm.shutdown())

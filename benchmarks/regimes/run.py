@@ -28,6 +28,7 @@ from vmserve_bench.ab.variants import Variant
 from vmserve_bench.lab import script
 from vmserve_bench.lab.report import dump, make_directory, results_directory, watch
 from vmserve_bench.lab.statistics import median
+from vmserve_bench.lab.table import SectionResult, markdown
 
 from vmserve.errors import VmserveError
 
@@ -138,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
         }
         for result in results
     ]
-    tables = [script.table("regret of auto", COLUMNS, rows, NOTE), *map(workload_table, results)]
+    tables = [script.table_of("regret of auto", rows, COLUMNS, NOTE), *map(workload_table, results)]
     script.show(*tables)
     directory = Path(options.output) if options.output else results_directory(__file__)
     make_directory(directory)
@@ -148,9 +149,9 @@ def main(arguments: list[str] | None = None) -> int:
         name: {metric: found.to_dict() for metric, found in each.items()}
         for name, each in regrets.items()
     }
-    how = ", --quick" * options.quick + (f", --same {options.same}" if options.same else "")
-    head = f"{script.heading(measured['date'], measured['machine'])}{how}.\n"
-    text = "\n".join([head, *(table.to_markdown() for table in tables)])
+    what = f"regimes, --same {options.same}" if options.same else "regimes"
+    told = {**measured, "quick": options.quick}
+    text = markdown({what: SectionResult(measured, (*tables,))}, told)
     (directory / "tables.md").write_text(text, encoding="utf-8")
     write(measured, directory)
     if not options.raw:  # the report has been drawn; these are megabytes

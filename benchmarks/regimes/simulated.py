@@ -122,10 +122,10 @@ def main() -> None:
         }
         for kind in args.workloads
     }
-    table = script.table(
+    table = script.table_of(
         "simulated: OPT-13B on an A100 40GB, seconds until all requests have ended",
-        COLUMNS,
         (row(kind, by_regime) for kind, by_regime in runs.items()),
+        COLUMNS,
         f"Means of {args.seeds} rounds, with 95 % intervals of the paired ratios.",
     )
     measured = {"device": described(OPT_13B_A100), "runs": runs}

@@ -12,12 +12,11 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import httpx
 from vmserve_bench.lab import script
 from vmserve_bench.lab.server import serving
-from vmserve_bench.lab.table import Table
 
 CLIENTS = 16
 PREFIX_TOKENS, SUFFIX_TOKENS, ANSWER_TOKENS = 1024, 16, 8
@@ -120,15 +119,11 @@ def main() -> None:
             return ""
         return f"{middle(workload, 'prefix')[0] / middle(workload, 'round-robin')[0]:.2f}"
 
-    def cells(workload: str) -> Iterator[str]:
-        yield workload
-        for subject in args.subjects:
-            yield "{:.1f} ({:.0%})".format(*middle(workload, subject))
-        yield ratio(workload)
-
-    columns = ("workload", *args.subjects, "prefix / round-robin")
-    rows = tuple(tuple(cells(workload)) for workload in args.workloads)
-    script.show(Table("requests/s (prompt tokens cached)", columns, rows))
+    columns: dict[str, script.Cell] = {"workload": str}
+    for subject in args.subjects:
+        columns[subject] = lambda row, own=subject: "{:.1f} ({:.0%})".format(*middle(row, own))
+    columns["prefix / round-robin"] = ratio
+    script.show(script.table_of("requests/s (prompt tokens cached)", args.workloads, columns))
     if choices:
         print(f"\na choice by prefix: {1000 * statistics.mean(choices):.3f} ms in the mean")
 

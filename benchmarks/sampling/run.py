@@ -55,7 +55,7 @@ def main() -> None:
     for vocab, num_rows in itertools.product(*sizes):
         logits = make_logits(vocab, num_rows, args.flat)
         results += [measured(name, logits, args.seconds) for name in CASES]
-    table = script.table("the sampler, microseconds a call", COLUMNS, results)
+    table = script.table_of("the sampler, microseconds a call", results, COLUMNS)
     script.publish(__file__, args, [table], {"results": results})
 
 

@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,7 @@ import numpy as np
 import psutil
 from client import cpu_seconds, stream_all
 from vmserve_bench.lab import script
-from vmserve_bench.lab.machine import cpu_model
-from vmserve_bench.lab.report import dump, write_text
+from vmserve_bench.lab.report import dump, head, write_text
 from vmserve_bench.lab.server import serving
 from vmserve_bench.lab.statistics import paired_effects
 
@@ -68,11 +66,10 @@ def main() -> None:
         rounds[way].append(script.in_new_process(__file__, "--worker", way, *words))
         print(f"round {len(rounds[way])}, {way}: {rounds[way][-1]}", file=sys.stderr)
     base = rounds[BASE]
+    model = Path(args.model).name if args.model else "embedded"
     text = dump(
         {
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            "machine": {"cpu": cpu_model(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
-            "work": {"model": Path(args.model).name if args.model else "embedded", **work},
+            **head("server_overhead", {"work": {"model": model, **work}}),
             "medians": {
                 way: {
                     name: round(statistics.median(one[name] for one in all_), 3) for name in all_[0]

@@ -23,8 +23,8 @@ from typing import Any
 
 import httpx
 from vmserve_bench.lab import script
-from vmserve_bench.lab.llama_server import llama_serving
 from vmserve_bench.lab.rounds import compare_many
+from vmserve_bench.lab.server import llama_serving
 from vmserve_bench.workloads.texts import TEXTS, conversations
 
 import vmserve
@@ -142,9 +142,9 @@ def main() -> None:
                 for server in servers.values():
                     server.answer(prompts, streams)
                 measured += timed("llama.cpp", about, servers, prompts, args.rounds)
-        script.show(script.table("so far", COLUMNS, measured))
+        script.show(script.table_of("so far", measured, COLUMNS))
         results += measured
-    table = script.table("speculation", COLUMNS, results)
+    table = script.table_of("speculation", results, COLUMNS)
     script.publish(__file__, args, [table], {"results": results})
 
 
@@ -158,7 +158,7 @@ def timed(
     calls = {
         mode: partial(each.answer, prompts, about["streams"]) for mode, each in variants.items()
     }
-    against = compare_many(calls, rounds=rounds, warmup=0).against
+    against = compare_many(calls, rounds=rounds, warmup=0)
     [baseline, *_] = variants
     seconds = {baseline: next(iter(against.values())).median_a_s}
     faster = {baseline: (1.0, 1.0, 1.0)}

@@ -112,7 +112,7 @@ def main() -> None:
     ]
     title = "a whole step, its model null: microseconds, the lower quartile"
     note = f"{args.rounds} rounds of {_TURNS * _STEPS:,} steps; intervals of 99 %."
-    print_table(make_console(), table_of(title, rows, note))
+    print_table(make_console(), table_of(title, rows, note=note))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ def test_machine_info() -> None:
     assert info["cpu"]
     assert info["packages"]["no-such-distribution"] is None
     assert info["packages"]["numpy"].count(".") >= 2
-    names = "cpu cpu_extensions git_revision memory_bytes num_cores num_usable_cores packages "
-    assert sorted(info) == (names + "python system").split()
+    names = "cpu cpu_extensions git_revision load_average memory_bytes num_cores num_usable_cores "
+    assert sorted(info) == (names + "packages python system").split()
 
 
 def test_git_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

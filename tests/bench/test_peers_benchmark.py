@@ -18,14 +18,14 @@ import pytest
 from gguf.quants import dequantize
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
-from vmserve_bench.lab.measure import MemorySamples, pss_bytes
+from vmserve_bench.lab.measure import pss_bytes
 
 from tests.models.gguf_checkpoints import add_embedded_tokenizer, convert
 from vmserve.models.hub import resolve_model
 
 PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
-NAMES = ("checkpoint", "environments", "launch", "models", "reference", "report", "run", "serving",
-         "subjects", "summary", "to_gguf", "traffic", "engines.stepped")  # fmt: skip
+NAMES = ("checkpoint", "environments", "launch", "memory", "models", "reference", "report", "run",
+         "serving", "subjects", "summary", "to_gguf", "traffic", "engines.stepped")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -356,12 +356,19 @@ def test_tokens_are_checked_where_an_answer_is_whole(peers: SimpleNamespace) -> 
 def test_a_worker_that_fails_or_takes_too_long_is_reported(peers: SimpleNamespace) -> None:
     launch, python = peers.launch, Path(sys.executable)
     for limit_s, error in ((60, "exit code 1: "), (0, "stopped after 0 s")):
-        arguments = ("worker.py", python, {}, launch.inherited(), limit_s, MemorySamples())
+        arguments = (
+            "worker.py",
+            python,
+            {},
+            dict(os.environ),
+            limit_s,
+            peers.memory.MemorySamples(),
+        )
         assert launch.run_script(*arguments)["error"].startswith(error)
 
 
-def test_memory_of_a_running_process() -> None:
-    samples = MemorySamples(instants=[1.0, 2.0, 3.0, 4.0], pss_bytes=[10, 40, 30, 90])
+def test_memory_of_a_running_process(peers: SimpleNamespace) -> None:
+    samples = peers.memory.MemorySamples(instants=[1.0, 2.0, 3.0, 4.0], pss_bytes=[10, 40, 30, 90])
     assert samples.peak(2.0, 3.5) == 40
     assert samples.peak(2.1, 2.9) == 0
     samples.take(os.getpid())

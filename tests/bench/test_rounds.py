@@ -36,9 +36,7 @@ class FakeClock:
 
     def many(self, rounds: int, **durations: float) -> dict[str, PairedResult]:
         calls = {name: self.takes(name, took) for name, took in durations.items()}
-        result = compare_many(calls, rounds=rounds, warmup=0, clock=self)
-        assert result.baseline == next(iter(durations))
-        return dict(result.against)
+        return compare_many(calls, rounds=rounds, warmup=0, clock=self)
 
 
 def noisy_comparison(seed: int, ratio: float, *, pairs: int = 30) -> PairedResult:
@@ -50,21 +48,20 @@ def noisy_comparison(seed: int, ratio: float, *, pairs: int = 30) -> PairedResul
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "pairs", "verdict", "told"),
+    ("a", "b", "pairs", "verdict"),
     [
-        (2e6, 3e6, 8, "higher", "A 2 ms, B 3 ms, B/A 1.500 [1.500, 1.500], 8 pairs: A faster"),
-        (500, 400, 6, "lower", "A 500 ns, B 400 ns, B/A 0.800 [0.800, 0.800], 6 pairs: B faster"),
-        (7e4, 7e4, 6, "no difference shown",
-         "A 70 us, B 70 us, B/A 1.000 [1.000, 1.000], 6 pairs: no difference shown"),
-        (100, 900, 5, "no difference shown",
-         "A 100 ns, B 900 ns, B/A 9.000, 5 pairs: no difference shown"),
+        (2e6, 3e6, 8, "higher"),
+        (500, 400, 6, "lower"),
+        (7e4, 7e4, 6, "no difference shown"),
+        (100, 900, 5, "no difference shown"),
     ],
-)  # fmt: skip
-def test_exact_times(a: float, b: float, pairs: int, verdict: str, told: str) -> None:
+)
+def test_exact_times(a: float, b: float, pairs: int, verdict: str) -> None:
     result = FakeClock().many(pairs, A=a, B=b)["B"]
-    assert (result.median_a_s, result.median_b_s, result.num_pairs) == (a / 1e9, b / 1e9, pairs)
+    assert (result.median_a_s, result.median_b_s) == (a / 1e9, b / 1e9)
+    assert len(result.times_ns_a) == len(result.times_ns_b) == pairs
     assert result.ratio == pytest.approx(b / a)
-    assert (result.verdict, str(result)) == (verdict, told)
+    assert result.verdict == verdict
     ends = (result.ratio_low, result.ratio_high)
     assert all(map(math.isnan, ends)) if pairs < 6 else ends == pytest.approx((b / a, b / a))
 
@@ -150,21 +147,12 @@ def test_verdicts_are_corrected_for_the_number_of_variants() -> None:
         wobble = iter(1e6 * np.exp(0.013 + 0.01 * np.tile([1.0, -1.0], 6)))
         calls = {"a": clock.takes("a", 1e6), "b": clock.takes("b", lambda: next(wobble))}
         calls |= {f"{index}": clock.takes("equal", 1e6) for index in range(num_others)}
-        return compare_many(calls, rounds=12, warmup=0, clock=clock).against["b"].verdict
+        return compare_many(calls, rounds=12, warmup=0, clock=clock)["b"].verdict
 
     assert (verdict(0), verdict(19)) == ("higher", "no difference shown")
 
 
-def test_bad_arguments() -> None:
-    def nothing() -> None:
-        pass
-
-    with pytest.raises(ValueError, match="got 0 and 3"):
-        compare(nothing, nothing, pairs=0)
-    with pytest.raises(ValueError, match="got 30 and -1"):
-        compare(nothing, nothing, warmup=-1)
-    with pytest.raises(ValueError, match="two or more variants with different labels, got 1"):
-        compare(nothing, nothing, labels=("x", "x"))
+def test_a_function_that_takes_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="B took no time by this clock"):
         FakeClock().many(6, A=5, B=0)
 

@@ -40,7 +40,7 @@ def test_what_was_measured_is_kept_beside_its_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     columns: dict[str, script.Cell] = {"way": "{way}", "twice": lambda row: f"{2 * row['n']}"}
-    table = script.table("A title", columns, [{"way": "left", "n": 4}])
+    table = script.table_of("A title", [{"way": "left", "n": 4}], columns)
     for out in (str(tmp_path), "-"):
         options = argparse.Namespace(out=out, model="/somewhere/model", rounds=2)
         script.publish(__file__, options, [table], {"rows": [4]}, device="counted")

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vmserve import _core
-from vmserve_bench.alloc.section import Options, Rig, interleaved, rows_table
+from vmserve_bench.alloc.section import Options, Rig
+from vmserve_bench.lab.rounds import turns
 from vmserve_bench.lab.statistics import summarize
-from vmserve_bench.lab.table import SectionResult
+from vmserve_bench.lab.table import SectionResult, table_of
 
 if TYPE_CHECKING:
     from vmserve_bench.lab.report import Report
@@ -57,7 +58,7 @@ def run(options: Options, _: Report) -> SectionResult:
         Rig(options.driver, size, min(MOST_PAGES, max(1, total_bytes // size)))
         for size in PAGE_SIZES[options.driver]
     ]
-    for rig in interleaved(rigs, rounds, options.seed):
+    for rig in turns(rigs, rounds, options.seed):
         make_usable(rig)
     rows = [
         {
@@ -69,6 +70,6 @@ def run(options: Options, _: Report) -> SectionResult:
         for rig in rigs
     ]
     columns = ("page_bytes", *(f"gb_per_s/{way}" for way in WAYS), "vattention_a100_gb_per_s")
-    table = rows_table("allocation bandwidth, GB/s", rows, columns)
+    table = table_of("allocation bandwidth, GB/s", rows, columns)
     data = {"driver": options.driver, "rounds": rounds, "run_pages": RUN_PAGES, "page_sizes": rows}
     return SectionResult(data, (table,))

@@ -12,9 +12,9 @@ import numpy as np
 
 from vmserve import _core
 from vmserve_bench.alloc.pool import Batch, Views, growths, open_pool, view_of
-from vmserve_bench.alloc.section import Options, Times, rows_table
+from vmserve_bench.alloc.section import Options, Times
 from vmserve_bench.lab.statistics import summarize
-from vmserve_bench.lab.table import SectionResult
+from vmserve_bench.lab.table import SectionResult, table_of
 
 if TYPE_CHECKING:
     from vmserve_bench.lab.report import Report
@@ -87,8 +87,8 @@ def run(options: Options, report: Report) -> SectionResult:
     parts = [f"parts_ns/{part}/median" for part in rows[0]["parts_ns"]]
     columns = ["num_seqs", "regime", *parts, "plan_apply_ns/median", "plan_apply_ns/p99"]
     tables = (
-        rows_table("bookkeeping of a decoding step with nothing to map", rows, columns),
-        rows_table("calls that have nothing to do: median", [data], ["python_ns"]),
+        table_of("bookkeeping of a decoding step with nothing to map", rows, columns),
+        table_of("calls that have nothing to do: median", [data], ["python_ns"]),
     )
     return SectionResult(data, tables)
 

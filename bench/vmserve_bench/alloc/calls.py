@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vmserve import _core
-from vmserve_bench.alloc.section import Options, Rig, interleaved, rows_table
+from vmserve_bench.alloc.section import Options, Rig
+from vmserve_bench.lab.rounds import turns
 from vmserve_bench.lab.statistics import summarize
-from vmserve_bench.lab.table import SectionResult
+from vmserve_bench.lab.table import SectionResult, table_of
 
 if TYPE_CHECKING:
     from vmserve_bench.lab.report import Report
@@ -53,7 +54,7 @@ def run(options: Options, _: Report) -> SectionResult:
     for rig in rigs:  # the first of everything is not what a server sees
         live(rig)
         rig.times.clear()
-    for rig in interleaved(rigs, rounds, options.seed):
+    for rig in turns(rigs, rounds, options.seed):
         live(rig)
     rows, medians = [], []
     for rig in rigs:
@@ -64,6 +65,6 @@ def run(options: Options, _: Report) -> SectionResult:
             row = {"median_ns": found.median, "p95_ns": found.p95, "gb_per_s": rate}
             rows.append({"operation": name, **pages, **row})
         medians.append({**pages, **{name: found.median / 1e3 for name, found in times.items()}})
-    table = rows_table("driver calls on runs of pages: us, median", medians, [*medians[0]])
+    table = table_of("driver calls on runs of pages: us, median", medians, [*medians[0]])
     data = {"driver": options.driver, "rounds": rounds, "calls": rows}
     return SectionResult(data, (table,))

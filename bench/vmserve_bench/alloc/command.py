@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from typing import Annotated
 
 import typer
 
 from vmserve_bench import options as opt
-from vmserve_bench.alloc import SUITE, Options
-from vmserve_bench.lab.suite import chosen
+from vmserve_bench.alloc import bandwidth, bookkeeping, calls, idle, prefill, steps, waste
+from vmserve_bench.alloc.section import Driver, Options
+from vmserve_bench.lab.suite import Suite, chosen
 
-__all__ = ["Driver", "alloc_command"]
+__all__ = ["SUITE", "alloc_command"]
 
+#: Sections in the order in which they run.
+SUITE = Suite[Options](
+    name="alloc",
+    sections={
+        "calls": calls.run,
+        "steps": steps.run,
+        "prefill": prefill.run,
+        "bandwidth": bandwidth.run,
+        "batch": waste.run_batch,
+        "waste": waste.run,
+        "idle": idle.run,
+        "bookkeeping": bookkeeping.run,
+    },
+    packages=("vmserve", "numpy"),
+)
 #: Sections that only ask a driver; the others write to the memory as the CPU does.
 _CUDA_SECTIONS = ("calls", "bandwidth")
-
-
-class Driver(enum.StrEnum):
-    host = "host"
-    cuda = "cuda"
 
 
 def alloc_command(
@@ -44,7 +54,7 @@ def alloc_command(
         names = chosen("section of --driver cuda", section, _CUDA_SECTIONS)
     else:
         names = chosen("section", section, list(SUITE.sections))
-    options = Options(quick, seed, driver.value)
+    options = Options(quick, seed, driver)
     SUITE.measure(
         names,
         options,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY, KVLayout, plan_layout
-from vmserve_bench.alloc.section import Options, rows_table
-from vmserve_bench.lab.table import SectionResult
-from vmserve_bench.simulation import SimulatedEngine, SimulationConfig, asked
+from vmserve_bench.alloc.section import Options
+from vmserve_bench.lab.table import SectionResult, table_of
+from vmserve_bench.simulation import SimulatedEngine, SimulationConfig, asked, replay
 from vmserve_bench.simulation.devices import LLAMA_8B_A100
 from vmserve_bench.workloads.shapes import hot_cold
 
@@ -53,11 +53,8 @@ def measure(layout: KVLayout, regime: Regime, num_requests: int, seed: int) -> d
     )
     found: dict[str, Any] = {"regime": regime, "page_tokens": layout.page_tokens}
     with SimulatedEngine(config) as engine:
-        for request in asked(hot_cold(num_requests, seed), seed=seed):
-            engine.add(request)
-        while engine.has_unfinished:
-            engine.step()
-        found["preemptions"] = sum(record.num_preemptions for record in engine.run.requests)
+        served = replay(engine, asked(hot_cold(num_requests, seed), seed=seed)).requests
+        found["preemptions"] = sum(record.num_preemptions for record in served)
         for state in ("idle", "bounded"):
             if state == "bounded":
                 engine.memory.set_limit(CACHED_TOKENS * token_bytes)
@@ -83,7 +80,7 @@ def run(options: Options, report: Report) -> SectionResult:
             found = measure(layout, regime, num_requests, options.seed)
             rows.append({"pages": pages, **found})
             report(len(rows) / 6)
-    table = rows_table(
+    table = table_of(
         f"memory of an idle pool over its cached blocks, packed; {num_requests:,} requests before",
         rows,
         ("pages", "page_tokens", "regime", "idle", "bounded"),

@@ -15,16 +15,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "BLOCK_TOKENS",
-    "Batch",
-    "Views",
-    "grow",
-    "growths",
-    "open_pool",
-    "open_sequences",
-    "view_of",
-]
+__all__ = ["BLOCK_TOKENS", "Batch", "Views", "grow", "growths", "open_pool", "open_sequences"]
+__all__ += ["view_of"]
 
 BLOCK_TOKENS = 16
 Views = Literal["virtual", "paged", "mixed"]

@@ -12,9 +12,10 @@ import numpy as np
 
 from vmserve import _core
 from vmserve_bench.alloc.pool import grow, growths, open_pool, open_sequences
-from vmserve_bench.alloc.section import Options, Times, interleaved, rows_table
+from vmserve_bench.alloc.section import Options, Times
+from vmserve_bench.lab.rounds import turns
 from vmserve_bench.lab.statistics import paired_effects, summarize
-from vmserve_bench.lab.table import SectionResult
+from vmserve_bench.lab.table import SectionResult, table_of
 
 if TYPE_CHECKING:
     from vmserve_bench.lab.report import Report
@@ -79,20 +80,20 @@ class Prefiller:
 
 
 def run(options: Options, report: Report) -> SectionResult:
-    """Median and p95 by prompt length and state of the pool, interleaved."""
+    """Median and p95 by prompt length and state of the pool."""
     prompts, rounds, num_groups = (PROMPTS[:1], 3, 2) if options.quick else (PROMPTS, 20, 16)
     rows: list[dict[str, Any]] = []
     for index, prompt in enumerate(prompts):
         rows += _measure(prompt, num_groups, rounds, options.seed)
         report((index + 1) / len(prompts))
     pages = {"page_tokens": PAGE_TOKENS, "token_bytes": TOKEN_BYTES, "num_groups": num_groups}
-    table = rows_table("a prompt's pages, by the state of the pool", rows, tuple(rows[0]))
+    table = table_of("a prompt's pages, by the state of the pool", rows, tuple(rows[0]))
     return SectionResult({**pages, "rounds": rounds, "prompts": rows}, (table,))
 
 
 def _measure(prompt: int, num_groups: int, rounds: int, seed: int) -> list[dict[str, Any]]:
     pools = {way: Prefiller(way, prompt, num_groups) for way in WAYS}
-    for pool in interleaved(pools.values(), rounds, seed):
+    for pool in turns(pools.values(), rounds, seed):
         pool.run()
     rows = []
     for way, pool in pools.items():

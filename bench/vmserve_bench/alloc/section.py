@@ -1,29 +1,26 @@
-"""What the sections share: options, page drivers, timed calls, and tables of rows."""
+"""What the sections share: options, page drivers, timed calls."""
 
 from __future__ import annotations
 
+import enum
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import reduce
-from itertools import islice
-from operator import getitem
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vmserve import _core
-from vmserve_bench.lab.rounds import orders
-from vmserve_bench.lab.table import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable
 
-__all__ = ["Options", "Rig", "Times", "interleaved", "make_driver", "rows_table"]
+__all__ = ["Driver", "Options", "Rig", "Times", "make_driver"]
 
-DriverKind = Literal["host", "cuda"]
-Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+class Driver(enum.StrEnum):
+    host = "host"
+    cuda = "cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +29,10 @@ class Options:
 
     quick: bool = False
     seed: int = 0
-    driver: DriverKind = "host"
+    driver: Driver = Driver.host
 
 
-def make_driver(kind: DriverKind, frame_bytes: int, num_frames: int) -> _core.PageDriver:
+def make_driver(kind: str, frame_bytes: int, num_frames: int) -> _core.PageDriver:
     """Open a page driver. Raises DriverError where the machine has none of the kind."""
     driver = _core.HostDriver if kind == "host" else _core.CudaDriver
     return driver(frame_bytes, num_frames)
@@ -57,45 +54,9 @@ class Times(defaultdict[str, list[int]]):
 class Rig:
     """A driver with room for ``num_pages``, addresses for them, and times of what is done there."""
 
-    def __init__(self, kind: DriverKind, page_bytes: int, num_pages: int) -> None:
+    def __init__(self, kind: str, page_bytes: int, num_pages: int) -> None:
         self.page_bytes, self.num_pages = page_bytes, num_pages
         self.num_bytes = page_bytes * num_pages
         self.driver = make_driver(kind, page_bytes, num_pages)
         self.address = self.driver.reserve(self.num_bytes, _core.Backing.TRAP)
         self.times = Times()
-
-
-def interleaved(items: Iterable[Item], rounds: int, seed: int) -> Iterator[Item]:
-    """Each item once a round, in drawn orders: a busy moment of the machine hits all alike."""
-    some = list(items)
-    for order in islice(orders(len(some), np.random.default_rng(seed)), rounds):
-        yield from (some[at] for at in order)
-
-
-def rows_table(title: str, rows: Sequence[Any], columns: Sequence[str], note: str = "") -> Table:
-    """A table of a results file's rows; ``columns``: their names, ``a/b`` is b within a.
-
-    A column of objects becomes one for each of their names.
-    """
-    flat = [dict(_flat(row, columns)) for row in rows]
-    cells = tuple(tuple(map(_text, row.values())) for row in flat)
-    # Spaces, where a narrow column may break.
-    names = tuple(name.replace("_", " ").replace("/", " ") for name in flat[0])
-    return Table(title, names, cells, note)
-
-
-def _flat(row: Any, columns: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    for column in columns:
-        value = reduce(getitem, column.split("/"), row)
-        if isinstance(value, dict):
-            yield from ((f"{column}/{name}", each) for name, each in value.items())
-        else:
-            yield column, value
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_text, value))}]"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) else str(value or "")

@@ -16,9 +16,10 @@ import numpy as np
 
 from vmserve import _core
 from vmserve_bench.alloc.pool import Batch, open_pool
-from vmserve_bench.alloc.section import Options, Times, interleaved, rows_table
+from vmserve_bench.alloc.section import Options, Times
+from vmserve_bench.lab.rounds import turns
 from vmserve_bench.lab.statistics import paired_effects, summarize
-from vmserve_bench.lab.table import SectionResult
+from vmserve_bench.lab.table import SectionResult, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -187,13 +188,13 @@ def run(options: Options, report: Report) -> SectionResult:
         rows = [{"pages": way, **found} for way, found in cases[name]["ways"].items()]
         times = [f"{what}_ns/{of}" for what in ("step", "memory") for of in ("median", "p99")]
         counts = ("unhidden_calls", "hidden_calls", "mapper_waits", "mapper_us_per_token")
-        tables.append(rows_table(f"decoding steps: {name}", rows, ["pages", *times, *counts]))
+        tables.append(table_of(f"decoding steps: {name}", rows, ["pages", *times, *counts]))
         rows = [
             {"pages": way, "time": what, **found}
             for what in ("against_pre_mapped", "median_step_against_pre_mapped")
             for way, found in cases[name][what].items()
         ]
-        tables.append(rows_table(f"how much longer than pre-mapped: {name}", rows, [*rows[0]]))
+        tables.append(table_of(f"how much longer than pre-mapped: {name}", rows, [*rows[0]]))
     model.close()
     data = {"model_step_s": step_s, "lookahead_tokens": LOOKAHEAD_TOKENS, "cases": cases}
     return SectionResult(data, tuple(tables))
@@ -201,7 +202,7 @@ def run(options: Options, report: Report) -> SectionResult:
 
 def _measure(case: Case, model: Callable[[], None], rounds: int, seed: int) -> dict[str, Any]:
     steppers = {way: Stepper(way, case, model) for way in WAYS}
-    for stepper in interleaved(steppers.values(), rounds, seed):
+    for stepper in turns(steppers.values(), rounds, seed):
         stepper.run()
     blocks = [np.reshape(stepper.times["step"], (rounds, -1)) for stepper in steppers.values()]
 

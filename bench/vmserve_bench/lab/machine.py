@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["cpu_model", "free_port", "git_revision", "machine_info", "package_versions"]
+__all__ = ["PACKAGES", "cpu_model", "free_port", "git_revision", "machine_info", "package_versions"]
 
-_PACKAGES = ("vmserve", "numpy", "torch", "transformers", "tokenizers", "safetensors")
+PACKAGES = ("vmserve", "numpy", "torch", "transformers", "tokenizers", "safetensors")
 #: Vector extensions that decide a kernel's speed.
 _EXTENSIONS = ("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16")
 
@@ -68,7 +68,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def machine_info(packages: Sequence[str] = _PACKAGES) -> dict[str, object]:
+def machine_info(packages: Sequence[str] = PACKAGES) -> dict[str, object]:
     """The machine and software of a measurement, ready for JSON; no host name or paths."""
     flags = _of_cpuinfo("flags").split()
     return {
@@ -76,6 +76,8 @@ def machine_info(packages: Sequence[str] = _PACKAGES) -> dict[str, object]:
         "cpu_extensions": [name for name in _EXTENSIONS if name in flags],
         "num_cores": os.cpu_count(),
         "num_usable_cores": len(os.sched_getaffinity(0)),
+        # How quiet it was: 0 is quiet.
+        "load_average": [round(one, 2) for one in os.getloadavg()],
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

@@ -25,10 +25,10 @@ from rich.progress import (
 )
 
 from vmserve.errors import ConfigurationError, VmserveError
-from vmserve_bench.lab.machine import cpu_model
+from vmserve_bench.lab.machine import PACKAGES, cpu_model, machine_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 #: Callback for the share of a section that is done, 0 to 1.
 Report: TypeAlias = "Callable[[float], None]"
@@ -38,7 +38,7 @@ __all__ = [
     "RunProgress",
     "check_writable",
     "dump",
-    "fresh_directory",
+    "head",
     "keep",
     "kept_arguments",
     "make_console",
@@ -118,21 +118,25 @@ def watch(num_runs: int) -> Iterator[RunProgress]:
         yield RunProgress(bar, num_runs)
 
 
-def fresh_directory(parent: Path, date: datetime.date, cpu: str) -> Path:
-    """``<date>-<cpu>`` in ``parent``, or the first of ``-2``, ``-3``, ... that is not there yet."""
-    stem = f"{date.isoformat()}-{re.sub('[^a-z0-9]+', '-', cpu.lower()).strip('-')}"
-    names = chain([stem], (f"{stem}-{number}" for number in count(2)))
-    return next(path for path in map(parent.joinpath, names) if not path.exists())
+def head(
+    benchmark: str, told: Mapping[str, Any], packages: Sequence[str] = PACKAGES
+) -> dict[str, Any]:
+    """What a results file begins with; ``told``: with what options and the like."""
+    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    return {"benchmark": benchmark, "date": date, **told, "machine": machine_info(packages)}
 
 
 def results_directory(script: str, *, device: str | None = None, root: str = "") -> Path:
-    """A new ``<date>-<device>`` in ``root``, by default in ``results`` next to ``script``.
+    """``<date>-<device>``, or the first of ``-2``, ``-3``, ... that is not there yet.
 
-    ``device``: by default the processor.
+    It is in ``root``, by default in ``results`` next to ``script``. ``device``: by default the
+    processor.
     """
-    today = datetime.datetime.now(datetime.UTC).date()
     parent = Path(root) if root else Path(script).resolve().parent / "results"
-    return fresh_directory(parent, today, device or cpu_model())
+    name = re.sub("[^a-z0-9]+", "-", (device or cpu_model()).lower()).strip("-")
+    stem = f"{datetime.datetime.now(datetime.UTC).date()}-{name}"
+    names = chain([stem], (f"{stem}-{number}" for number in count(2)))
+    return next(path for path in map(parent.joinpath, names) if not path.exists())
 
 
 def keep(directory: Path, described: Mapping[str, Any], tables: str) -> None:

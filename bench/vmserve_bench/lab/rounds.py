@@ -12,16 +12,18 @@ import time
 from dataclasses import dataclass
 from itertools import islice
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from vmserve_bench.lab.statistics import NO_DIFFERENCE, Verdict, compare_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-__all__ = ["ManyResult", "PairedResult", "compare", "compare_many", "orders"]
+__all__ = ["PairedResult", "compare", "compare_many", "orders", "turns"]
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,6 @@ class PairedResult:
     verdict: Verdict
 
     @property
-    def num_pairs(self) -> int:
-        """How many times each side was timed."""
-        return len(self.times_ns_a)
-
-    @property
     def median_a_s(self) -> float:
         return median(self.times_ns_a) / 1e9
 
@@ -61,7 +58,7 @@ class PairedResult:
         return {
             "label_a": self.label_a,
             "label_b": self.label_b,
-            "num_pairs": self.num_pairs,
+            "num_pairs": len(self.times_ns_a),
             "median_a_s": self.median_a_s,
             "median_b_s": self.median_b_s,
             "ratio_b_to_a": self.ratio,
@@ -71,25 +68,6 @@ class PairedResult:
             "times_ns_a": list(self.times_ns_a),
             "times_ns_b": list(self.times_ns_b),
         }
-
-    def __str__(self) -> str:
-        told = {"higher": f"{self.label_a} faster", "lower": f"{self.label_b} faster"}
-        bounds = f" [{self.ratio_low:.3f}, {self.ratio_high:.3f}]"
-        return (
-            f"{self.label_a} {_duration(self.median_a_s)}, "
-            f"{self.label_b} {_duration(self.median_b_s)}, "
-            f"{self.label_b}/{self.label_a} {self.ratio:.3f}"
-            f"{'' if math.isnan(self.ratio_low) else bounds}, "
-            f"{self.num_pairs} pairs: {told.get(self.verdict, self.verdict)}"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ManyResult:
-    """Several variants against the first: ``against[name]`` has the first as its A."""
-
-    baseline: str
-    against: Mapping[str, PairedResult]
 
 
 def compare(
@@ -105,7 +83,7 @@ def compare(
     ``options`` and errors are those of :func:`compare_many`.
     """
     variants = dict(zip(labels, (a, b), strict=True))
-    return compare_many(variants, rounds=pairs, **options).against[labels[1]]
+    return compare_many(variants, rounds=pairs, **options)[labels[1]]
 
 
 def compare_many(
@@ -116,24 +94,16 @@ def compare_many(
     setup: Callable[[], object] | None = None,
     seed: int = 0,
     clock: Callable[[], int] = time.perf_counter_ns,
-) -> ManyResult:
-    """Time several variants in ``rounds`` interleaved rounds, each against the first.
+) -> dict[str, PairedResult]:
+    """Time several variants in ``rounds`` interleaved rounds, each against the first, its A.
 
     Every round runs each variant once. Rounds go in twos: a drawn order, then its reverse, so that
     no variant always runs first. Verdicts are corrected for the number of variants.
 
     ``warmup`` runs of each come first, untimed; ``setup``, if given, runs untimed before every run.
     ``seed`` draws the order and the bootstrap. ``clock`` returns nanoseconds. Raises ValueError for
-    bad counts, equal labels, or a function too short for the clock.
+    a function too short for it.
     """
-    if len(variants) < 2:
-        raise ValueError(
-            f"a comparison needs two or more variants with different labels, got {len(variants)}"
-        )
-    if rounds < 1 or warmup < 0:
-        raise ValueError(
-            f"at least 1 timed and 0 warm-up rounds are needed, got {rounds} and {warmup}"
-        )
     baseline, *others = variants
 
     def run(name: str) -> int:
@@ -147,10 +117,8 @@ def compare_many(
         for name in variants:
             run(name)
     times: dict[str, list[int]] = {name: [] for name in variants}
-    for order in islice(orders(len(variants), np.random.default_rng(seed)), rounds):
-        for index in order:
-            name = [baseline, *others][index]
-            times[name].append(run(name))
+    for name in turns(variants, rounds, seed):
+        times[name].append(run(name))
     for name, samples in times.items():
         if min(samples) < 1:
             raise ValueError(
@@ -170,7 +138,7 @@ def compare_many(
             ratio_high=math.nan if effect.high is None else effect.high,
             verdict=found.verdict or NO_DIFFERENCE,
         )
-    return ManyResult(baseline, against)
+    return against
 
 
 def orders(count: int, rng: np.random.Generator) -> Iterator[list[int]]:
@@ -181,8 +149,8 @@ def orders(count: int, rng: np.random.Generator) -> Iterator[list[int]]:
         yield order[::-1]
 
 
-def _duration(seconds: float) -> str:
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
+def turns(items: Iterable[Item], rounds: int, seed: int = 0) -> Iterator[Item]:
+    """Every item once a round, in such orders: a busy moment of the machine hits all alike."""
+    each = list(items)
+    for order in islice(orders(len(each), np.random.default_rng(seed)), rounds):
+        yield from (each[index] for index in order)

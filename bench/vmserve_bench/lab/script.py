@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import json
 import os
 import subprocess
@@ -12,24 +11,26 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from vmserve_bench.lab.machine import machine_info
-from vmserve_bench.lab.report import keep, make_console, results_directory
-from vmserve_bench.lab.rounds import orders
-from vmserve_bench.lab.table import Table, heading, interval, print_table
+from vmserve_bench.lab.report import head, keep, make_console, results_directory
+from vmserve_bench.lab.rounds import turns
+from vmserve_bench.lab.table import (
+    Cell,
+    SectionResult,
+    Table,
+    interval,
+    markdown,
+    print_table,
+    table_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["PEERS_CACHE", "answers", "heading", "in_new_process", "interval", "parser", "publish"]
-__all__ += ["show", "table", "turns"]
+__all__ = ["PEERS_CACHE", "Cell", "answers", "in_new_process", "interval", "parser", "publish"]
+__all__ += ["show", "table_of", "turns"]
 
-#: A format over the keys of a row that is a mapping, or a function of the row.
-Cell: TypeAlias = "str | Callable[[Any], str]"
-Item = TypeVar("Item")
 #: Where benchmarks/peers keeps what it builds and converts.
 PEERS_CACHE = Path(
     os.environ.get("VMSERVE_PEERS_CACHE", Path(tempfile.gettempdir()) / "vmserve-peers")
@@ -59,13 +60,6 @@ def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
     return made
 
 
-def turns(items: Iterable[Item], rounds: int) -> Iterator[Item]:
-    """Every item once a round; rounds go in twos, a drawn order and its reverse."""
-    each = list(items)
-    for _, order in zip(range(rounds), orders(len(each), np.random.default_rng(0)), strict=False):
-        yield from (each[index] for index in order)
-
-
 def in_new_process(script: str, *arguments: object) -> Any:
     """What a script prints last in a process of its own, which is JSON."""
     command = [sys.executable, script, *map(str, arguments)]
@@ -88,21 +82,6 @@ async def answers(
     return await asyncio.gather(*map(first, prompts))
 
 
-def table(title: str, columns: Mapping[str, Cell], rows: Iterable[Any], note: str = "") -> Table:
-    """A table with a line for each row."""
-
-    def cell(how: Cell, row: Any) -> str:
-        return how.format(**row) if isinstance(how, str) else how(row)
-
-    lines = tuple(tuple(cell(how, row) for how in columns.values()) for row in rows)
-    return Table(title, tuple(columns), lines, note)
-
-
-def show(*tables: Table) -> None:
-    for each in tables:
-        print_table(make_console(), each)
-
-
 def publish(
     script: str,
     options: argparse.Namespace,
@@ -118,19 +97,17 @@ def publish(
     out = getattr(options, "out", None) or ""
     if out == "-":
         return
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    machine = machine_info()
-    described = {
-        "benchmark": Path(script).resolve().parent.name,
-        "date": now,
-        "options": {name: _told(value) for name, value in vars(options).items() if name != "out"},
-        "machine": {**machine, "load_average": [round(one, 2) for one in os.getloadavg()]},
-        **measured,
-    }
+    name = Path(script).resolve().parent.name
+    told = {key: _told(value) for key, value in vars(options).items() if key != "out"}
+    described = {**head(name, {"options": told}), **measured}
     directory = results_directory(script, device=device, root=out)
-    text = [f"{heading(now, machine)}.\n", *(each.to_markdown() for each in tables)]
-    keep(directory, described, "\n".join(text))
+    keep(directory, described, markdown({name: SectionResult(measured, (*tables,))}, described))
     make_console().print(f"written: {directory}")
+
+
+def show(*tables: Table) -> None:
+    for each in tables:
+        print_table(make_console(), each)
 
 
 def _told(value: Any) -> Any:

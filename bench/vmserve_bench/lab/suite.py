@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from vmserve.errors import ConfigurationError
-from vmserve_bench.lab.machine import machine_info
 from vmserve_bench.lab.report import (
     Report,
     dump,
+    head,
     keep,
     make_console,
     make_directory,
@@ -93,22 +92,15 @@ class Suite(Generic[Options]):
                 results[name] = self.sections[name](options, report)
             for table in results[name].tables:
                 print_table(console, table)
-        described = self.document(results, **told())
+        described = {
+            "schema": f"vmserve-bench-{self.name}",
+            "schema_version": 1,
+            **head(self.benchmark or self.name, told(), self.packages),
+            self.key: {name: dict(result.data) for name, result in results.items()},
+        }
         tables = markdown(results, described)
         for path, text in ((json_path, dump(described)), (markdown_path, tables)):
             if path is not None:
                 write_text(path, text)
         if output is not None:
             keep(output, described, tables)
-
-    def document(self, results: Mapping[str, SectionResult], **told: Any) -> dict[str, Any]:
-        """Build the results document; ``told`` stands between the date and the machine."""
-        return {
-            "schema": f"vmserve-bench-{self.name}",
-            "schema_version": 1,
-            "benchmark": self.benchmark or self.name,
-            "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-            **told,
-            "machine": machine_info(self.packages),
-            self.key: {name: dict(result.data) for name, result in results.items()},
-        }

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from functools import reduce
+from operator import getitem
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.table import Table as RichTable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from rich.console import Console
 
 __all__ = [
+    "Cell",
     "SectionResult",
     "Table",
-    "heading",
     "interval",
     "markdown",
     "markdown_table",
@@ -24,6 +27,9 @@ __all__ = [
     "print_table",
     "table_of",
 ]
+
+#: A format over the keys of a row that is a mapping, or a function of the row.
+Cell: TypeAlias = "str | Callable[[Any], str]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +53,48 @@ class Table:
         return "\n".join(lines) + "\n"
 
 
-def table_of(title: str, rows: Sequence[Mapping[str, str]], note: str = "") -> Table:
-    """A table of rows that have their cells by column, all the same columns."""
-    return Table(title, tuple(rows[0]), tuple(tuple(row.values()) for row in rows), note)
+def table_of(
+    title: str,
+    rows: Iterable[Any],
+    columns: Mapping[str, Cell] | Iterable[str] | None = None,
+    note: str = "",
+) -> Table:
+    """A table with a line for each row.
+
+    ``columns``: how each cell is told, by heading; or the names of values (default: all of a row),
+    of which ``a/b`` is b within a. A value that has names itself becomes a column for each.
+    """
+    if isinstance(columns, Mapping):
+        tell = columns.values()
+        lines = [
+            tuple(how.format(**row) if isinstance(how, str) else how(row) for how in tell)
+            for row in rows
+        ]
+        return Table(title, tuple(columns), tuple(lines), note)
+    names = None if columns is None else list(columns)
+    flat = [dict(_flat(row, names or row)) for row in rows]
+    cells = tuple(tuple(map(_text, row.values())) for row in flat)
+    # Spaces, where a narrow column may break.
+    return Table(title, tuple(name.replace("_", " ") for name in flat[0]), cells, note)
+
+
+def _flat(row: Mapping[str, Any], names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        heading, value = name, row.get(name)
+        if name not in row:
+            heading, value = name.replace("/", " "), reduce(getitem, name.split("/"), row)
+        if isinstance(value, dict):
+            yield from ((f"{heading} {inner}", each) for inner, each in value.items())
+        else:
+            yield heading, value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value or "")
 
 
 def interval(value: float, low: float | None, high: float | None, digits: int = 3) -> str:
@@ -67,19 +112,16 @@ class SectionResult:
     tables: tuple[Table, ...] = field(default=())
 
 
-def heading(date: str, machine: Mapping[str, Any]) -> str:
-    """When and where, for the top of tables."""
-    revision = (machine["git_revision"] or "unknown")[:12]
-    return f"{date}, {machine['cpu']}, {machine['num_usable_cores']} cores, revision {revision}"
-
-
 def markdown(results: Mapping[str, SectionResult], described: Mapping[str, Any]) -> str:
-    """The tables, with the machine and the date above them."""
-    where = heading(described["date"], described["machine"])
-    lines = [f"{where}{', --quick' if described.get('quick') else ''}."]
+    """The tables, below when and where they were measured (``machine`` and ``date``)."""
+    machine = described["machine"]
+    where = [described["date"], machine["cpu"], f"{machine['num_usable_cores']} cores"]
+    where.append(f"revision {(machine['git_revision'] or 'unknown')[:12]}")
+    where += ["--quick"] if described.get("quick") else []
+    lines = [f"{', '.join(where)}."]
     for name, result in results.items():
         lines.append(f"\n## {name}\n")
-        lines += [table.to_markdown() for table in result.tables]
+        lines += [each.to_markdown() for each in result.tables]
     return "\n".join(lines)
 
 

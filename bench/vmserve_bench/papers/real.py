@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from vmserve.models import ModelConfig, resolve_model
 from vmserve.sampling import SamplingParams
-from vmserve_bench import sharing
 from vmserve_bench.kernels import sections as kernels
 from vmserve_bench.lab.report import Report
 from vmserve_bench.lab.statistics import summarize
@@ -33,8 +32,8 @@ from vmserve_bench.papers.served import (
     make_jobs,
     scaled,
 )
-from vmserve_bench.sharing.prefix import translation_shapes
-from vmserve_bench.sharing.reference import SHOT_TOKENS
+from vmserve_bench.sharing import command as sharing
+from vmserve_bench.sharing.prefix import SHOT_TOKENS, translation_shapes
 from vmserve_bench.workloads.shapes import RequestShape, alpaca, azure_code, sharegpt
 
 if TYPE_CHECKING:

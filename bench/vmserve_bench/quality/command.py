@@ -197,7 +197,7 @@ def _table(data: Mapping[str, Any]) -> Table:
     return table_of(
         f"quality of {rows[0]['model']} on {data['text']['name']}",
         [_cells(row, rows[0]) for row in rows],
-        f"{data['num_scored']:,} tokens are scored: the last {data['stride']} of each of "
+        note=f"{data['num_scored']:,} tokens are scored: the last {data['stride']} of each of "
         f"{data['num_windows']} windows of {data['window']} ({begin}). After ±: the interval of "
         f"{CONFIDENCE * 100:g} %, by pairs of windows; the first perplexity itself has a standard "
         f"error of {rows[0]['perplexity_error']:.2f}. MB: of weights in memory. Bits: of a weight "

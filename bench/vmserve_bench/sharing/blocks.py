@@ -13,22 +13,28 @@ import numpy as np
 from vmserve.config import EngineConfig
 from vmserve.memory.base import Regime
 from vmserve.sampling import BeamSearchParams, SamplingParams
-from vmserve_bench.alloc.section import rows_table
-from vmserve_bench.lab.table import SectionResult
+from vmserve_bench.lab.table import SectionResult, table_of
 from vmserve_bench.sharing.record import WatchedEngine, described, percent, replay, run_to_end
-from vmserve_bench.sharing.reference import PAPER_SAVED_PERCENT
 from vmserve_bench.workloads.shapes import get_workload, prompts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vmserve_bench.lab.report import Report
-    from vmserve_bench.sharing import Options
+    from vmserve_bench.sharing.command import Options
     from vmserve_bench.workloads.shapes import RequestShape
 
 __all__ = ["parallel_from_lengths", "run", "run_engine"]
 
 _METHODS = ("parallel", "beam")
+#: The paper's figure 15, OPT-13B: percent of blocks saved by sharing, at the least and the most of
+#: the widths.
+PAPER_SAVED_PERCENT = {
+    ("alpaca", "parallel"): (6.1, 9.8),
+    ("alpaca", "beam"): (37.6, 55.2),
+    ("sharegpt", "parallel"): (16.2, 30.5),
+    ("sharegpt", "beam"): (44.3, 66.3),
+}
 #: Sequences at once: 16 requests of the widest kind, 48 of the narrowest.
 MAX_NUM_SEQS = 96
 #: The paper's, where it does not vary them.
@@ -52,7 +58,7 @@ def run(options: Options, report: Report) -> SectionResult:
     rows = [{**one, **size} for one in runs for size in one["sizes"]]
     columns = ["workload", "method", "width", "block_tokens", "saved_percent", "mean_step_percent"]
     columns += ["analytic_percent", "workload_percent", "paper_percent", "virtual/saved_percent"]
-    table = rows_table("memory saved by sharing, percent", rows, columns)
+    table = table_of("memory saved by sharing, percent", rows, columns)
     return SectionResult(data, (table,))
 
 
@@ -132,9 +138,7 @@ def _measure(workload: str, method: str, width: int, options: Options) -> dict[s
         raise RuntimeError("the engine counted other blocks than its replay")
     sizes = []
     for block_tokens in options.block_sizes:
-        own = block_tokens == BLOCK_TOKENS
-        counts = engine.counts if own else replay(steps, block_tokens)
-        whole = None
+        counts, whole = replay(steps, block_tokens), None
         if method == "beam":
             listed = sum(listed for listed, _ in counts)
             saved = sum(common // block_tokens for step in steps for common in step.prefixes)
@@ -147,7 +151,7 @@ def _measure(workload: str, method: str, width: int, options: Options) -> dict[s
         sizes.append(
             {
                 "block_tokens": block_tokens,
-                "by": "engine" if own else "replay",
+                "by": "engine" if block_tokens == BLOCK_TOKENS else "replay",
                 **described(counts),
                 "analytic_percent": percent(saved, listed),
                 "workload_percent": whole,

@@ -117,19 +117,12 @@ def common_prefixes(histories: Iterable[list[int]]) -> list[int]:
     What sequences with these histories can share at most: floor(p / block) blocks for each p.
     (In a trie with the histories as leaves, each but the first branches off at such a depth.)
     """
-    return [_common(a, b) for a, b in pairwise(sorted(histories))]
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Length of the common prefix, by bisection: slices compare faster than elements."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return [
+        next(
+            (at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+        )
+        for a, b in pairwise(sorted(histories))
+    ]
 
 
 def count_memory(memory: MemoryManager, seqs: Iterable[int], regime: Regime) -> tuple[int, int]:
