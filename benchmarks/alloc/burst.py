@@ -17,12 +17,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vmserve_bench.alloc.pool import grow, growths, open_pool, open_sequences
-from vmserve_bench.lab import script
-
 from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
 from vmserve import _core
 from vmserve._core import MapperMode, View, ZeroPolicy
+from vmserve_bench.alloc.pool import grow, growths, open_pool, open_sequences
+from vmserve_bench.lab import script
 
 #: Microseconds beside a kernel on every multiprocessor of an H100.
 COSTS = {

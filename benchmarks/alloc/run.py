@@ -7,9 +7,8 @@ All arguments are those of the command; an earlier result is never overwritten.
 
 import sys
 
-from vmserve_bench.lab.report import kept_arguments
-
 from vmserve.cli.main import main
+from vmserve_bench.lab.report import kept_arguments
 
 if __name__ == "__main__":
     sys.argv = kept_arguments("alloc", __file__)

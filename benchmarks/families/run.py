@@ -29,9 +29,9 @@ from report import one_line  # noqa: E402
 from subjects import Subject  # noqa: E402
 from summary import metrics_of  # noqa: E402
 from traffic import SMOKE, Sizes, longest, make_workloads, warmup_requests  # noqa: E402
-from vmserve_bench.lab import script  # noqa: E402
 
 from tests.models import gguf_checkpoints  # noqa: E402
+from vmserve_bench.lab import script  # noqa: E402
 
 Json = dict[str, Any]
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from vmserve_bench.lab.report import replace_text
 
 from vmserve.attention.cuda.compile import (
     CompileError,
@@ -30,6 +29,7 @@ from vmserve.attention.cuda.compile import (
     resources_of,
 )
 from vmserve.attention.cuda.variant import HEAD_DIMS, Sizes, Variant, sizes_for
+from vmserve_bench.lab.report import replace_text
 
 #: Shared memory in bytes: for a block, and of a multiprocessor (CUDA programming guide, technical
 #: specifications per compute capability).

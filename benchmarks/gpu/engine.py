@@ -37,11 +37,6 @@ from vmserve import SamplingParams  # first: it sets how torch's threads wait
 import torch  # isort: skip
 import vmserve.runner.computing  # isort: skip
 import vmserve.runner.graphs  # isort: skip
-from vmserve_bench.lab.machine import machine_info
-from vmserve_bench.lab.report import replace_text
-from vmserve_bench.lab.statistics import percentile
-from vmserve_bench.lab.table import Table
-
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.engine.parts import LOOKAHEAD_TOKENS
@@ -56,6 +51,10 @@ from vmserve.models.tensor_names import tensor_shapes
 from vmserve.numbers.dtypes import DType
 from vmserve.numbers.torch_dtypes import as_torch
 from vmserve.runner.torch_runtime import TorchCpuRuntime
+from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab.report import replace_text
+from vmserve_bench.lab.statistics import percentile
+from vmserve_bench.lab.table import Table
 
 Row = dict[str, Any]
 MIB = 1 << 20

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from vmserve_bench.lab.machine import free_port
 from vmserve_bench.lab.report import replace_text
 

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from vmserve_bench.simulation import Asked, SimulatedEngine, SimulationConfig, asked, replay
-from vmserve_bench.simulation.devices import OPT_13B_A100
-from vmserve_bench.workloads.shapes import lognormal, shared_prefix, sharegpt
-
 from vmserve.cli.planning.report import PRESETS, ModelShape
 from vmserve.memory.kind_pages import equal_pages
 from vmserve.memory.layout import LayerKind, layer_kinds, plan_layout
 from vmserve.numbers.sizes import format_size
+from vmserve_bench.simulation import Asked, SimulatedEngine, SimulationConfig, asked, replay
+from vmserve_bench.simulation.devices import OPT_13B_A100
+from vmserve_bench.workloads.shapes import lognormal, shared_prefix, sharegpt
 
 CONTEXT = 16384
 #: Models with sliding windows, and their pools.

@@ -9,10 +9,9 @@
 
 from __future__ import annotations
 
+from benchmarks.kinds import capacity, waste
 from vmserve_bench.lab import script
 from vmserve_bench.lab.suite import chosen
-
-from benchmarks.kinds import capacity, waste
 
 
 def main() -> None:

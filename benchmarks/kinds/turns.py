@@ -14,10 +14,9 @@ import tempfile
 from importlib.resources import files
 from pathlib import Path
 
-from vmserve_bench.lab import script
-
 from tests.models import checkpoints
 from vmserve import LLM, SamplingParams
+from vmserve_bench.lab import script
 
 _CONTEXT = {"max_position_embeddings": 16_384}
 _MODELS = {

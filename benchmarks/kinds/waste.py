@@ -6,14 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from vmserve_bench.lab import script
-
 from benchmarks.kinds.counted import counted_bytes
 from vmserve import _core
 from vmserve.cli.planning.report import PRESETS
 from vmserve.memory.kind_pages import KindPages, equal_pages, held_bytes, kind_pages, needed_bytes
 from vmserve.memory.layout import CUDA_GRANULARITY, HOST_GRANULARITY
 from vmserve.numbers.sizes import format_size
+from vmserve_bench.lab import script
 
 LENGTHS = (12, 200, 1000, 8000)
 MODELS = ("gemma-3-27b", "gpt-oss-20b", "qwen3-next-80b-a3b", "deepseek-v3")

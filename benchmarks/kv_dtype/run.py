@@ -27,14 +27,14 @@ from launch import run_engine, variables
 from models import ensure_files, ensure_model_of
 from report import one_line
 from subjects import Subject
-from vmserve_bench.lab import script
-from vmserve_bench.lab.machine import machine_info
-from vmserve_bench.lab.statistics import median
-from vmserve_bench.lab.table import Table
 
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
 from vmserve.models import resolve_model
 from vmserve.models.config import ModelConfig
+from vmserve_bench.lab import script
+from vmserve_bench.lab.machine import machine_info
+from vmserve_bench.lab.statistics import median
+from vmserve_bench.lab.table import Table
 
 Json = dict[str, Any]
 

@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+import vmserve
+from vmserve.client.process_llm import ProcessLLM
+from vmserve.numbers.sizes import format_size
 from vmserve_bench.lab import script
 from vmserve_bench.lab.rounds import PairedResult, compare
 from vmserve_bench.lab.server import serving
 from vmserve_bench.lab.suite import chosen
 from vmserve_bench.lab.table import Table
-
-import vmserve
-from vmserve.client.process_llm import ProcessLLM
-from vmserve.numbers.sizes import format_size
 
 _STREAMS, _PROMPT_TOKENS = 8, 96
 #: By load: without a pool against with one, and the tokens of a run.

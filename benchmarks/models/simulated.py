@@ -15,10 +15,6 @@ import statistics
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-from vmserve_bench.lab import script
-from vmserve_bench.simulation.engine import SimulatedEngine, SimulationConfig
-from vmserve_bench.simulation.requests import VOCAB_SIZE, Asked
-
 import vmserve
 from vmserve.client.core import ClientCore
 from vmserve.client.messages import Lend, MemoryReport
@@ -26,6 +22,9 @@ from vmserve.config import LEAST
 from vmserve.memory.layout import plan_layout
 from vmserve.numbers.dtypes import DType
 from vmserve.scheduler.profile import DeviceProfile, KernelCosts
+from vmserve_bench.lab import script
+from vmserve_bench.simulation.engine import SimulatedEngine, SimulationConfig
+from vmserve_bench.simulation.requests import VOCAB_SIZE, Asked
 
 _NUM_REQUESTS, _PROMPTS, _ANSWERS = 64, (32, 160), (20, 140)
 #: How long an engine sleeps that waits for memory.

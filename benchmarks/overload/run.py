@@ -22,6 +22,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine
+from vmserve.sampling import SamplingParams
 from vmserve_bench.lab.machine import machine_info
 from vmserve_bench.lab.report import Report, keep, make_console, progress, results_directory
 from vmserve_bench.lab.table import SectionResult, Table, markdown, print_table
@@ -33,10 +36,6 @@ from vmserve_bench.simulation.devices import (
     described,
 )
 from vmserve_bench.workloads.shapes import RequestShape, lognormal, prompts, sharegpt
-
-from vmserve.config import EngineConfig
-from vmserve.engine.engine import LLMEngine
-from vmserve.sampling import SamplingParams
 
 LOADS = (0.5, 1.0, 2.0, 4.0)
 #: Requests of a run.

@@ -14,6 +14,7 @@ from typing import Any
 from environments import Environment
 from memory import MemorySamples, watch
 from subjects import Subject
+
 from vmserve_bench.lab.server import inherited
 
 Json = dict[str, Any]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from summary import METRICS, MIN_REPEATS, Metric
+
 from vmserve_bench.lab.table import markdown_table
 
 Json = dict[str, Any]

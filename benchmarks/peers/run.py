@@ -29,6 +29,7 @@ from memory import MemorySamples
 from models import Model
 from serving import SERVERS, run_server
 from subjects import Subject
+
 from vmserve_bench.lab.machine import machine_info
 from vmserve_bench.lab.report import keep, results_directory
 from vmserve_bench.lab.rounds import orders

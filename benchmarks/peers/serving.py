@@ -16,6 +16,7 @@ from environments import SERVER, Environment
 from launch import NO_BYTECODE
 from memory import MemorySamples, watch
 from subjects import Subject
+
 from vmserve_bench.ab.client import Load
 from vmserve_bench.ab.jobs import Job, Prompts
 from vmserve_bench.lab.machine import free_port

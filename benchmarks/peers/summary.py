@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from subjects import Subject
+
 from vmserve_bench.lab.statistics import percentile
 
 Json = dict[str, Any]

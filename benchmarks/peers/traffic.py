@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from models import SPECIAL_IDS
+
 from vmserve_bench.workloads.shapes import RequestShape, lognormal, prompt_token_ids
 
 Json = dict[str, Any]

@@ -18,12 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vmserve import LLM, SamplingParams
 from vmserve_bench.lab import script
 from vmserve_bench.lab.measure import pss_bytes
 from vmserve_bench.lab.rounds import compare
 from vmserve_bench.lab.statistics import median
-
-from vmserve import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 ONE = SamplingParams(temperature=0, max_tokens=1)

@@ -14,11 +14,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "peers"))
 
 from environments import SERVER, Environment, NotInstalledError, ensure, ensure_server
 from report import one_line
-from vmserve_bench.lab import script
-from vmserve_bench.lab.server import llama_serving
 
 from vmserve.errors import VmserveError
 from vmserve.models import resolve_model
+from vmserve_bench.lab import script
+from vmserve_bench.lab.server import llama_serving
 
 __all__ = ["installed", "restarts"]
 

@@ -13,11 +13,10 @@ import os
 import tempfile
 from functools import partial
 
-from vmserve_bench.lab import script
-from vmserve_bench.lab.rounds import compare
-
 from vmserve import SamplingParams
 from vmserve.client.process_llm import ProcessLLM
+from vmserve_bench.lab import script
+from vmserve_bench.lab.rounds import compare
 
 #: Concurrent streams, tokens of each prompt, and of each answer.
 WORK = {

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from vmserve.errors import VmserveError
 from vmserve_bench.ab.experiment import Engines, Settings, WorkloadResult, run_workload
 from vmserve_bench.ab.plan import LoadOptions, make_workloads, sources
 from vmserve_bench.ab.regret import LIMIT, Regret, regret
@@ -29,8 +30,6 @@ from vmserve_bench.lab import script
 from vmserve_bench.lab.report import dump, make_directory, results_directory, watch
 from vmserve_bench.lab.statistics import median
 from vmserve_bench.lab.table import SectionResult, markdown
-
-from vmserve.errors import VmserveError
 
 #: Traffic, its requests in a run and the context that it is scaled to: a few tenths of a second.
 SIZES = {

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+
 from vmserve_bench.lab import script
 from vmserve_bench.simulation import SimulatedEngine, SimulationConfig
 from vmserve_bench.simulation.devices import OPT_13B_A100, described

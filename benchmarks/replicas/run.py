@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 import httpx
+
 from vmserve_bench.lab import script
 from vmserve_bench.lab.server import serving
 

@@ -14,9 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vmserve_bench.lab import script
-
 from vmserve.sampling import Sampler, SamplingParams, SamplingRow
+from vmserve_bench.lab import script
 
 import torch  # isort: skip  after vmserve, which sets how torch's threads wait
 

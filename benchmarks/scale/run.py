@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from workloads import Workload, of_trace, workloads
+
+from vmserve.router.policy import Router
 from vmserve_bench.ab.jobs import ideal_hit_rate
 from vmserve_bench.ab.traces import read_trace
 from vmserve_bench.lab import script
@@ -35,9 +38,6 @@ from vmserve_bench.simulation.fleet import (
     replay,
 )
 from vmserve_bench.simulation.light import LightReplica
-from workloads import Workload, of_trace, workloads
-
-from vmserve.router.policy import Router
 
 POLICIES = ("prefix", "round-robin", "least-loaded")
 #: "known": prefix, with caches known.

@@ -7,6 +7,7 @@ from itertools import count, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+
 from vmserve_bench.simulation.fleet import PIECE_TOKENS, Job
 
 if TYPE_CHECKING:

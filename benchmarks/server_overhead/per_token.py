@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from client import cpu_seconds, stream_all
-from vmserve_bench.lab import script
 
 from vmserve.client.process_llm import ProcessLLM
 from vmserve.client.transports.process import EngineProcess
@@ -32,6 +31,7 @@ from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.net.listen import bind
 from vmserve.server.run import serve
+from vmserve_bench.lab import script
 
 #: Tokens of the short answers, whose cost is taken from that of the long ones.
 FEW = 20

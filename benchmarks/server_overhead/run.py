@@ -29,13 +29,13 @@ from typing import Any
 import numpy as np
 import psutil
 from client import cpu_seconds, stream_all
+
+from vmserve import AsyncLLM, SamplingParams
+from vmserve.client.process_llm import ProcessLLM
 from vmserve_bench.lab import script
 from vmserve_bench.lab.report import dump, head, write_text
 from vmserve_bench.lab.server import serving
 from vmserve_bench.lab.statistics import paired_effects
-
-from vmserve import AsyncLLM, SamplingParams
-from vmserve.client.process_llm import ProcessLLM
 
 #: What the others are compared with.
 BASE = "in-process"

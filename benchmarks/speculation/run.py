@@ -22,12 +22,12 @@ from functools import partial
 from typing import Any
 
 import httpx
+
+import vmserve
 from vmserve_bench.lab import script
 from vmserve_bench.lab.rounds import compare_many
 from vmserve_bench.lab.server import llama_serving
 from vmserve_bench.workloads.texts import TEXTS, conversations
-
-import vmserve
 
 #: Lookup of llama.cpp: as it comes (matches of 12 tokens, drafts of 48), as short as ours, and by
 #: the statistics of its ``llama-lookup``.

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+
 from vmserve_bench.lab.report import make_console
 from vmserve_bench.lab.statistics import paired_effects
 from vmserve_bench.lab.suite import numbers

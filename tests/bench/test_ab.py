@@ -18,6 +18,10 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+
+from vmserve.engine.engine import LLMEngine
+from vmserve.errors import ConfigurationError, InvalidRequestError
+from vmserve.sampling import SamplingParams
 from vmserve_bench.ab import client, experiment, results
 from vmserve_bench.ab.client import Load, RunFailedError, serve
 from vmserve_bench.ab.experiment import (
@@ -43,10 +47,6 @@ from vmserve_bench.ab.traffic import KINDS
 from vmserve_bench.ab.variants import Variant, parse_variants
 from vmserve_bench.command import app
 from vmserve_bench.workloads.shapes import RequestShape
-
-from vmserve.engine.engine import LLMEngine
-from vmserve.errors import ConfigurationError, InvalidRequestError
-from vmserve.sampling import SamplingParams
 
 COMMON = {"max_model_len": 256, "kv_cache_memory": "64MiB", "max_num_seqs": 8}
 

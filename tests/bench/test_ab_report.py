@@ -9,6 +9,7 @@ from html import unescape
 from typing import Any
 
 import pytest
+
 from vmserve_bench.ab.metrics import METRICS
 from vmserve_bench.ab.plots import largest
 from vmserve_bench.ab.record import MEMORY_STATES

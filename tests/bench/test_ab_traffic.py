@@ -10,6 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import vmserve
+from vmserve.errors import ConfigurationError
+from vmserve.sampling import SamplingParams
 from vmserve_bench.ab.jobs import (
     Decoding,
     Job,
@@ -25,10 +29,6 @@ from vmserve_bench.ab.traffic import ARXIV, KINDS, MIX, get_kind, sessions, text
 from vmserve_bench.workloads import texts
 from vmserve_bench.workloads.shapes import RequestShape
 from vmserve_bench.workloads.texts import TEXTS, conversations
-
-import vmserve
-from vmserve.errors import ConfigurationError
-from vmserve.sampling import SamplingParams
 
 MANY = 20_000
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from vmserve import _core
+from vmserve.errors import ConfigurationError, DriverError
 from vmserve_bench.alloc import idle
 from vmserve_bench.alloc.bandwidth import WAYS as BANDWIDTH_WAYS
 from vmserve_bench.alloc.bookkeeping import driver_calls, open_batch
@@ -25,9 +28,6 @@ from vmserve_bench.lab.statistics import Summary, summarize
 from vmserve_bench.lab.table import SectionResult, Table, markdown, microseconds, table_of
 from vmserve_bench.simulation.buddy import Buddy, power_of_two
 from vmserve_bench.workloads.shapes import RequestShape
-
-from vmserve import _core
-from vmserve.errors import ConfigurationError, DriverError
 
 
 def shape(num_input_tokens: int, num_output_tokens: int, index: int = 0) -> RequestShape:

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+
+from vmserve.errors import ConfigurationError
 from vmserve_bench import startup
 from vmserve_bench.ab import results as ab_results
 from vmserve_bench.ab.metrics import METRICS
 from vmserve_bench.command import app
 from vmserve_bench.compare_cases import SCHEMAS, read, read_cases
 from vmserve_bench.serve import results as serve_results
-
-from vmserve.errors import ConfigurationError
 
 MACHINE = {"cpu": "a", "num_usable_cores": 2, "packages": {"vmserve": "1"}}
 DESCRIBED = {"num_requests": 3, "decoding": ["greedy"], "load": "all at once"}

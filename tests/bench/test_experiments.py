@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import typer.testing
-from vmserve_bench.papers.command import REAL, SIMULATED, papers_command
 
 from vmserve.cli.main import app
+from vmserve_bench.papers.command import REAL, SIMULATED, papers_command
 
 ROOT = Path(__file__).parents[2]
 #: Paper, experiment, what it is, state, command, ours, the paper's, and the real engine's.

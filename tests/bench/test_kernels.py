@@ -11,14 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from vmserve_bench.kernels.rig import SHAPES, Rig, Shape
-from vmserve_bench.kernels.sections import BLOCK_SIZES, Options, kernels_command
-from vmserve_bench.lab.suite import chosen
 
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
 from vmserve.errors import ConfigurationError
 from vmserve.memory.views import PagedView
+from vmserve_bench.kernels.rig import SHAPES, Rig, Shape
+from vmserve_bench.kernels.sections import BLOCK_SIZES, Options, kernels_command
+from vmserve_bench.lab.suite import chosen
 
 
 def test_the_views_of_a_rig_show_the_same_bytes() -> None:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from vmserve_bench.lab.machine import git_revision, machine_info
 
 

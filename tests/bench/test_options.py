@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import typer
 from typer.testing import CliRunner
-from vmserve_bench import options
-from vmserve_bench.command import app
 
 from vmserve.errors import ConfigurationError, VmserveError
+from vmserve_bench import options
+from vmserve_bench.command import app
 
 LOAD = {"concurrency", "rate", "burstiness", "scale", "slo_ttft", "slo_tpot"}
 GROUP: Any = typer.main.get_command(app)

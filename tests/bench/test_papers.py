@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from benchmarks.overload.run import closed_loop, num_clients, real, simulated
 from vmserve_bench.papers.command import papers_command
 from vmserve_bench.papers.simulated import Options, Trace, measure, sustained_rate, swap_seconds
 from vmserve_bench.simulation.devices import opt_13b
 from vmserve_bench.workloads.shapes import RequestShape
-
-from benchmarks.overload.run import closed_loop, num_clients, real, simulated
 
 SHORT = Trace("sharegpt", 40.0, 10.0)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+
+from vmserve.errors import ConfigurationError
 from vmserve_bench.command import app
 from vmserve_bench.papers.command import REAL
 from vmserve_bench.papers.points import METRICS, Points
@@ -23,8 +25,6 @@ from vmserve_bench.papers.served import (
     scaled,
 )
 from vmserve_bench.workloads.shapes import RequestShape, sharegpt
-
-from vmserve.errors import ConfigurationError
 
 
 def test_means_are_of_the_time_in_which_requests_wait() -> None:

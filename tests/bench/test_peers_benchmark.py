@@ -18,10 +18,10 @@ import pytest
 from gguf.quants import dequantize
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import load_file as load_torch
-from vmserve_bench.lab.measure import pss_bytes
 
 from tests.models.gguf_checkpoints import add_embedded_tokenizer, convert
 from vmserve.models.hub import resolve_model
+from vmserve_bench.lab.measure import pss_bytes
 
 PEERS = Path(__file__).resolve().parents[2] / "benchmarks" / "peers"
 NAMES = ("checkpoint", "environments", "launch", "memory", "models", "reference", "report", "run",

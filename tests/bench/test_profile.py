@@ -9,8 +9,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 from typer.testing import CliRunner
-from vmserve_bench.command import app
-from vmserve_bench.profile import decoded_tokens, measured_profile
 
 from tests.profiles import steady_profile
 from vmserve import LLM, SamplingParams, plan_layout
@@ -24,6 +22,8 @@ from vmserve.runner.model_runner import ModelRunner
 from vmserve.runner.runtime import HeadShape
 from vmserve.runner.torch_runtime import TorchCpuRuntime
 from vmserve.scheduler.profile import DeviceProfile, SequenceWork
+from vmserve_bench.command import app
+from vmserve_bench.profile import decoded_tokens, measured_profile
 
 
 def test_the_profile_is_measured_written_and_used(tmp_path: Path) -> None:

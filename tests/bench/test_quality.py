@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from vmserve_bench.ab.variants import Variant, parse_variants
-from vmserve_bench.quality.command import KNOWN, Options, quality_command, run
-from vmserve_bench.quality.text import Text, cut, read_text
 
 from vmserve import LLM, SamplingParams
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.models.hub import resolve_model
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
+from vmserve_bench.ab.variants import Variant, parse_variants
+from vmserve_bench.quality.command import KNOWN, Options, quality_command, run
+from vmserve_bench.quality.text import Text, cut, read_text
 
 EMBEDDED = resolve_model(None)
 WINDOW, STRIDE = 96, 40

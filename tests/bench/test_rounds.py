@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+
 from vmserve_bench.lab.report import dump
 from vmserve_bench.lab.rounds import PairedResult, compare, compare_many
 

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
+
 from vmserve_bench.lab import script
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vmserve_bench.lab.server import serving
 
 from vmserve.errors import VmserveError
+from vmserve_bench.lab.server import serving
 
 _ROOT = Path(__file__).parents[2]
 _BENCHMARKS = _ROOT / "benchmarks"

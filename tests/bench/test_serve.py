@@ -15,6 +15,10 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
+
+from tests.server.conftest import Running
+from vmserve.errors import ConfigurationError
+from vmserve.testing import VOCAB_SIZE, ByteTokenizer, ScriptedEngine
 from vmserve_bench.ab.client import Load
 from vmserve_bench.ab.jobs import Decoding, Job, Prompts
 from vmserve_bench.ab.metrics import Slo
@@ -24,10 +28,6 @@ from vmserve_bench.serve.events import Answer, EventReader
 from vmserve_bench.serve.results import ServedRound, notes
 from vmserve_bench.serve.server import api_url, look
 from vmserve_bench.workloads.shapes import RequestShape
-
-from tests.server.conftest import Running
-from vmserve.errors import ConfigurationError
-from vmserve.testing import VOCAB_SIZE, ByteTokenizer, ScriptedEngine
 
 Reply = tuple[int, dict[str, str], str]
 

@@ -11,13 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vmserve_bench.lab.suite import numbers
-from vmserve_bench.sharing import prefix
-from vmserve_bench.sharing.blocks import MAX_NUM_SEQS, parallel_from_lengths, run_engine
-from vmserve_bench.sharing.command import sharing_command
-from vmserve_bench.sharing.prefix import Runner, translation_shapes
-from vmserve_bench.sharing.record import Step, common_prefixes, count_memory, described, replay
-from vmserve_bench.workloads.shapes import RequestShape
 
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
@@ -25,6 +18,13 @@ from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
 from vmserve.memory.manager import MemoryManager
+from vmserve_bench.lab.suite import numbers
+from vmserve_bench.sharing import prefix
+from vmserve_bench.sharing.blocks import MAX_NUM_SEQS, parallel_from_lengths, run_engine
+from vmserve_bench.sharing.command import sharing_command
+from vmserve_bench.sharing.prefix import Runner, translation_shapes
+from vmserve_bench.sharing.record import Step, common_prefixes, count_memory, described, replay
+from vmserve_bench.workloads.shapes import RequestShape
 
 
 def shapes(*lengths: tuple[int, int]) -> list[RequestShape]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+
+from vmserve.errors import VmserveError
 from vmserve_bench import startup
 from vmserve_bench.command import app
 from vmserve_bench.startup import PHASES, PROCESSES, has_bytecode, tables
-
-from vmserve.errors import VmserveError
 
 # One process imports torch, which takes its time on a busy machine.
 pytestmark = pytest.mark.timeout(400)

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
 from vmserve_bench.lab.statistics import (
     MIN_PAIRS,
     compare_metrics,

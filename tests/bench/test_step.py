@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from vmserve.errors import ConfigurationError
 from vmserve_bench import step
 from vmserve_bench.step import (
     BEYOND,
@@ -21,12 +23,9 @@ from vmserve_bench.step import (
     step_command,
 )
 
-from vmserve.errors import ConfigurationError
-
 if TYPE_CHECKING:
-    from vmserve_bench.step import Regimes
-
     from vmserve.scheduler.sequence import Sequence
+    from vmserve_bench.step import Regimes
 
 
 @pytest.mark.parametrize("regime", REGIMES)

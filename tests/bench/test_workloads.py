@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+
 from vmserve_bench.workloads import shapes as workloads
 from vmserve_bench.workloads.distributions import (
     IntArray,

@@ -26,9 +26,9 @@ from typing import Any, NamedTuple
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
-from vmserve_bench.lab.measure import read_memory
 
 from tests.chaos.harness import Server, until
+from vmserve_bench.lab.measure import read_memory
 
 _WARM_UP = 1 / 3
 _ABANDONED = 0.2

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from vmserve_bench.lab.measure import pss_bytes
 
 from vmserve import LLM, SamplingParams
 from vmserve.errors import DriverError
+from vmserve_bench.lab.measure import pss_bytes
 
 
 def test_allocated_blocks_and_pss_follow_the_pages() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from vmserve_bench.alloc import bandwidth, calls, section
 
 if TYPE_CHECKING:

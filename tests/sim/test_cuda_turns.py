@@ -9,12 +9,12 @@ import json
 import statistics
 
 import pytest
-from vmserve_bench.alloc.pool import grow, growths, open_pool, open_sequences
 
 from benchmarks.alloc import burst
 from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
 from vmserve import _core
 from vmserve._core import MapperMode, View, ZeroPolicy
+from vmserve_bench.alloc.pool import grow, growths, open_pool, open_sequences
 
 GROUPS = 16
 NUM_SEQS = 8

@@ -6,10 +6,10 @@ import itertools
 import random
 
 import pytest
-from vmserve_bench.simulation import Asked, replay
-from vmserve_bench.simulation.baselines import Buddies, Knowledge, Place, Reserving, reserved_tokens
 
 from tests.simulation.test_engine import SECONDS
+from vmserve_bench.simulation import Asked, replay
+from vmserve_bench.simulation.baselines import Buddies, Knowledge, Place, Reserving, reserved_tokens
 
 
 def system(knowledge: Knowledge, tokens: int = 64, *, is_static: bool = False) -> Reserving:

@@ -6,14 +6,14 @@ import dataclasses
 from typing import Any
 
 import pytest
-from vmserve_bench.simulation import Asked, Run, SimulatedEngine, SimulationConfig, asked, replay
-from vmserve_bench.simulation.devices import OPT_13B_A100, opt_13b
-from vmserve_bench.workloads.shapes import sharegpt
 
 from vmserve import LLM, SamplingParams, _core
 from vmserve.memory.base import Regime
 from vmserve.memory.layout import layer_kinds, plan_layout
 from vmserve.scheduler.profile import DeviceProfile, KernelCosts
+from vmserve_bench.simulation import Asked, Run, SimulatedEngine, SimulationConfig, asked, replay
+from vmserve_bench.simulation.devices import OPT_13B_A100, opt_13b
+from vmserve_bench.workloads.shapes import sharegpt
 
 FREE = KernelCosts(call=0.0, sequence=0.0, read=0.0, pair=0.0)
 #: A step takes a second, a token in it a hundredth, a page that it waits for ten.

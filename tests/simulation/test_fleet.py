@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+
+from benchmarks.scale.workloads import of_trace
+from vmserve.router.policy import Policy, Router
 from vmserve_bench.ab.jobs import Job as Request
 from vmserve_bench.ab.jobs import ideal_hit_rate
 from vmserve_bench.simulation import SimulatedEngine, SimulationConfig
@@ -14,9 +17,6 @@ from vmserve_bench.simulation.devices import LLAMA_8B_A100
 from vmserve_bench.simulation.fleet import PIECE_TOKENS, EngineReplica, Job, Replica, replay
 from vmserve_bench.simulation.light import LightReplica
 from vmserve_bench.workloads.shapes import RequestShape
-
-from benchmarks.scale.workloads import of_trace
-from vmserve.router.policy import Policy, Router
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,14 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vmserve_bench.simulation import Asked, SimulatedEngine, SimulationConfig, replay
-from vmserve_bench.simulation.liveness import (
-    check_many,
-    check_workload,
-    draw,
-    main,
-    step_bound,
-)
 
 from tests.simulation.test_engine import SECONDS
 from vmserve.memory.base import Regime
@@ -25,6 +17,14 @@ from vmserve.scheduler.base import NoRoomError
 from vmserve.scheduler.fcfs import FCFSScheduler
 from vmserve.scheduler.queues import Queues
 from vmserve.scheduler.sequence import Sequence
+from vmserve_bench.simulation import Asked, SimulatedEngine, SimulationConfig, replay
+from vmserve_bench.simulation.liveness import (
+    check_many,
+    check_workload,
+    draw,
+    main,
+    step_bound,
+)
 
 NUM_WORKLOADS = 60
 

@@ -14,15 +14,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from vmserve_bench.simulation import Asked, SimulatedEngine
-from vmserve_bench.simulation.engine import _WatchedMemory
-from vmserve_bench.simulation.liveness import draw
 
 from vmserve import _core
 from vmserve.memory.base import Regime
 from vmserve.memory.layout import plan_layout
 from vmserve.memory.manager import MemoryOptions
 from vmserve.scheduler.base import StepPlan
+from vmserve_bench.simulation import Asked, SimulatedEngine
+from vmserve_bench.simulation.engine import _WatchedMemory
+from vmserve_bench.simulation.liveness import draw
 
 NUM_WORKLOADS = 24
 CHECKPOINT_TOKENS = 24

@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from vmserve_bench.simulation.liveness import Workload, _Life, draw
 
 from vmserve.memory.layout import layer_kinds, plan_layout
 from vmserve.memory.longest import LongestSequence
+from vmserve_bench.simulation.liveness import Workload, _Life, draw
 
 NUM_WORKLOADS = 40
 

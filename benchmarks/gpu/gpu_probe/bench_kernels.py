@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from vmserve_bench.lab.report import replace_text
-from vmserve_bench.lab.statistics import percentile
 
 from vmserve.attention.cuda import CudaLauncher, CudaPagedBackend, Launcher
 from vmserve.attention.flash import FlashAttn3, SlotKernel, TorchFlash
 from vmserve.attention.phases import CudnnPrompts
 from vmserve.memory.views import ContiguousView, KVView, PagedView
 from vmserve.numbers.dtypes import DType
+from vmserve_bench.lab.report import replace_text
+from vmserve_bench.lab.statistics import percentile
 
 from .attention_kernels import MAX_ERROR, Work
 from .machine import CudaMachine, HostMachine

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vmserve_bench.lab.report import replace_text
-from vmserve_bench.lab.table import Table
 
 from vmserve.errors import ConfigurationError
 from vmserve.memory.cuda_driver import driver_refusal
+from vmserve_bench.lab.report import replace_text
+from vmserve_bench.lab.table import Table
 
 from .kernels import ARCHITECTURES, compile_for
 from .run import (

@@ -9,13 +9,13 @@ from statistics import median
 from typing import Any
 
 import torch
-from vmserve_bench.alloc import bandwidth, calls
-from vmserve_bench.alloc.section import Options
-from vmserve_bench.lab.machine import package_versions
 
 from vmserve import _core
 from vmserve.errors import OutOfMemoryError
 from vmserve.numbers.sizes import format_size
+from vmserve_bench.alloc import bandwidth, calls
+from vmserve_bench.alloc.section import Options
+from vmserve_bench.lab.machine import package_versions
 
 from .machine import READ, READ_WRITE
 from .run import Finding, Probe, Row, one_line, yes
