@@ -1,4 +1,5 @@
-"""What costs every test time: other threads of torch, and garbage collection of what stays."""
+"""What costs every test time: other threads of torch, garbage collection of what stays, and long
+tests of which a night can have more."""
 
 from __future__ import annotations
 
@@ -9,8 +10,23 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.nightly import LONG, leaving
+
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before a test file imports torch
 gc.disable()  # test files are imported, and stay
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks choose
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    cases: dict[tuple[str, str], dict[str, pytest.Item]] = {}
+    for item in items:
+        file, _, name = item.nodeid.removeprefix("tests/").partition("::")
+        test, _, case = name.partition("[")
+        if test in LONG.get(file, {}):
+            cases.setdefault((file, test), {})[case.removesuffix("]")] = item
+    for (file, test), found in cases.items():
+        for case in leaving(LONG[file][test], found):
+            found[case].add_marker(pytest.mark.nightly)
 
 
 def pytest_collection_finish() -> None:

@@ -151,8 +151,8 @@ def test_429_with_retry_after(start: Start) -> None:
     engine.pause = server.on_loop(asyncio.Event)
     body = {"prompt": "x", "stream": True}
     with (
-        server.http.stream("POST", "/v1/completions", json=body),
-        server.http.stream("POST", "/v1/completions", json=body),
+        server.http.stream("POST", "/v1/completions", json=body) as one,
+        server.http.stream("POST", "/v1/completions", json=body) as other,
     ):
         # Both run: a third would be taken. Both wait: it is not.
         engine.num_waiting = 2
@@ -168,6 +168,9 @@ def test_429_with_retry_after(start: Start) -> None:
         assert server.http.get("/load").json() == {"server_load": 2}
         engine.num_waiting = 0
         server.on_loop(engine.pause.set)
+        for stream in (one, other):
+            stream.read()
+        until(lambda: server.http.get("/load").json() == {"server_load": 0})
         assert server.complete()["choices"][0]["text"] == "hello"
     until(lambda: server.http.get("/load").json() == {"server_load": 0})
 

@@ -1,0 +1,128 @@
+"""Which cases of long tests scripts/test leaves to scripts/nightly.
+
+A number says how many cases stay, spread over all; names say which ones leave. What stays takes
+every path once. Seconds are of one core, and are what a night has more of than a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+__all__ = ["LONG", "leaving"]
+
+LONG: Final[Mapping[str, Mapping[str, int | tuple[str, ...]]]] = {
+    "attention/test_flashinfer.py": {
+        "test_the_same_as_the_reference": 24,
+    },
+    "batch/test_batch.py": {
+        "test_the_command_is_interrupted_and_goes_on": 0,
+    },
+    "batch/test_engines.py": {
+        "test_kills_of_the_command_and_of_an_engine_lose_and_repeat_no_line": 0,
+    },
+    "bench/test_papers_real.py": {
+        "test_every_figure_runs_and_its_file_is_compared": 0,
+    },
+    "bench/test_peers_benchmark.py": {
+        "test_a_file_s_model_has_the_tokens_of_its_dequantized_weights": 0,
+        "test_vmserve_and_its_server_alone": 0,
+    },
+    "bench/test_scripts.py": {
+        "test_a_script_measures": 6,
+    },
+    "chaos/test_attack.py": {
+        "test_another_key_chats_on": 0,
+    },
+    "chaos/test_chaos.py": {
+        "test_an_engine_that_is_killed_and_one_that_hangs": 0,
+        "test_ten_times_the_load": 0,
+    },
+    "chaos/test_kills.py": {
+        "test_requests_outlive_engines_behind_tcp_or_are_told": 0,
+    },
+    "chaos/test_models.py": {
+        "test_models_that_come_and_go": 0,
+    },
+    "chaos/test_models_in_process.py": {
+        "test_every_request_gets_an_answer_and_all_memory_comes_back": ("0",),
+    },
+    "client/test_fleet.py": {
+        "test_no_request_is_lost_under_ten_thousand_deaths": 0,
+    },
+    "client/test_partition.py": {
+        "test_an_engine_is_back_when_the_network_is": 1,
+        "test_a_cut_while_an_engine_joins_leaves_nothing_half_joined": 1,
+    },
+    "conformance/test_capabilities.py": {
+        "test_without_unmap_only_freeing_the_reservation_unmaps": ("uvm",),
+    },
+    "cuda_kernels/test_attention.py": {
+        "test_a_long_sequence_is_split_and_combined": 14,
+        "test_a_row_has_the_same_bits_however_it_is_computed": 8,
+        "test_ragged_batches_in_both_views": 0,
+    },
+    "cuda_kernels/test_compile.py": {
+        "test_kernels_compile_without_spills": 2,
+    },
+    "cuda_kernels/test_emulator.py": {
+        "test_mistakes_do_not_pass": 3,
+    },
+    "e2e/test_families.py": {
+        "test_torch_shares_prefixes_preempts_and_forks": 3,
+    },
+    "e2e/test_gguf.py": {
+        "test_same_tokens_as_transformers": 1,
+    },
+    "e2e/test_kinds_in_torch.py": {
+        "test_as_transformers_through_a_pool_that_is_short": (
+            "gpt-oss-cpu-paged-recompute-208KiB-2",
+            "gemma3-sdpa-virtual-swap-288KiB-2",
+            "gemma3-reference-paged-swap-288KiB-1",
+        ),
+    },
+    "e2e/test_sliding_window.py": {
+        "test_layers_with_windows_give_their_past_up_beside_those_without": 1,
+    },
+    "e2e/test_torch_ranks.py": {
+        "test_srun_starts_them_on_two_hosts": 0,
+    },
+    "fuzz/test_openapi_cases.py": {
+        "test_every_operation_answers_or_explains": 1,
+    },
+    "memory/test_failures.py": {
+        "test_a_failed_call_leaves_the_sequences_as_they_were": 44,
+    },
+    "models/test_torch_ranks.py": {
+        "test_two_hosts": 0,
+    },
+    "runner/test_async_kinds.py": {
+        "test_steps_in_flight": 2,
+        "test_too_little_memory": 2,
+    },
+    "server/test_fields.py": {
+        "test_nothing_of_a_client_s_size_is_computed_on_the_event_loop": (
+            "EmbeddingRequest.input 1",
+            "MessagesRequest.messages 1",
+            "messages 5",
+            "prompt 3",
+            "prompt 5",
+            "prompt 6",
+            "prompt 7",
+            "prompt_logprobs",
+            "truncate_prompt_tokens 1",
+        ),
+    },
+    "server/test_fuzz.py": {
+        "test_any_body": 1,
+    },
+}
+
+
+def leaving(rule: int | tuple[str, ...], cases: Iterable[str]) -> set[str]:
+    """The cases that do not stay. A test without cases has one, ""."""
+    names = list(cases)
+    if isinstance(rule, tuple):
+        return set(rule) & set(names)
+    stay = {names[place * len(names) // rule] for place in range(min(rule, len(names)))}
+    return set(names) - stay

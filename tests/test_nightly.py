@@ -1,0 +1,28 @@
+"""The table of long tests names tests that exist, and leaves no path to the night alone."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+from tests.nightly import LONG, leaving
+
+_TESTS = Path(__file__).parent
+
+
+def test_every_long_test_exists() -> None:
+    for file, tests in LONG.items():
+        tree = ast.parse((_TESTS / file).read_text(encoding="utf-8"))
+        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        assert tests.keys() <= names
+
+
+def test_cases_that_stay_are_spread() -> None:
+    cases = [f"case-{place}" for place in range(30)]
+    stay = [case for case in cases if case not in leaving(8, cases)]
+    assert len(stay) == 8
+    assert stay[0] == "case-0"
+    assert cases.index(stay[-1]) >= 26
+    assert leaving(8, cases[:1]) == set()  # chosen by name
+    assert leaving(0, [""]) == {""}
+    assert leaving(("case-3", "gone"), cases) == {"case-3"}
