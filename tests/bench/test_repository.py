@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,14 @@ def test_relative_links_lead_to_files(committed: list[Path]) -> None:
         and not (document.parent / target.partition("#")[0]).exists()
     ]
     assert not dangling
+
+
+def test_both_distributions_have_one_version() -> None:
+    ours, bench = (
+        tomllib.loads((_ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"]
+        for folder in ("", "bench")
+    )
+    pin = f"=={ours['version']}"
+    assert bench["version"] == ours["version"]
+    assert f"vmserve{pin}" in bench["dependencies"]
+    assert ours["optional-dependencies"]["bench"] == [f"vmserve-bench{pin}"]
