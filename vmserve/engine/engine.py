@@ -582,7 +582,7 @@ class LLMEngine:
         try:
             epoch = self.memory.apply(plan.memory)
         except (OutOfMemoryError, DriverError) as error:
-            if self.ranks is not None and getattr(error, "sticky", False):
+            if self.ranks is not None and isinstance(error, DriverError) and error.sticky:
                 raise  # a rank's memory is lost
             return StepResult() if previous is not None else self._make_room_after(error, plan)
         self._has_settled = False
