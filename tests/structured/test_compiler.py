@@ -271,7 +271,7 @@ def test_closing_ends_what_runs(tokenizer: str) -> None:
     assert compiler.pids == []
     with pytest.raises(InvalidRequestError):
         late.result(timeout=0)
-    assert set(threading.enumerate()) <= before
+    until(lambda: set(threading.enumerate()) <= before)  # a cancelled timer ends by itself
 
 
 def test_the_process_ends_with_its_input(tokenizer: str) -> None:
