@@ -23,6 +23,6 @@ def test_cases_that_stay_are_drawn() -> None:
     assert len(stay) == 8
     assert {case.partition("-")[0] for case in stay} == {"paged", "virtual"}
     assert stay == set(cases) - leaving(8, cases[::-1])
-    assert leaving(8, cases[:1]) == set()  # chosen by name
+    assert leaving(8, cases[:1]) == set()
     assert leaving(0, [""]) == {""}
     assert leaving(("paged-3", "gone"), cases) == {"paged-3"}
