@@ -26,7 +26,7 @@ from vmserve.errors import ConfigurationError
 from vmserve.server.config import ServerConfig
 from vmserve.server.net import accept
 from vmserve.server.net.accept import Tally, counted_address
-from vmserve.server.net.listen import ConnectionLimits
+from vmserve.server.net.listen import ConnectionLimits, bind
 
 Start = Callable[..., Running]
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -221,3 +221,14 @@ def test_a_failed_handshake_gives_its_place_back(start: Start, connect: Any) -> 
             pass
     trust = ssl.create_default_context(cafile=certificate)
     assert httpx.get(f"{server.url}/health".replace("http:", "https:"), verify=trust).is_success
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_a_reply_does_not_wait_for_the_acknowledgement_of_its_headers(host: str) -> None:
+    """Nagle's algorithm delays the second write of a kept connection by 40 ms."""
+    with bind(ServerConfig(host=host, port=0, served_model_names=("m",))) as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()[:2]):
+            connection, _ = listener.accept()
+            with connection:
+                assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
