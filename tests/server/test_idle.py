@@ -63,5 +63,5 @@ def test_processes_end_after_the_last_request(
     running = start(ScriptedEngine())
     large = {"prompt": "Hi", "z": "z" * 2 * MOST_BYTES_IN_THREAD}
     assert running.post("/tokenize", large).status_code == 200
-    until(lambda: bool(given))
-    assert running.app_context.processes.idle_pids == []
+    # It may have looked once before the request, too.
+    until(lambda: bool(given) and running.app_context.processes.idle_pids == [])
