@@ -32,7 +32,8 @@ from vmserve_bench.papers.served import (
     make_jobs,
     scaled,
 )
-from vmserve_bench.sharing import command as sharing
+from vmserve_bench.sharing import blocks
+from vmserve_bench.sharing.options import Options as SharingOptions
 from vmserve_bench.sharing.prefix import SHOT_TOKENS, translation_shapes
 from vmserve_bench.workloads.shapes import RequestShape, alpaca, azure_code, sharegpt
 
@@ -382,7 +383,7 @@ def _kernels(section: str, options: RealOptions, report: Report) -> SectionResul
 
 
 def _saved_by_sharing(options: RealOptions, report: Report) -> SectionResult:
-    wanted = sharing.Options(
+    wanted = SharingOptions(
         num_requests=options.pick(12, 4),
         workloads=options.pick(("alpaca", "sharegpt"), ("alpaca",)),
         widths=options.pick((2, 4, 6), (2,)),
@@ -390,7 +391,7 @@ def _saved_by_sharing(options: RealOptions, report: Report) -> SectionResult:
         seed=options.seed,
         blocks_model=options.model,
     )
-    return sharing.SUITE.sections["blocks"](wanted, report)
+    return blocks.run(wanted, report)
 
 
 def _kernel_and_engine(options: RealOptions, report: Report) -> SectionResult:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vmserve_bench.lab.report import Report
-    from vmserve_bench.sharing.command import Options
+    from vmserve_bench.sharing.options import Options
     from vmserve_bench.workloads.shapes import RequestShape
 
 __all__ = ["parallel_from_lengths", "run", "run_engine"]

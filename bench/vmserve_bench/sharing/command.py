@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,30 +11,10 @@ from vmserve.errors import ConfigurationError
 from vmserve_bench import options as opt
 from vmserve_bench.lab.suite import Suite, chosen, numbers
 from vmserve_bench.sharing import blocks, prefix
-from vmserve_bench.sharing.prefix import MODES
+from vmserve_bench.sharing.options import MODES, Options
 from vmserve_bench.workloads.shapes import WORKLOADS
 
-__all__ = ["SUITE", "Options", "sharing_command"]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """``num_requests``: of each run; None: enough for its section.
-
-    ``pairs``, ``modes`` and ``model`` are those of the section prefix; ``blocks_model`` is that of
-    the section blocks, which counts about the same with every model.
-    """
-
-    num_requests: int | None = None
-    workloads: tuple[str, ...] = ("alpaca", "sharegpt")
-    widths: tuple[int, ...] = (2, 4, 6)
-    block_sizes: tuple[int, ...] = (8, 16, 32, 64, 128)
-    seed: int = 0
-    pairs: int = 6
-    modes: tuple[str, ...] = MODES
-    model: Path | None = None
-    blocks_model: str | None = None
-
+__all__ = ["SUITE", "sharing_command"]
 
 #: Sections in the order in which they run.
 SUITE = Suite[Options](

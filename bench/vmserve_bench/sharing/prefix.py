@@ -24,11 +24,10 @@ from vmserve_bench.workloads.shapes import RequestShape, prompts
 
 if TYPE_CHECKING:
     from vmserve_bench.lab.report import Report
-    from vmserve_bench.sharing.command import Options
+    from vmserve_bench.sharing.options import Options
 
-__all__ = ["MODES", "SHOT_TOKENS", "Runner", "run", "translation_shapes"]
+__all__ = ["SHOT_TOKENS", "Runner", "run", "translation_shapes"]
 
-MODES = ("at once", "in turn")
 #: The paper's figure 16: tokens of the common prefix, WMT16 English to German, LLaMA-13B; and
 #: throughput over Orca (Oracle), another system, not over itself without sharing.
 SHOT_TOKENS = {"one-shot": 80, "five-shot": 341}
