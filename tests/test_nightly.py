@@ -5,16 +5,16 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.nightly import LONG, leaving
+from tests.nightly import LONG, SLOW, leaving
 
 _TESTS = Path(__file__).parent
 
 
 def test_every_long_test_exists() -> None:
-    for file, tests in LONG.items():
+    for file in LONG.keys() | SLOW.keys():
         tree = ast.parse((_TESTS / file).read_text(encoding="utf-8"))
         names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        assert tests.keys() <= names
+        assert {*LONG.get(file, ()), *SLOW.get(file, ())} <= names
 
 
 def test_cases_that_stay_are_drawn() -> None:
