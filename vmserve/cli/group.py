@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -41,24 +42,24 @@ def lazy_group(
     each command that is known to be in a distribution which may not be installed.
     """
 
-    def added() -> dict[str, EntryPoint]:
-        if entry_points is None:
-            return {}
-        # Imported late: it takes tens of milliseconds, and few commands need it.
-        from importlib.metadata import entry_points as installed  # noqa: PLC0415
-
-        return {entry.name: entry for entry in installed(group=entry_points)}
-
     class LazyGroup(TyperGroup):
+        @cached_property
+        def _added(self) -> dict[str, EntryPoint]:
+            if entry_points is None:
+                return {}
+            # Imported late: it takes tens of milliseconds, and few commands need it.
+            from importlib.metadata import entry_points as installed  # noqa: PLC0415
+
+            return {entry.name: entry for entry in installed(group=entry_points)}
+
         def list_commands(self, ctx: Any) -> list[str]:
-            return [*homes, *(name for name in sorted(added()) if name not in homes)]
+            return [*homes, *(name for name in sorted(self._added) if name not in homes)]
 
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
             if cmd_name in homes:
                 return _load(cmd_name, homes[cmd_name])
-            if (entry := added().get(cmd_name)) is not None:
-                module, _, name = entry.value.partition(":")
-                return _load(cmd_name, Home(module, name))
+            if (entry := self._added.get(cmd_name)) is not None:
+                return _load(cmd_name, Home(entry.module, entry.attr))
             if elsewhere is not None and cmd_name in elsewhere:
                 raise ConfigurationError(f"{cmd_name} is not installed here: {elsewhere[cmd_name]}")
             return None
