@@ -201,10 +201,10 @@ def _choose_draft(
     device_type: str,
 ) -> DraftChoice:
     """The draft model, with its part of the KV cache of ``resolved``."""
-    rules.check({**config.facts, "device_type": device_type})
     model, source = files.config, str(config.speculative_model)
     dtype = asked_dtype(config.dtype, model)
     known = {
+        "device_type": device_type,
         "draft_state_bytes": model.state_bytes,
         "draft_refusal": refusal(model.network, dtype),
     }
