@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.nightly import LONG, SLOW, leaving
+from tests.nightly import LONG, leaving
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before a test file imports torch
 gc.disable()  # test files are imported, and stay
@@ -24,8 +24,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         file, _, name = item.nodeid.removeprefix("tests/").partition("::")
         test, _, case = name.partition("[")
-        if test in SLOW.get(file, ()):
-            item.add_marker(pytest.mark.slow)
         if test in LONG.get(file, {}):
             cases.setdefault((file, test), {})[case.removesuffix("]")] = item
     for (file, test), found in cases.items():

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import Final
 
-__all__ = ["LONG", "SLOW", "leaving"]
+__all__ = ["LONG", "leaving"]
 
 LONG: Final[Mapping[str, Mapping[str, int | tuple[str, ...]]]] = {
     "attention/test_flashinfer.py": {
@@ -158,39 +158,6 @@ LONG: Final[Mapping[str, Mapping[str, int | tuple[str, ...]]]] = {
     "sim/test_cuda_faults.py": {
         "test_every_call_fails_in_turn": 20,
     },
-}
-
-#: Tests that ``scripts/test --fast`` leaves to the gate: the marker `slow`, where it is not theirs.
-SLOW: Final[Mapping[str, tuple[str, ...]]] = {
-    "e2e/test_pool_changes.py": (
-        "test_a_limit_that_falls_and_rises_under_running_requests",
-        "test_through_the_clients_while_requests_run",
-    ),
-    "memory/test_core_aborts.py": ("test_aborts_leave_nothing",),
-    "memory/test_failures.py": (
-        "test_a_failed_call_leaves_the_sequences_as_they_were",
-        "test_so_does_one_that_one_rank_of_two_refuses",
-    ),
-    "memory/test_file_store.py": (
-        "test_a_kill_at_any_byte_of_any_write_loses_blocks_and_never_changes_one",
-        "test_processes_that_are_killed_leave_whole_blocks",
-    ),
-    "memory/test_isolation.py": ("test_no_tenant_reads_anothers_bytes",),
-    "memory/test_kinds.py": (
-        "test_a_random_walk",
-        "test_a_random_walk_beside_the_mappers_thread",
-        "test_walks_refuse_every_call_of_a_life",
-    ),
-    "memory/test_kv_memory.py": ("test_forbidden_access_traps",),
-    "memory/test_mapper.py": ("test_a_fork_is_refused_and_ends",),
-    "memory/test_mappings.py": ("test_an_engine_at_its_limit_of_mappings_serves_on",),
-    "sampling/test_core.py": ("test_draws_are_those_of_float64",),
-    "sampling/test_sampler.py": ("test_distribution",),
-    "scheduler/test_claims.py": ("test_whatever_tenants_send_victims_have_more_than_their_share",),
-    "structured/test_compiler.py": ("test_heavy_constraints_are_answered",),
-    "structured/test_generation.py": ("test_through_a_full_pool",),
-    "text/test_tokenizer_files.py": ("test_padding_and_large_mistral_vocabularies",),
-    "text/test_tokenizer_gguf.py": ("test_published_pipelines",),
 }
 
 

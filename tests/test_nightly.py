@@ -5,16 +5,16 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-from tests.nightly import LONG, SLOW, leaving
+from tests.nightly import LONG, leaving
 
 _TESTS = Path(__file__).parent
 
 
 def test_every_long_test_exists() -> None:
-    for file in LONG.keys() | SLOW.keys():
+    for file, tests in LONG.items():
         tree = ast.parse((_TESTS / file).read_text(encoding="utf-8"))
         names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
-        assert {*LONG.get(file, ()), *SLOW.get(file, ())} <= names
+        assert tests.keys() <= names
 
 
 def test_cases_that_stay_are_drawn() -> None:

@@ -66,6 +66,7 @@ class Serving:
     ],
     ids=["virtual", "paged", "swap", "async"],
 )
+@pytest.mark.slow
 def test_a_limit_that_falls_and_rises_under_running_requests(options: dict[str, Any]) -> None:
     expected = Serving(**options).finish()
     serving = Serving(**options)
@@ -179,6 +180,7 @@ def test_a_pinned_state_is_counted(tmp_path: Path, model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [AsyncLLM, ProcessLLM], ids=["one", "two"])
+@pytest.mark.slow
 def test_through_the_clients_while_requests_run(kind: Any) -> None:
     async def one(llm: Any, prompt: list[int]) -> list[int]:
         async for output in llm.generate(prompt, PARAMS):

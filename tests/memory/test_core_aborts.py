@@ -141,6 +141,7 @@ class Aborts:
 @pytest.mark.parametrize("null_page", [False, True])
 @pytest.mark.parametrize("mapper", [MapperMode.OFF, MapperMode.MANUAL])
 @pytest.mark.parametrize("blocks_per_page", [1, 4])
+@pytest.mark.slow
 def test_aborts_leave_nothing(blocks_per_page: int, mapper: MapperMode, null_page: bool) -> None:
     rig = Rig(options(blocks_per_page, mapper, null_page=null_page))
     aborts = Aborts(rig, seed=blocks_per_page)

@@ -247,6 +247,7 @@ def every_case(
 @pytest.mark.parametrize("mapper", [MapperMode.OFF, MapperMode.MANUAL], ids=["off", "mapper"])
 @pytest.mark.parametrize("blocks_per_page", [1, 4])
 @pytest.mark.parametrize("name", list(OPERATIONS))
+@pytest.mark.slow
 def test_a_failed_call_leaves_the_sequences_as_they_were(
     name: str, blocks_per_page: int, mapper: MapperMode, shadow: bool
 ) -> None:
@@ -256,6 +257,7 @@ def test_a_failed_call_leaves_the_sequences_as_they_were(
 
 @pytest.mark.parametrize(("member", "is_remote"), [(0, False), (1, False), (1, True)])
 @pytest.mark.parametrize("name", list(OPERATIONS))
+@pytest.mark.slow
 def test_so_does_one_that_one_rank_of_two_refuses(name: str, member: int, is_remote: bool) -> None:
     mapper = MapperMode.MANUAL if len(name) % 2 else MapperMode.OFF
     every_case(

@@ -197,6 +197,7 @@ def _write_all(store: _core.PageStore) -> None:
         store.put(digest, content)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_byte_of_any_write_loses_blocks_and_never_changes_one(
     tmp_path: Path,
 ) -> None:
@@ -228,6 +229,7 @@ def test_a_kill_at_any_byte_of_any_write_loses_blocks_and_never_changes_one(
 
 
 @pytest.mark.parametrize("num_kills", [max(30, KILLS // 20)])
+@pytest.mark.slow
 def test_processes_that_are_killed_leave_whole_blocks(tmp_path: Path, num_kills: int) -> None:
     """One store over all kills: what each left is there for the next."""
     rng = random.Random(9)

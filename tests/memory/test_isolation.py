@@ -142,6 +142,7 @@ class Pairs:
 @pytest.mark.parametrize("mapper", [MapperMode.OFF, MapperMode.MANUAL])
 @pytest.mark.parametrize("policy", [ZeroPolicy.TENANT, ZeroPolicy.ALWAYS])
 @pytest.mark.parametrize("blocks_per_page", [1, 4])
+@pytest.mark.slow
 def test_no_tenant_reads_anothers_bytes(
     blocks_per_page: int, policy: ZeroPolicy, mapper: MapperMode
 ) -> None:

@@ -712,15 +712,18 @@ def refused() -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("seed", range(STEPS // STEPS_OF_A_WALK))
+@pytest.mark.slow
 def test_a_random_walk(seed: int, refused: Counter[str]) -> None:
     refused.update(walk(seed))
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_a_random_walk_beside_the_mappers_thread(seed: int) -> None:
     walk(seed, MapperMode.THREAD)
 
 
+@pytest.mark.slow
 def test_walks_refuse_every_call_of_a_life() -> None:
     """Of what a driver does, only its reservations are made once."""
     calls = {

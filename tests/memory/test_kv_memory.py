@@ -482,6 +482,7 @@ print("ready", flush=True)
         "write to the shadow",
     ],
 )
+@pytest.mark.slow
 def test_forbidden_access_traps(touch: str) -> None:
     result = run_python(SETUP + touch)
     assert (result.stdout, result.stderr) == ("ready\n", "")

@@ -499,6 +499,7 @@ def test_the_process_ends_though_the_mapper_is_busy(how: str) -> None:
 @pytest.mark.parametrize(
     "ends", ["os._exit(0)", "sys.exit(0)", "del call, memory, core; sys.exit(0)"]
 )
+@pytest.mark.slow
 def test_a_fork_is_refused_and_ends(ends: str) -> None:
     """The mapper's thread does not exist in it, and nobody waits for it there."""
     run(

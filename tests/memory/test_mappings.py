@@ -182,6 +182,7 @@ def serve(llm: LLM, prompts: list[list[int]], num_tokens: int = 4) -> list[str |
 
 @pytest.mark.parametrize("regime", ["virtual", "auto"])
 @pytest.mark.slow
+@pytest.mark.slow
 def test_an_engine_at_its_limit_of_mappings_serves_on(
     regime: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ def random_params(rng: random.Random, vocab: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("vocab", [2, 127, 300, 5000])
 @pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.slow
 def test_draws_are_those_of_float64(vocab: int, coarse: bool) -> None:
     """Coarse logits, as half precision gives them, have many equals at every limit.
 

@@ -317,6 +317,7 @@ def weights_of(ids, temperature=1.0):
         ({"allowed_token_ids": [0, 5], "top_p": 0.99}, [0, 5], 1.0),
     ],
 )
+@pytest.mark.slow
 def test_distribution(kwargs, ids, temperature):
     counts = counts_of(LOGITS, 4000, **kwargs)
     assert set(counts) == set(ids)

@@ -207,6 +207,7 @@ def test_a_step_that_is_planned_ahead_preempts_nobody() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.slow
 def test_whatever_tenants_send_victims_have_more_than_their_share(seed: int) -> None:
     rng = random.Random(seed)
     engine = Fair(rng.randint(2, 12), pages=rng.choice([40, 80, 4096]), budget=rng.choice([16, 64]))

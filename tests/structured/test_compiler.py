@@ -171,6 +171,7 @@ def test_a_bomb_ends_its_process_only(tokenizer: str) -> None:
 
 
 @pytest.mark.parametrize("name", HEAVY)
+@pytest.mark.slow
 def test_heavy_constraints_are_answered(tokenizer: str, name: str) -> None:
     process = VettingProcess(Setup(tokenizer, VOCAB, [EOS]), seconds=0.5)
     try:

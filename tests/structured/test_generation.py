@@ -208,6 +208,7 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("regime", "preemption", "swap"), [("virtual", "recompute", 0), ("paged", "swap", "32MiB")]
 )
+@pytest.mark.slow
 def test_through_a_full_pool(regime: str, preemption: str, swap: Any) -> None:
     """The same answers as with room for all, preempted or not."""
     options = {**OPTIONS, "kv_regime": regime, "kv_page_size": 16 << 10, "max_model_len": 256}

@@ -202,6 +202,7 @@ def test_files_that_change_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_padding_and_large_mistral_vocabularies(tmp_path: Path) -> None:
     backend = backend_of("byte_level")
     backend.enable_padding(pad_id=1, pad_token="</s>")

@@ -129,6 +129,7 @@ def _published(pre: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("pre", [*_PARTS, *_OF_TRANSFORMERS])
+@pytest.mark.slow
 def test_published_pipelines(tmp_path: Path, pre: str) -> None:
     backend = Backend(models.BPE(ignore_merges=pre in _WHOLE_WORDS))
     if pre in ("qwen2", "qwen35"):
