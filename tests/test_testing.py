@@ -7,11 +7,12 @@ import asyncio
 import httpx
 
 from vmserve import SamplingParams
+from vmserve.client.client import Client
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
-from vmserve.testing import NullRuntime, ScriptedEngine
+from vmserve.testing import NullRuntime, ScriptedTransport
 
 
 def test_an_engine_without_a_forward_pass_says_the_token_that_was_chosen() -> None:
@@ -32,8 +33,8 @@ def test_an_engine_without_a_forward_pass_says_the_token_that_was_chosen() -> No
 
 
 def test_a_scripted_engine_answers_behind_the_server() -> None:
-    engine = ScriptedEngine("yes")
-    app = create_app(engine, ServerConfig(served_model_names=("m",)))
+    engine = ScriptedTransport("yes")
+    app = create_app(Client(engine), ServerConfig(served_model_names=("m",)))
 
     async def complete() -> httpx.Response:
         transport = httpx.ASGITransport(app)
@@ -42,6 +43,6 @@ def test_a_scripted_engine_answers_behind_the_server() -> None:
 
     choices = asyncio.run(complete()).json()["choices"]
     assert [choice["text"] for choice in choices] == ["yes", "yes1"]
-    assert [prompt for prompt, _, _ in engine.requests] == [engine.tokenizer.encode("Hi")]
+    assert [prompt for prompt, _, _ in engine.requests] == [engine.facts.tokenizer.encode("Hi")]
     assert engine.finished
     assert not engine.running

@@ -6,23 +6,37 @@
     >>> from vmserve.engine.engine import LLMEngine
     >>> engine = LLMEngine(EngineConfig(device="cpu"), runtime=NullRuntime(token_id=7))
 
-:class:`ScriptedEngine` takes the engine's place behind a server: there is no engine at all.
+:class:`ScriptedTransport` takes the engine's place behind a client: there is no engine at all.
 :class:`vmserve_bench.simulation.SimulatedEngine` goes without a tokenizer and real memory.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vmserve import _core
+from vmserve.client.callers import Callers
+from vmserve.client.messages import (
+    Abort,
+    Add,
+    Ask,
+    Ended,
+    Lost,
+    Noted,
+    Reply,
+    Revived,
+    StepUpdate,
+    ToEngine,
+    Unpin,
+)
+from vmserve.client.transports.base import Facts, Receive
+from vmserve.engine.limits import RequestLimits
 from vmserve.errors import (
     ConfigurationError,
     EngineDeadError,
@@ -30,7 +44,8 @@ from vmserve.errors import (
     VmserveError,
 )
 from vmserve.runner.null_runtime import NullRuntime
-from vmserve.sampling import GenerationParams, SamplingParams
+from vmserve.sampling import SamplingParams
+from vmserve.sampling.tokens import TopTokens
 from vmserve.telemetry.snapshot import (
     PAGE_MAPPED,
     PAGE_SHARED,
@@ -38,15 +53,11 @@ from vmserve.telemetry.snapshot import (
     PoolMap,
     RequestSnapshot,
 )
-from vmserve.text.prompts import Prompt
+from vmserve.text.scores import PromptScores
+from vmserve.text.update import ChoiceUpdate, RequestUpdate
 from vmserve.types import (
-    CompletionOutput,
     FinishReason,
-    Logprob,
-    LogprobsList,
     RequestMetrics,
-    RequestOutput,
-    RequestTerms,
 )
 
 __all__ = [
@@ -57,7 +68,7 @@ __all__ = [
     "FaultInjectingDriver",
     "NullDriver",
     "NullRuntime",
-    "ScriptedEngine",
+    "ScriptedTransport",
     "scripted",
 ]
 
@@ -80,7 +91,22 @@ class ByteTokenizer:
     bos_id = BOS
     eos_ids = frozenset({EOS})
     chat_template_text = "{{ tools }}<tool_call>"
+    fingerprint = "bytes"
     specials: Mapping[int, str] = {0: "<pad>", BOS: "<s>", EOS: "</s>"}
+    special_ids = frozenset(specials)
+    is_byte_level = True
+
+    @property
+    def table(self) -> ByteTokenizer:
+        """What single tokens decode to: :class:`~vmserve.text.detokenizer.TokenTable`."""
+        return self
+
+    def piece(self, token_id: int) -> str | bytes:
+        special = self.specials.get(token_id)
+        return bytes([token_id - FIRST_BYTE]) if special is None else special
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id], False)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
@@ -139,7 +165,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """The fields of the configuration, and of the model's, which a server reads."""
+    """The fields of the configuration, and of the model's, which clients read."""
 
     max_model_len: int = 256
     max_logprobs: int = 20
@@ -147,10 +173,14 @@ class _Shape:
     vocab_size: int = VOCAB_SIZE
     request_timeout: float | None = None
     kv_cache_dtype: str = "auto"
+    block_tokens: int = 4
+    prefix_caching: bool = True
+    kv_limit_bytes: int = 0
 
 
 def scripted(text: str) -> Callable[[list[int], int], list[int]]:
-    """A ``reply`` of :class:`ScriptedEngine`: ``text`` and its end; of choice j > 0, ``text`` j."""
+    """A ``reply`` of :class:`ScriptedTransport`: ``text`` and its end; of choice j > 0, ``text``
+    j."""
 
     def reply(prompt: list[int], index: int) -> list[int]:
         suffix = str(index) if index else ""
@@ -159,31 +189,46 @@ def scripted(text: str) -> Callable[[list[int], int], list[int]]:
     return reply
 
 
-class ScriptedEngine:
-    """The interface of :class:`vmserve.AsyncLLM` which a server uses, over a byte-level toy model.
+class ScriptedTransport:
+    """A transport to an engine that is not there, with a byte-level toy model.
 
-    >>> app = create_app(ScriptedEngine("hello"), ServerConfig(served_model_names=("m",)))
+    >>> client = Client(ScriptedTransport("hello"))
+    >>> app = create_app(client, ServerConfig(served_model_names=("m",)))
 
     Every request gets one token for each of its choices per pass of the event loop. ``text`` is the
     answer; ``reply(prompt ids, choice index)`` may be replaced and returns the ids of one, which
     repeat if they do not end. ``shape``: max_model_len, max_logprobs, max_num_seqs, vocab_size,
     request_timeout. :func:`position` has the log-probabilities.
 
-    What a test sets: ``identity``, as of weights and settings; ``pause``, an event that holds all
-    requests after ``pause_after`` tokens; ``fail``, which each request then raises; ``errored``, as
-    of an engine that has died, and ``retry_seconds`` of one that is started again; ``died``, whose
-    result ends :meth:`until_dead`. What it reads: ``requests``, ``running``, and the ids in
-    ``finished`` and ``aborted``.
+    What a test sets: ``facts``; ``pause``, an event that holds all requests after ``pause_after``
+    tokens; ``fail``, which each request then raises; ``died``, whose result says that the engine is
+    not started again. What it reads: ``requests``, ``running``, and the ids in ``finished`` and
+    ``aborted``.
     """
 
     def __init__(self, text: str = "hello", **shape: Any) -> None:
-        self.tokenizer = ByteTokenizer()
-        self.resolved = self.model_config = _Shape(**shape)
-        self.identity = "scripted"
-        self.default_sampling: dict[str, Any] = {}
+        resolved: Any = _Shape(**shape)
+        tokenizer: Any = ByteTokenizer()
+        self.facts = Facts(
+            resolved=resolved,
+            limits=RequestLimits(
+                "Scripted",
+                True,
+                resolved.vocab_size,
+                resolved.max_model_len,
+                resolved.max_num_seqs,
+                resolved.max_logprobs,
+            ),
+            model=resolved,
+            tokenizer=tokenizer,
+            default_sampling={},
+            identity="scripted",
+            can_sleep=True,
+            latest=lambda: self.stats(),
+            max_num_running=resolved.max_num_seqs,
+        )
+        self.callers = Callers()
         self.reply = scripted(text)
-        self.errored = False
-        self.retry_seconds: float | None = None
         self.pause: asyncio.Event | None = None
         self.pause_after = 1
         self.fail: Exception | None = None
@@ -193,49 +238,142 @@ class ScriptedEngine:
         self.finished: list[str] = []
         #: Events that end requests, by request id.
         self.running: dict[str, asyncio.Event] = {}
-        self.num_waiting = 0
+        self._num_waiting = 0
         self.stopped = False
         self.num_cached = 0
         self.died: Future[None] = Future()
         self.num_snapshots = 0
         self.num_resets = 0
         self.kv_cache_memory: int | str = 0
-        #: Cleared to hold :meth:`wake`.
+        #: Tokens of pinned prefixes, by handle; an error: pinning is refused.
+        self.pins: dict[int, list[int]] = {}
+        self.refuses_pins: VmserveError | None = None
+        #: Cleared to hold :meth:`start` again.
         self.waking = asyncio.Event()
         self.waking.set()
         self.fail_to_wake: VmserveError | None = None
         self.num_wakes = 0
+        #: Names and work of requests by handle.
+        self._tasks: dict[int, tuple[str, asyncio.Task[None]]] = {}
+        self._death: asyncio.Task[None] | None = None
+        self._receive: Receive = lambda message: None
+
+    @property
+    def num_waiting(self) -> int:
+        """How many of those in ``running`` wait in the engine's queue."""
+        return self._num_waiting
+
+    @num_waiting.setter
+    def num_waiting(self, value: int) -> None:
+        self._num_waiting = value
+        self._count()
+
+    def _count(self) -> None:
+        self.facts.num_running = len(self.running) - self._num_waiting
 
     def stats(self) -> dict[str, float | int]:
         return {
-            "num_requests_running": len(self.running) - self.num_waiting,
+            "num_requests_running": self.facts.num_running,
             "num_requests_waiting": self.num_waiting,
             "kv_cache_usage_perc": 0.0,
             "num_preemptions_total": 0,
             "prompt_tokens_total": 7,
             "generation_tokens_total": 9,
+            "limit_pages": 64,
+            "blocks_per_page": 4,
+            "page_bytes": 512,
         }
 
-    @property
-    def num_running(self) -> int:
-        return int(self.stats()["num_requests_running"])
+    # -- the transport ------------------------------------------------------------------
 
-    @property
-    def max_num_running(self) -> int:
-        return self.resolved.max_num_seqs
+    def on(self, receive: Receive) -> None:
+        self._receive = receive
 
-    async def fetch_stats(self) -> dict[str, float | int]:
-        return self.stats()
+    async def start(self, *, again: bool = False) -> None:
+        if again:
+            await self.waking.wait()
+            if self.fail_to_wake is not None:
+                raise self.fail_to_wake
+            self.num_wakes += 1
+            self.stopped = False
+            self._receive(Revived())
+        if self._death is None:
+            self._death = asyncio.ensure_future(self._await_death())
 
-    async def until_dead(self) -> None:
-        """Return when a test sets a result of ``died``."""
+    async def _await_death(self) -> None:
         await asyncio.wrap_future(self.died)
+        self.facts.is_dead = self.facts.is_ended = True
+        self._receive(Ended())
 
-    async def snapshot(self) -> EngineSnapshot:
+    async def close(self) -> None:
+        self.stopped = True
+        for abort in self.running.values():
+            abort.set()
+
+    def lose(self) -> None:
+        """Die, as an engine that can be started again."""
+        self.facts.is_dead = True
+        for _, task in list(self._tasks.values()):
+            task.cancel()
+        self._receive(Lost())
+
+    def revive(self) -> None:
+        """Serve again after :meth:`lose`."""
+        self.facts.is_dead = False
+        self._receive(Revived())
+
+    def suspect(self, is_suspect: bool = True) -> None:
+        """Be silent for long, or heard of again."""
+        self.facts.is_suspect = is_suspect
+        self._receive(Noted())
+
+    def send(self, message: ToEngine) -> None:
+        match message:  # also if the engine is dead
+            case Unpin():
+                self.pins.pop(message.pin, None)
+            case Ask(_, "pin_prefix", arguments):
+                self.pins[arguments["pin"]] = arguments["token_ids"]
+        if self.facts.is_dead or self.stopped:
+            raise EngineDeadError("the engine has stopped")
+        match message:
+            case Add():
+                task = asyncio.ensure_future(self._serve(message))
+                self._tasks[message.handle] = message.request_id, task
+                task.add_done_callback(lambda _: self._tasks.pop(message.handle, None))
+            case Abort(handle, tell) if handle in self._tasks:
+                name, task = self._tasks[handle]
+                if tell and name in self.running:
+                    self.running[name].set()
+                else:
+                    task.cancel()
+            case Ask():
+                try:
+                    value = self._answer(message.question, message.arguments)
+                except VmserveError as error:
+                    self._receive(Reply(message.serial, None, error))
+                else:
+                    self._receive(Reply(message.serial, value))
+
+    def _answer(self, question: str, arguments: Mapping[str, Any]) -> Any:
+        match question:
+            case "snapshot":
+                return self._snapshot()
+            case "set_kv_cache_memory":  # 4096: the new limit in bytes
+                if arguments["size"] == "1KiB":
+                    raise ConfigurationError("raise --kv-cache-memory to 2KiB")
+                self.kv_cache_memory = arguments["size"]
+                return 4096
+            case "reset_prefix_cache":
+                self.num_resets += 1
+            case "pin_prefix":
+                if self.refuses_pins is not None:
+                    raise self.refuses_pins
+                return len(arguments["token_ids"])
+        return None
+
+    def _snapshot(self) -> EngineSnapshot:
         """All running requests; four pages: absent, free, shared in the virtual view, cached."""
         self.num_snapshots += 1
-        if self.errored or self.stopped:
-            raise EngineDeadError("the engine has stopped")
         shared = 2 + PAGE_SHARED + PAGE_MAPPED
         pool = PoolMap(4, 1, bytes([0, 1, shared, 5]), {0: 1, 1: 1, shared: 1, 5: 1}, [(2, 1)])
         rows = [
@@ -265,50 +403,31 @@ class ScriptedEngine:
         ]
         return EngineSnapshot(self.stats(), pool, rows, len(rows))
 
-    async def set_kv_cache_memory(self, size: int | str) -> int:
-        """4096, the new limit in bytes; "1KiB" is refused."""
-        if size == "1KiB":
-            raise ConfigurationError("raise --kv-cache-memory to 2KiB")
-        self.kv_cache_memory = size
-        return 4096
+    # -- requests -----------------------------------------------------------------------
 
-    async def reset_prefix_cache(self) -> None:
-        self.num_resets += 1
+    async def _serve(self, add: Add) -> None:
+        try:
+            await self._run(add)
+        except Exception as error:  # noqa: BLE001  a test's
+            self._say(failures=[(add.handle, error)])
 
-    async def sleep(self, timeout: float = 0.0) -> None:
-        await self.shutdown(timeout)
-
-    async def wake(self) -> None:
-        """Serve again after :meth:`sleep`; raise ``fail_to_wake``, if that is set."""
-        await self.waking.wait()
-        if self.fail_to_wake is not None:
-            raise self.fail_to_wake
-        self.num_wakes += 1
-        self.stopped = False
-
-    async def shutdown(self, timeout: float = 0.0) -> None:
-        self.stopped = True
-        for abort in self.running.values():
-            abort.set()
-
-    async def serve(
-        self, prompt: Prompt, params: GenerationParams, *, request_id: str, terms: RequestTerms
-    ) -> AsyncIterator[RequestOutput]:
-        params = params.as_sampling()  # beams become independent choices
-        params.validate_for(self.model_config.vocab_size, self.resolved.max_logprobs)
-        if self.errored or self.stopped:
-            raise EngineDeadError("the engine has stopped")
-        extra = {"request_id": request_id, "prompt": prompt.text, "priority": terms.priority}
+    async def _run(self, add: Add) -> None:
+        params = add.params.as_sampling()  # beams become independent choices
+        terms, request_id = add.terms, add.request_id
+        extra = {
+            "request_id": request_id,
+            "prompt": self.facts.tokenizer.decode(add.prompt_token_ids),
+            "priority": terms.priority,
+        }
         for name in ("cache_salt", "tenant", "isolation", "timeout"):
             if getattr(terms, name):
                 extra[name] = getattr(terms, name)
-        self.requests.append((prompt.token_ids, params, extra))
-        run = _Run(self, prompt.token_ids, params, request_id, prompt.text)
+        self.requests.append((add.prompt_token_ids, params, extra))
+        run = _Run(self, add, params)
         abort = self.running[request_id] = asyncio.Event()
         ended = False
         try:
-            if terms.stream:
-                yield run.output([], delta=True)
+            self._say(accepted=[add.handle] if add.is_stream else [])
             while not ended:
                 await self._pace(run, abort)
                 news = run.abort() if abort.is_set() else run.step()
@@ -316,14 +435,19 @@ class ScriptedEngine:
                 if ended:
                     self.finished.append(request_id)
                     del self.running[request_id]
-                if terms.stream and news:
-                    yield run.output(news, delta=True, finished=ended)
-                elif ended:
-                    yield run.output([choice.total() for choice in run.choices], finished=True)
+                if terms.stream or ended:
+                    news = news if terms.stream else [each.whole() for each in run.choices]
+                    self._say(updates=[(add.handle, run.update(news, finished=ended))])
         finally:
             if not ended:
                 self.aborted.append(request_id)
                 del self.running[request_id]
+                self._say()
+
+    def _say(self, **news: Any) -> None:
+        self._count()
+        fields = {"accepted": [], "updates": [], "failures": [], **news}
+        self._receive(StepUpdate(self.facts.num_running, self.num_waiting, **fields))
 
     async def _pace(self, run: _Run, abort: asyncio.Event) -> None:
         await asyncio.sleep(0)
@@ -343,64 +467,50 @@ class ScriptedEngine:
 class _Run:
     """One request, whose choices step together."""
 
-    def __init__(
-        self,
-        engine: ScriptedEngine,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        request_id: str,
-        prompt: str | None,
-    ) -> None:
-        self._engine = engine
-        self._prompt_ids = prompt_ids
-        self._prompt = prompt
+    def __init__(self, engine: ScriptedTransport, add: Add, params: SamplingParams) -> None:
+        self._prompt_ids = prompt_ids = add.prompt_token_ids
         self._params = params
-        self._request_id = request_id
+        self._num_cached = engine.num_cached
         self.num_steps = 0
-        left = engine.resolved.max_model_len - len(prompt_ids)
+        left = engine.facts.resolved.max_model_len - len(prompt_ids)
         most = left if params.max_tokens is None else min(params.max_tokens, left)
         self.choices = [
             _Choice(index, engine.reply(prompt_ids, index), most, params)
             for index in range(params.n)
         ]
 
-    def step(self) -> list[CompletionOutput]:
+    def step(self) -> list[ChoiceUpdate]:
         self.num_steps += 1
-        news = [choice.step() for choice in self.choices if not choice.finish_reason]
-        return [new for new in news if new is not None]
+        return [choice.step() for choice in self.choices if not choice.finish_reason]
 
-    def abort(self) -> list[CompletionOutput]:
+    def abort(self) -> list[ChoiceUpdate]:
         return [choice.end("abort") for choice in self.choices if not choice.finish_reason]
 
-    def _state(self) -> NDArray[np.float32]:
+    def _state(self) -> bytes:
         """The embedding of a prompt: its number of tokens, then 0, 1, 2."""
-        return np.array([len(self._prompt_ids), 0, 1, 2], np.float32)
+        return np.array([len(self._prompt_ids), 0, 1, 2], np.float32).tobytes()
 
-    def output(
-        self, outputs: list[CompletionOutput], delta: bool = False, finished: bool = False
-    ) -> RequestOutput:
+    def update(self, news: list[ChoiceUpdate], *, finished: bool) -> RequestUpdate:
         wanted = self._params.prompt_logprobs
-        scores: list[dict[int, Logprob] | None] | None = None
-        if wanted is not None and (outputs or not delta):
-            rest = [position(token_id, wanted) for token_id in self._prompt_ids[1:]]
-            scores = [None, *rest]
-        return RequestOutput(
-            request_id=self._request_id,
-            prompt=self._prompt,
-            prompt_token_ids=self._prompt_ids,
-            outputs=outputs,
-            finished=finished,
-            metrics=RequestMetrics(
-                arrival_time=10.0,
-                first_scheduled_time=10.5,
-                first_token_time=11.0,
-                last_token_time=13.0,
-                finished_time=13.0,
-                num_cached_tokens=self._engine.num_cached,
-            ),
-            prompt_logprobs=scores,
-            embedding=None if self._params.pooling is None else self._state(),
-            delta=delta,
+        scores = None
+        if wanted is not None and (finished or self.num_steps == 1):
+            scores = PromptScores(None)
+            scores.extend(position(token_id, wanted) for token_id in self._prompt_ids[1:])
+        metrics = RequestMetrics(
+            arrival_time=10.0,
+            first_scheduled_time=10.5,
+            first_token_time=11.0,
+            last_token_time=13.0,
+            finished_time=13.0,
+            num_cached_tokens=self._num_cached,
+        )
+        return RequestUpdate(
+            "",
+            news,
+            finished,
+            metrics,
+            None if scores is None else scores.pack(),
+            self._state() if finished and self._params.pooling is not None else None,
         )
 
 
@@ -411,83 +521,66 @@ class _Choice:
         self._most = most
         self._params = params
         self._ids: list[int] = []
-        self._logprobs: LogprobsList = []
-        self._sent_ids = 0
-        self._sent_text = ""
-        self._text = ""
+        self._logprobs: list[TopTokens] = []
+        self._num_sent = 0
         self._stop_reason: int | str | None = None
+        self._hides_last = False
         self.finish_reason: FinishReason | None = None
 
-    def step(self) -> CompletionOutput | None:
+    def step(self) -> ChoiceUpdate:
+        params = self._params
         if len(self._ids) >= self._most:
             return self.end("length")
         token_id = self._script[len(self._ids) % len(self._script)]
         self._ids.append(token_id)
-        if self._params.logprobs is not None:
-            wanted = self._params.logprob_token_ids
+        if params.logprobs is not None:
+            wanted = params.logprob_token_ids
             self._logprobs.append(
-                position(token_id, self._params.logprobs)
+                position(token_id, params.logprobs)
                 if wanted is None
-                else {token_id: entry(token_id, 1), **{i: entry(i, 2) for i in wanted}}
+                else {token_id: (-1.0, 1), **dict.fromkeys(wanted, (-2.0, 2))}
             )
-        self._text = ByteTokenizer().decode(self._ids, self._params.skip_special_tokens)
-        if token_id == EOS and not self._params.ignore_eos:
-            return self.end("stop")
-        if token_id in self._params.stop_token_ids:
-            self._text = ByteTokenizer().decode(self._ids[:-1], self._params.skip_special_tokens)
-            return self.end("stop", token_id)
-        for stop in self._params.stop:
-            at = self._text.find(stop)
-            if at >= 0:
-                keep = len(stop) if self._params.include_stop_str_in_output else 0
-                self._text = self._text[: at + keep]
+        if token_id == EOS and not params.ignore_eos:
+            return self.end("stop", hides_last=True)
+        if token_id in params.stop_token_ids:
+            return self.end("stop", token_id, hides_last=True)
+        text = ByteTokenizer().decode(self._ids, params.skip_special_tokens)
+        for stop in params.stop:
+            if stop in text:
                 return self.end("stop", stop)
-        if len(self._ids) == self._most:
-            return self.end("length")
-        return self._news(self._settled())
+        return self.end("length") if len(self._ids) == self._most else self._news()
 
-    def end(self, reason: FinishReason, stop: int | str | None = None) -> CompletionOutput:
-        self.finish_reason = reason
-        self._stop_reason = stop
-        return self._news(self._text)
+    def end(
+        self, reason: FinishReason, stop: int | str | None = None, *, hides_last: bool = False
+    ) -> ChoiceUpdate:
+        self.finish_reason, self._stop_reason, self._hides_last = reason, stop, hides_last
+        return self._news()
 
-    def total(self) -> CompletionOutput:
-        logprobs = self._logprobs if self._params.logprobs is not None else None
-        return CompletionOutput(
-            self._index, self._text, self._ids, 0.0, logprobs, self.finish_reason, self._stop_reason
+    def whole(self) -> ChoiceUpdate:
+        self._num_sent = 0
+        return self._news()
+
+    def _news(self) -> ChoiceUpdate:
+        begin, self._num_sent = self._num_sent, len(self._ids)
+        return ChoiceUpdate(
+            self._index,
+            self._ids[begin:],
+            0.0,
+            self._logprobs[begin:] if self._params.logprobs is not None else None,
+            self.finish_reason,
+            self._stop_reason,
+            self._hides_last,
         )
 
-    def _settled(self) -> str:
-        """The text without a part of a character or the start of a stop string at its end."""
-        text = self._text.rstrip("\ufffd")
-        held = max((_overlap(text, stop) for stop in self._params.stop), default=0)
-        return text[: len(text) - held]
 
-    def _news(self, text: str) -> CompletionOutput:
-        new = dataclasses.replace(
-            self.total(),
-            text=text[len(self._sent_text) :],
-            token_ids=self._ids[self._sent_ids :],
-            logprobs=self._logprobs[self._sent_ids :] if self._logprobs else None,
-        )
-        self._sent_ids, self._sent_text = len(self._ids), text
-        return new
-
-
-def position(token_id: int, k: int) -> dict[int, Logprob]:
+def position(token_id: int, k: int) -> TopTokens:
     """The token, then the k likeliest, which are 100, 101, … with log-probabilities −1, −2, …
 
-    A token below 100 is none of them and has rank 50.
+    A token below 100 is none of them and has rank 50. Log-probability and rank by id.
     """
     k = VOCAB_SIZE - 100 if k == -1 else k
-    likeliest = {100 + i: entry(100 + i, i + 1) for i in range(k)}
-    own = entry(token_id, token_id - 99 if token_id >= 100 else 50)
-    return {token_id: own, **{i: e for i, e in likeliest.items() if i != token_id}}
-
-
-def entry(token_id: int, rank: int) -> Logprob:
-    return Logprob(-float(rank), rank, ByteTokenizer().decode([token_id], False))
-
-
-def _overlap(text: str, stop: str) -> int:
-    return max((n for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+    rank = token_id - 99 if token_id >= 100 else 50
+    likeliest = {100 + place: (-1.0 - place, place + 1) for place in range(k)}
+    return {token_id: (-float(rank), rank)} | {
+        each: entry for each, entry in likeliest.items() if each != token_id
+    }

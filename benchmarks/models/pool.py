@@ -25,7 +25,8 @@ from typing import Any
 import httpx
 
 import vmserve
-from vmserve.client.process_llm import ProcessLLM
+from vmserve.client.client import Client
+from vmserve.client.engines.local import start_engine
 from vmserve.numbers.sizes import format_size
 from vmserve_bench.lab import script
 from vmserve_bench.lab.rounds import PairedResult, compare
@@ -74,7 +75,8 @@ class Two:
     ) -> None:  # fmt: skip
         self._params, self._runner = params(args), runner
         self._randomness = random.Random(1)
-        self._llms = [ProcessLLM(kv_cache_memory=memory, **options(args)) for _ in range(2)]
+        given = {"kv_cache_memory": memory, **options(args)}
+        self._llms = [Client(start_engine(**given)) for _ in range(2)]
         for name, llm in zip("ab", self._llms, strict=True):
             stack.callback(lambda llm=llm: runner.run(llm.shutdown()))
             if pool is not None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import vmserve
-from vmserve.client.core import ClientCore
+from vmserve.client.client import Client
 from vmserve.client.messages import Lend, MemoryReport
 from vmserve.config import LEAST
 from vmserve.memory.layout import plan_layout
@@ -68,9 +68,9 @@ class Engine:
         if pool is not None:
             least = self.sim.engine.kv_bounds()[1]
             self.sim.memory.set_limit(least)
-            self.config = SimpleNamespace(kv_cache_memory=LEAST)
+            self.facts = SimpleNamespace(kv_cache_memory=LEAST)
             self.resolved = SimpleNamespace(kv_limit_bytes=least)
-            pool.join_now(cast("ClientCore", self), pool.unused_name("engine"))
+            pool.join_now(cast("Client", self), pool.unused_name("engine"))
 
     def lend(self, order: Lend) -> None:
         """Carry out an order of the pool."""

@@ -14,7 +14,8 @@ import tempfile
 from functools import partial
 
 from vmserve import SamplingParams
-from vmserve.client.process_llm import ProcessLLM
+from vmserve.client.client import Client
+from vmserve.client.engines.local import start_engine
 from vmserve_bench.lab import script
 from vmserve_bench.lab.rounds import compare
 
@@ -52,11 +53,11 @@ def main() -> None:
         model = args.model or save_random_llama(room)
         tokenizer = args.tokenizer or args.model or "vmserve-embedded"
         sides = [
-            ProcessLLM(model=model, tokenizer=tokenizer, tensor_parallel_size=size, **OPTIONS)
+            Client(start_engine(model, tokenizer=tokenizer, tensor_parallel_size=size, **OPTIONS))
             for size in SIDES.values()
         ]
 
-        def answer(llm: ProcessLLM, work: str) -> None:
+        def answer(llm: Client, work: str) -> None:
             streams, num_prompt, num_tokens = WORK[work]
             params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
             prompts = [[5 + number] * num_prompt for number in range(streams)]

@@ -25,8 +25,10 @@ from typing import Any
 
 from client import cpu_seconds, stream_all
 
-from vmserve.client.process_llm import ProcessLLM
-from vmserve.client.transports.process import EngineProcess
+from vmserve.client.client import Client
+from vmserve.client.transports.base import Facts
+from vmserve.client.transports.process import EngineProcess, ProcessSource
+from vmserve.client.transports.supervised import Supervised, Supervision
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.net.listen import bind
@@ -46,12 +48,12 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 Cost = tuple[float, float]
 
 
-class ScriptedLLM(ProcessLLM):
-    """A :class:`ProcessLLM` whose engine is scripted_engine.py."""
+class ScriptedSource(ProcessSource):
+    """The engine is scripted_engine.py."""
 
-    def _spawn(self) -> EngineProcess:
+    def open(self, facts: Facts | None = None) -> EngineProcess:
         program = str(Path(__file__).with_name("scripted_engine.py"))
-        return EngineProcess(self._options, 30, "text", program=[program])
+        return EngineProcess({}, 30, "text", program=[program])
 
 
 def main() -> None:
@@ -72,7 +74,7 @@ def main() -> None:
 
 def serve_at(path: str) -> None:
     async def run() -> None:
-        engine = ScriptedLLM()
+        engine = Client(Supervised(ScriptedSource({}, Supervision())))
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(15, stop.set)
         config = ServerConfig(uds=path, served_model_names=("m",))

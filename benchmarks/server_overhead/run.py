@@ -4,8 +4,8 @@
 
 64 streams of distinct prompts at once, and then single requests to an idle engine. Each
 measurement is a fresh process; the ways take turns within a round, and are compared round by
-round. `in-process` is AsyncLLM, `process` ProcessLLM (the engine in a process of its own, called
-from Python), `http` is `vmserve serve` with a client that does little more than count events, and
+round. `in-process` is AsyncLLM, `process` an engine in a process of its own, called
+from Python, `http` is `vmserve serve` with a client that does little more than count events, and
 `http, one process` the same with --in-process-engine.
 """
 
@@ -31,7 +31,8 @@ import psutil
 from client import cpu_seconds, stream_all
 
 from vmserve import AsyncLLM, SamplingParams
-from vmserve.client.process_llm import ProcessLLM
+from vmserve.client.client import Client
+from vmserve.client.engines.local import start_engine
 from vmserve_bench.lab import script
 from vmserve_bench.lab.report import dump, head, write_text
 from vmserve_bench.lab.server import serving
@@ -133,12 +134,16 @@ async def opened(args: argparse.Namespace) -> AsyncIterator[tuple[SendAll, int, 
     """The way ``args.worker``, with its processes: the one that is called, the one that steps."""
     seqs = max(64, args.streams)
     if args.worker in (BASE, "process"):
-        engine: Any = (AsyncLLM if args.worker == BASE else ProcessLLM)(
-            model=args.model, max_num_seqs=seqs, kv_regime="virtual", max_model_len=1024,
-            enable_prefix_caching=False,
-        )  # fmt: skip
+        options: dict[str, Any] = {
+            "max_num_seqs": seqs, "kv_regime": "virtual", "max_model_len": 1024,
+            "enable_prefix_caching": False,
+        }  # fmt: skip
+        if args.worker == BASE:
+            engine, pid = AsyncLLM(args.model, **options), os.getpid()
+        else:
+            started = start_engine(args.model, **options)
+            engine, pid = Client(started), started.pid
         try:
-            pid = os.getpid() if args.worker == BASE else engine.pid
             yield partial(send_to, engine), os.getpid(), pid
         finally:
             await engine.shutdown()

@@ -14,21 +14,22 @@ from typing import Any
 from vmserve.batch.lines import Index, read_lines
 from vmserve.batch.output import Output
 from vmserve.batch.run import Batch, Figures
+from vmserve.client.client import Client
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 NUM_LINES = 60
 
 
 def run_batch(
-    source: Path, target: Path, engine: ScriptedEngine | None = None, **how: Any
+    source: Path, target: Path, engine: ScriptedTransport | None = None, **how: Any
 ) -> Figures:
     """What the command does, over the fake engine."""
-    engine = engine or ScriptedEngine()
+    client = Client(engine or ScriptedTransport())
 
     async def answer() -> Figures:
-        app = create_app(engine, ServerConfig(served_model_names=("fake",)))
+        app = create_app(client, ServerConfig(served_model_names=("fake",)))
         output = Output(target, overwrite=how.pop("overwrite", False))
         try:
             with source.open("rb") as file:
@@ -39,7 +40,7 @@ def run_batch(
                 lines = how.pop("lines", read_lines)(file)
                 stop, grace = how.pop("stop", asyncio.Event()), how.pop("grace", 5.0)
                 how.setdefault("concurrency", 8)
-                batch = Batch(app, engine, lines, index, output, figures, **how)
+                batch = Batch(app, client, lines, index, output, figures, **how)
                 await batch.run(stop, grace)
             return figures
         finally:

@@ -21,7 +21,7 @@ from vmserve.cli.main import main
 from vmserve.client.async_llm import AsyncLLM
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 from vmserve.server.limits import MAX_BODY_BYTES
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -44,7 +44,7 @@ def test_replies_are_those_of_the_server(tmp_path: Path) -> None:
     ]
     source = write(tmp_path / "in", [at(url, f"{i}", body) for i, (url, body) in enumerate(bodies)])
     run_batch(source, tmp_path / "out")
-    server = Running(ScriptedEngine())
+    server = Running(ScriptedTransport())
     try:
         found = replies(tmp_path / "out")
         for i, (url, body) in enumerate(bodies):
@@ -193,7 +193,7 @@ def test_a_full_disk_keeps_whole_lines(tmp_path: Path) -> None:
 def test_only_what_runs_is_in_memory(tmp_path: Path) -> None:
     """Lines are read as places, and bytes, become free."""
     big = "x" * (3 * 1024**2)
-    engine = ScriptedEngine(max_model_len=2**23)
+    engine = ScriptedTransport(max_model_len=2**23)
     num_read = 0
     most_ahead = 0
 
@@ -218,7 +218,7 @@ def test_only_what_runs_is_in_memory(tmp_path: Path) -> None:
 
 def test_a_stop_lets_running_lines_end(tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", [line(f"{i}") for i in range(50)]), tmp_path / "out"
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     engine.pause = asyncio.Event()
     stop = asyncio.Event()
 
@@ -244,12 +244,12 @@ def test_a_stop_lets_running_lines_end(tmp_path: Path) -> None:
 
 def test_lines_of_an_engine_that_dies_are_left(tmp_path: Path) -> None:
     source, target = write(tmp_path / "in", [line(f"{i}") for i in range(6)]), tmp_path / "out"
-    engine = ScriptedEngine()
-    engine.errored = True
+    engine = ScriptedTransport()
+    engine.facts.is_dead = True
     with pytest.raises(EngineDeadError, match="the same command goes on"):
         run_batch(source, target, engine)
     assert target.read_bytes() == b""
-    engine.errored, engine.fail = False, VmserveError("one batch raised")
+    engine.facts.is_dead, engine.fail = False, VmserveError("one batch raised")
     assert run_batch(source, target, engine).num_failed == 6  # answered: 500
 
 

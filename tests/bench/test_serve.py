@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from tests.server.conftest import Running
 from vmserve.errors import ConfigurationError
-from vmserve.testing import VOCAB_SIZE, ByteTokenizer, ScriptedEngine
+from vmserve.testing import VOCAB_SIZE, ByteTokenizer, ScriptedTransport
 from vmserve_bench.ab.client import Load
 from vmserve_bench.ab.jobs import Decoding, Job, Prompts
 from vmserve_bench.ab.metrics import Slo
@@ -43,7 +43,7 @@ def send(target: Target, jobs: list[Job], load: Load | None = None) -> ServedRun
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Running]:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     # No end of sequence among the tokens: it has no text, and the server sends no event for it.
     engine.reply = lambda prompt, index: ByteTokenizer().encode("hello", False)
     server = Running(engine)
@@ -52,10 +52,10 @@ def running() -> Iterator[Running]:
 
 
 @pytest.fixture
-def engine(running: Running) -> ScriptedEngine:
+def engine(running: Running) -> ScriptedTransport:
     """It has noted no request yet."""
     engine = running.engine
-    assert isinstance(engine, ScriptedEngine)
+    assert isinstance(engine, ScriptedTransport)
     engine.requests.clear()
     return engine
 
@@ -165,7 +165,7 @@ def test_which_events_count() -> None:
 
 
 def test_lengths_are_exact_and_every_token_has_a_time(
-    engine: ScriptedEngine, target: Target
+    engine: ScriptedTransport, target: Target
 ) -> None:
     jobs = [job(20, 9, 0), job(7, 1, 1), job(5, 4, 2, decoding=Decoding("parallel", 3))]
     run = send(target, jobs)
@@ -186,11 +186,11 @@ def test_lengths_are_exact_and_every_token_has_a_time(
     assert (sent[5][1].n, sent[5][1].temperature) == (3, 1.0)
 
 
-def test_a_chat_grows_by_its_answers(engine: ScriptedEngine, target: Target) -> None:
+def test_a_chat_grows_by_its_answers(engine: ScriptedTransport, target: Target) -> None:
     chat = Target(target.base_url, "fake", "chat")
     run = send(chat, [job(2, 5, 0), job(9, 5, 1, previous=0)])
     assert run.failures == ()
-    first, second = (engine.tokenizer.decode(ids) for ids, _, _ in engine.requests)
+    first, second = (engine.facts.tokenizer.decode(ids) for ids, _, _ in engine.requests)
     begin = first.removesuffix("[assistant]")
     assert second.startswith(f"{begin}[assistant]hello|[user]")
     # The fake's tokens are bytes: the server's own count is what is kept.
@@ -199,7 +199,7 @@ def test_a_chat_grows_by_its_answers(engine: ScriptedEngine, target: Target) -> 
 
 
 def test_a_conversation_of_token_ids_begins_with_what_was_said(
-    engine: ScriptedEngine, target: Target
+    engine: ScriptedTransport, target: Target
 ) -> None:
     run = send(target, [job(4, 3, 0), job(10, 3, 1, previous=0)], Load(concurrency=1))
     assert run.failures == ()

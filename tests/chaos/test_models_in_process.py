@@ -10,52 +10,47 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.pool.test_shares import Engine as Borrower
-from vmserve.client.core import ClientCore
+from vmserve.client.client import Client
 from vmserve.client.lending import KVPool
-from vmserve.client.messages import Lend, MemoryReport
+from vmserve.client.messages import Lend, MemoryReport, ToEngine
 from vmserve.config import LEAST
-from vmserve.errors import ConfigurationError, EngineDeadError
+from vmserve.errors import ConfigurationError
 from vmserve.pool.shares import Order
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.memory import PoolShare
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 POOL, FLOOR = 1 << 20, 200 << 10
 ADMIN = {"authorization": "Bearer admin"}
 
 
-class Engine(ScriptedEngine, ClientCore):
+class Engine(ScriptedTransport):
     """A scripted engine whose memory a pool lends."""
 
-    default_sampling: dict[str, Any] = {}  # type: ignore[assignment]  # noqa: RUF012
-
     def __init__(self, text: str, chance: random.Random) -> None:
-        super().__init__(text)
-        self.config: Any = SimpleNamespace(kv_cache_memory=LEAST)
-        object.__setattr__(self.resolved, "kv_limit_bytes", FLOOR)
-        self.lender = None
-        self._pins = {}
+        super().__init__(text, kv_limit_bytes=FLOOR)
+        self.facts.kv_cache_memory = LEAST
         self.chance = chance
         self.memory = Borrower(FLOOR, limit=FLOOR)
 
-    async def start(self) -> None:
-        pass
+    @property
+    def is_away(self) -> bool:
+        return self.facts.is_dead or self.stopped
 
-    def lend(self, order: Lend) -> None:
-        if self.errored or self.stopped:
-            raise EngineDeadError("the engine has stopped")
-        self.memory.orders.append(Order("", order.limit_bytes, order.reclaim))
-        asyncio.get_running_loop().call_later(self.chance.uniform(0, 0.003), self._obey)
+    def send(self, message: ToEngine) -> None:
+        super().send(message)
+        if isinstance(message, Lend):
+            self.memory.orders.append(Order("", message.limit_bytes, message.reclaim))
+            asyncio.get_running_loop().call_later(self.chance.uniform(0, 0.003), self._obey)
 
     def _obey(self) -> None:
         if self.memory.orders:  # else it has died since
@@ -64,38 +59,35 @@ class Engine(ScriptedEngine, ClientCore):
             self.tell(is_answer=True)
 
     def tell(self, *, is_answer: bool = False) -> None:
-        if self.lender is not None:
-            self.lender.report(MemoryReport(self.memory.holding(), is_answer))
+        self._receive(MemoryReport(self.memory.holding(), is_answer))
 
     def use(self) -> None:
         """What requests want changes, and a step sees it."""
-        if not (self.errored or self.stopped):
+        if not self.is_away:
             self.memory.wanted = self.chance.choice([0, FLOOR // 2, FLOOR, POOL // 2, POOL])
             self.memory.committed = min(self.memory.committed, max(self.memory.limit, 0))
             self.memory.step()
             self.tell()
 
-    def end(self) -> None:
+    def lose(self) -> None:
         """Lose all memory, and all requests."""
         self.memory = Borrower(FLOOR, limit=FLOOR)
-        for request in self.running.values():
-            request.set()
-        if self.lender is not None:
-            self.lender.lost()
+        super().lose()
 
     async def die(self) -> None:
         """Be killed and started again, unless it is put to sleep meanwhile."""
-        self.errored = True
-        self.end()
+        self.lose()
         await asyncio.sleep(self.chance.uniform(0, 0.01))
-        self.errored = False
-        if self.lender is not None and not self.stopped:
-            self.lender.revived()
+        if self.stopped:
+            self.facts.is_dead = False
+        else:
+            self.revive()
 
-    async def shutdown(self, timeout: float = 0.0) -> None:
-        self.stopped = True
+    async def close(self) -> None:
+        await super().close()
         await asyncio.sleep(0.001)
-        self.end()
+        self.lose()
+        self.facts.is_dead = False
 
 
 class Chaos:
@@ -117,12 +109,12 @@ class Chaos:
         self.over = False
 
     def make(self, name: str, table: Mapping[str, Any]) -> ServedModel:
-        async def load() -> Engine:
+        async def load() -> Client:
             await asyncio.sleep(self.chance.uniform(0, 0.01))
             if self.chance.random() < 0.1:
                 raise ConfigurationError("it does not start")
             self.engines[name] = Engine(name, self.chance)
-            return self.engines[name]
+            return Client(self.engines[name])
 
         config = ServerConfig(served_model_names=(name,), idle_unload=0.05)
         weight = table.get("weight", 1.0)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+from functools import partial
 
 import pytest
 
 from vmserve import EngineDeadError, SamplingParams
+from vmserve.client.callers import Callers
 from vmserve.client.inbox import Inbox, OpenRequest
-from vmserve.client.messages import Add, StepUpdate
+from vmserve.client.messages import Add, StartOver, StepUpdate
 from vmserve.models import resolve_model
 from vmserve.text.assembly import RequestAssembly
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
@@ -24,28 +27,15 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(resolve_model(None))
 
 
-def new_future() -> asyncio.Future[None]:
-    return asyncio.get_running_loop().create_future()
-
-
-async def others_turn() -> None:
-    await asyncio.sleep(0)
-
-
 def request(
     tokenizer: Tokenizer, *, stream: bool = True, n: int = 1, logprobs: int | None = None
 ) -> OpenRequest:
-    assembly = RequestAssembly(
-        tokenizer,
-        "r",
-        None,
-        [5],
-        SamplingParams(n=n, max_tokens=1000, logprobs=logprobs),
-        arrival_time=0.0,
-        stream=stream,
+    params = SamplingParams(n=n, max_tokens=1000, logprobs=logprobs)
+    add = Add(1, "r", [5], params, RequestTerms(), stream)
+    assembly = partial(
+        RequestAssembly, tokenizer, "r", None, [5], params, arrival_time=0.0, stream=stream
     )
-    add = Add(1, "r", [5], assembly.params, RequestTerms(), stream)
-    return OpenRequest(add, assembly, new_future, MOST_AT_ONCE, others_turn)
+    return OpenRequest(add, assembly, Callers(), MOST_AT_ONCE)
 
 
 def update(token_id: int, end: FinishReason | None = None, index: int = 0) -> RequestUpdate:
@@ -164,7 +154,7 @@ def test_text_that_cannot_be_made_fails_its_own_reader(tokenizer: Tokenizer, str
     """And not those whose updates are in the same message."""
 
     async def read() -> None:
-        inbox = Inbox()
+        inbox = Inbox(Callers(), itertools.count())
         broken, fine = request(tokenizer, stream=stream), request(tokenizer, stream=stream)
         inbox.requests.update({1: broken, 2: fine})
         updates = [(handle, update(token, "length")) for handle, token in ((1, -1), (2, WORDS[0]))]
@@ -178,3 +168,25 @@ def test_text_that_cannot_be_made_fails_its_own_reader(tokenizer: Tokenizer, str
         assert not inbox
 
     asyncio.run(read())
+
+
+def test_a_request_that_starts_over_is_told_once(tokenizer: Tokenizer) -> None:
+    """Whatever its reader had taken of the updates before."""
+
+    async def run(is_taken: bool) -> RequestOutput:
+        inbox = Inbox(Callers(), itertools.count())
+        begun = inbox.requests[1] = request(tokenizer, stream=False)
+        reading = asyncio.ensure_future(begun.next())
+        await asyncio.sleep(0)
+        for _ in range(MOST_AT_ONCE if is_taken else 3):
+            inbox.take(StepUpdate(0, 0, [], [(1, update(WORDS[0]))], []))
+        await asyncio.sleep(0)
+        inbox.take(StartOver(1))
+        inbox.take(StartOver(2))  # of no one
+        inbox.take(StepUpdate(0, 0, [], [(1, update(WORDS[1], "length"))], []))
+        return await reading
+
+    for is_taken in (False, True):
+        output = asyncio.run(run(is_taken))
+        assert output.outputs[0].token_ids == WORDS[1:2]
+        assert output.finished

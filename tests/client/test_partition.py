@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from tests.client.test_remote_llm import KEY, free_port, hosted, until
+from tests.clients import FleetClient, RemoteClient, address_of, stats_of
 from tests.namespaces import cut_cable, inside, namespaces
 from vmserve import EngineDeadError, SamplingParams
-from vmserve.client.fleet.fleet import FleetLLM
-from vmserve.client.fleet.remote import connect_engines
-from vmserve.client.process_llm import Supervision
-from vmserve.client.remote import host, remote_llm
-from vmserve.client.remote.remote_llm import RemoteLLM
+from vmserve.client import host
+from vmserve.client.transports import restarts
+from vmserve.client.transports.fleet import FleetEngine
 from vmserve.client.transports.sealed import handshake, link
 from vmserve.client.transports.sealed.handshake import TakenError
+from vmserve.client.transports.supervised import Supervision
 from vmserve.types import PinnedPrefix
 
 __all__ = ["namespaces"]
@@ -52,24 +52,22 @@ def far(namespaces: Names, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.s
     monkeypatch.setattr(link, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 1.0)
     monkeypatch.setattr(host, "_SILENT_SECONDS", 4.0)
-    monkeypatch.setattr(remote_llm, "_LONGEST_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(restarts, "_LONGEST_PAUSE_SECONDS", 0.5)
     with inside(namespaces[1]):
         listener = socket.create_server(("10.77.0.2", free_port()))
     with listener:
         yield listener
 
 
-def fleet_of(*addresses: str, ping_seconds: float = 0.2) -> FleetLLM:
+def fleet_of(*addresses: str, ping_seconds: float = 0.2) -> FleetClient:
     watched = Supervision(ping_seconds=ping_seconds)
-    fleet, _ = connect_engines(addresses, KEY, supervision=watched)
-    assert isinstance(fleet, FleetLLM)
-    return fleet
+    return FleetClient.connected(addresses, KEY, supervision=watched)
 
 
 class Load:
     """Clients that ask again and again, and what came of it."""
 
-    def __init__(self, fleet: FleetLLM, expected: list[list[int]]) -> None:
+    def __init__(self, fleet: FleetClient, expected: list[list[int]]) -> None:
         self.ends: Counter[str] = Counter()
         self._fleet = fleet
         self._expected = expected
@@ -107,7 +105,7 @@ class Load:
         await asyncio.gather(*self._clients)
 
 
-async def answers(fleet: FleetLLM) -> list[list[int]]:
+async def answers(fleet: FleetClient) -> list[list[int]]:
     found = []
     for prompt in PROMPTS:
         [final] = [output async for output in fleet.generate(prompt, PARAMS)]
@@ -115,34 +113,33 @@ async def answers(fleet: FleetLLM) -> list[list[int]]:
     return found
 
 
-async def assert_is_whole(fleet: FleetLLM, expected: list[list[int]]) -> None:
+async def assert_is_whole(fleet: FleetClient, expected: list[list[int]]) -> None:
     """Both engines serve this server and nobody else, and have what is pinned and nothing else."""
     assert [member.state for member in fleet.members] == ["ready", "ready"]
     for member, other in zip(fleet.members, reversed(fleet.members), strict=True):
-        fleet.drain(other.name)
+        fleet.transport.drain(other.name)
         assert await answers(fleet) == expected
-        stats = await member.client.fetch_stats()
+        stats = await stats_of(member)
         assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
         [hit] = [each async for each in fleet.generate([*PINNED, 5], PARAMS)]
         assert hit.metrics.num_cached_tokens == len(PINNED)
-        fleet.resume(other.name)
-        assert member.requests == set()
-        assert isinstance(member.client, RemoteLLM)
+        fleet.transport.resume(other.name)
+        assert not member.requests
         with pytest.raises(TakenError):
-            await asyncio.to_thread(RemoteLLM, member.client.address, KEY)
+            await asyncio.to_thread(RemoteClient, address_of(member), KEY)
 
 
-async def until_pinned(fleet: FleetLLM) -> None:
+async def until_pinned(fleet: FleetClient) -> None:
     for member in fleet.members:
-        while (await member.client.fetch_stats())["pinned_prefixes"] != 1:
+        while (await stats_of(member))["pinned_prefixes"] != 1:
             await asyncio.sleep(0.01)
 
 
-async def end(fleet: FleetLLM, pin: PinnedPrefix) -> None:
+async def end(fleet: FleetClient, pin: PinnedPrefix) -> None:
     """Nothing holds memory any more."""
     await fleet.unpin_prefix(pin.handle)
     for member in fleet.members:
-        stats = await member.client.fetch_stats()
+        stats = await stats_of(member)
         assert stats["pinned_prefixes"] == stats["num_seqs"] == stats["used_pages"] == 0
     await fleet.shutdown()
 
@@ -164,7 +161,7 @@ def test_an_engine_is_back_when_the_network_is(
 ) -> None:
     """Whoever's packets are lost; all requests end, before it is noticed and after."""
 
-    async def test(fleet: FleetLLM) -> None:
+    async def test(fleet: FleetClient) -> None:
         expected = await answers(fleet)
         pin = await fleet.pin_prefix(PINNED)
         load = Load(fleet, expected)
@@ -184,7 +181,7 @@ def test_an_engine_is_back_when_the_network_is(
 
 
 def test_a_short_cut_is_only_a_delay(namespaces: Names, far: socket.socket) -> None:
-    async def test(fleet: FleetLLM) -> None:
+    async def test(fleet: FleetClient) -> None:
         expected = await answers(fleet)
         load = Load(fleet, expected)
         await load.go_on()
@@ -216,9 +213,9 @@ def test_a_cut_while_an_engine_joins_leaves_nothing_half_joined(
         """Cut at the first call that is about the second host."""
         original = getattr(place, name)
 
-        def wrapped(asked: Any, argument: Any) -> Any:
-            result = original(asked, argument)
-            address = asked.getpeername()[0] if moment == "handshake" else asked.address
+        def wrapped(asked: Any, *arguments: Any) -> Any:
+            result = original(asked, *arguments)
+            address = asked.getpeername()[0] if moment == "handshake" else address_of(asked)
             if address.startswith("10.77."):
                 monkeypatch.setattr(place, name, original)
                 caplog.clear()
@@ -228,13 +225,13 @@ def test_a_cut_while_an_engine_joins_leaves_nothing_half_joined(
 
         monkeypatch.setattr(place, name, wrapped)
 
-    async def test(fleet: FleetLLM) -> None:
+    async def test(fleet: FleetClient) -> None:
         expected = await answers(fleet)
         pin = await fleet.pin_prefix(PINNED)
         if moment == "handshake":
             cut_at(link, "greet_engine")
         else:
-            cut_at(RemoteLLM, "keep")
+            cut_at(FleetEngine, "ask")
         network.close()
         await until(lambda: is_cut.is_set() and "not connected yet" in caplog.text)
         assert len(fleet.members) == 1

@@ -11,11 +11,12 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 
+from tests.clients import FleetClient, ProcessClient
 from vmserve import (
     AsyncLLM,
     BeamSearchParams,
@@ -25,13 +26,13 @@ from vmserve import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from vmserve.client.fleet.fleet import FleetLLM
-from vmserve.client.fleet.local import load_fleet
+from vmserve.client.client import Client
+from vmserve.client.engines.local import load_engine, start_engines
 from vmserve.client.messages import Ready
-from vmserve.client.process_llm import ProcessLLM, Supervision
 from vmserve.client.service import ready_message
 from vmserve.client.transports.framing import frame
-from vmserve.client.transports.process import EngineProcess
+from vmserve.client.transports.process import EngineProcess, ProcessSource
+from vmserve.client.transports.supervised import Supervision
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.models.hub import resolve_model
@@ -66,10 +67,10 @@ def before() -> Iterator[set[psutil.Process]]:
 
 
 def on_engine(
-    test: Callable[[ProcessLLM], Awaitable[T]], supervision: Supervision | None = None
+    test: Callable[[ProcessClient], Awaitable[T]], supervision: Supervision | None = None
 ) -> T:
     """Run ``test`` on a fresh engine."""
-    engine = ProcessLLM(**OPTIONS, supervision=supervision)
+    engine = ProcessClient(**OPTIONS, supervision=supervision)
 
     async def run() -> T:
         try:
@@ -90,7 +91,7 @@ async def until(holds: Callable[[], bool], seconds: float = 60) -> None:
             await asyncio.sleep(0.01)
 
 
-async def leaving_aborting_and_asking(engine: ProcessLLM) -> None:
+async def leaving_aborting_and_asking(engine: ProcessClient) -> None:
     stream = engine.generate([5] * 100, ENDLESS, request_id="x", stream=True)
     async for output in stream:
         if output.outputs:
@@ -151,7 +152,7 @@ def test_a_life() -> None:
         ),
     }
 
-    async def answers(engine: AsyncLLM | ProcessLLM) -> dict[str, object]:
+    async def answers(engine: Client) -> dict[str, object]:
         ids = engine.tokenizer.encode(prompt)
         found: dict[str, object] = {}
         for name, params in asked.items():
@@ -184,7 +185,7 @@ def test_a_life() -> None:
         finally:
             await engine.shutdown()
 
-    async def there(engine: ProcessLLM) -> dict[str, object]:
+    async def there(engine: ProcessClient) -> dict[str, object]:
         found = await answers(engine)
         with pytest.raises(InvalidRequestError, match="maximum context length is") as refused:
             await everything(engine.generate([5] * 100_000, ENDLESS, request_id="long"))
@@ -209,7 +210,7 @@ def test_a_life() -> None:
 
 
 def test_an_engine_that_hangs() -> None:
-    async def test(engine: ProcessLLM) -> None:
+    async def test(engine: ProcessClient) -> None:
         streams = [engine.generate([5], ENDLESS, request_id=f"{i}", stream=True) for i in range(4)]
         for stream in streams:
             await anext(stream)
@@ -231,11 +232,11 @@ def test_an_engine_that_hangs() -> None:
 def test_one_of_two_engines_that_is_stopped_keeps_no_request() -> None:
     """What has not begun is answered by the other; the stopped one is back when it goes on."""
     watched = Supervision(ping_seconds=0.5)
-    processes = [ProcessLLM(**OPTIONS, supervision=watched) for _ in range(2)]
+    processes = [ProcessClient(**OPTIONS, supervision=watched) for _ in range(2)]
     few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
     async def test() -> None:
-        fleet = FleetLLM(processes, "round-robin")
+        fleet = FleetClient([each.transport for each in processes], "round-robin")
 
         async def answer(number: int, stream: bool) -> list[int]:
             outputs = fleet.generate([5 + number] * 20, few, stream=stream)
@@ -254,7 +255,7 @@ def test_one_of_two_engines_that_is_stopped_keeps_no_request() -> None:
             assert len((await fleet.snapshot()).requests) == 0
             os.kill(processes[0].pid, signal.SIGCONT)
             await until(lambda: fleet.members[0].state == "ready")
-            fleet.drain("1")
+            fleet.transport.drain("1")
             assert await answers() == expected
             assert not processes[0].errored
         finally:
@@ -267,7 +268,7 @@ def test_one_of_two_engines_that_is_stopped_keeps_no_request() -> None:
 def test_an_engine_that_is_started_again() -> None:
     """Prefixes are pinned again, and a limit of memory that was changed holds."""
 
-    async def test(engine: ProcessLLM) -> None:
+    async def test(engine: ProcessClient) -> None:
         pin = await engine.pin_prefix([5] * 64)
         pid, limit = engine.pid, await engine.set_kv_cache_memory("40MiB")
         assert limit == 40 << 20
@@ -290,9 +291,8 @@ def test_an_engine_that_is_started_again() -> None:
         assert await engine.set_kv_cache_memory("64MiB") == 64 << 20
         await engine.unpin_prefix(pin.handle)
         # What is no message ends it too.
-        stream = engine._transport._stream
-        assert stream is not None
-        stream.write(frame(b"\xc1"))
+        stream: Any = engine.transport._link
+        stream._stream.write(frame(b"\xc1"))
         await engine.until_dead()
         assert engine.errored
 
@@ -307,7 +307,7 @@ def test_sleep_and_wake(tmp_path: Path) -> None:
     prefix = list(range(10, 74))
 
     async def run() -> None:
-        engine = ProcessLLM(str(model), **OPTIONS)
+        engine = ProcessClient(str(model), **OPTIONS)
         once = SamplingParams(temperature=0, max_tokens=8)
 
         async def text() -> str:
@@ -380,13 +380,13 @@ def test_engines_of_one_model_have_one_tokenizer_that_is_loaded_once(
         loaded.append(load_tokenizer(source))
         return loaded[-1]
 
-    monkeypatch.setattr("vmserve.client.process_llm.load_tokenizer", load)
-    monkeypatch.setattr("vmserve.client.fleet.local.split_cpus", lambda size: [(0,)] * size)
-    monkeypatch.setattr(ProcessLLM, "begin", lambda *_, **__: ReadyProcess(ready))
-    fleet = load_fleet(16, **OPTIONS, device="cpu")
+    monkeypatch.setattr("vmserve.client.transports.process.load_tokenizer", load)
+    monkeypatch.setattr("vmserve.client.engines.local.split_cpus", lambda size: [(0,)] * size)
+    monkeypatch.setattr(ProcessSource, "open", lambda *_: ReadyProcess(ready))
+    fleet = start_engines(16, **OPTIONS, device="cpu")
     assert len(fleet.members) == 16
-    assert loaded == [fleet.tokenizer]
-    assert all(member.client.tokenizer is fleet.tokenizer for member in fleet.members)
+    assert loaded == [fleet.facts.tokenizer]
+    assert all(member.facts.tokenizer is fleet.facts.tokenizer for member in fleet.members)
 
 
 def test_a_process_that_is_killed_before_it_reads_is_a_dead_engine() -> None:
@@ -401,7 +401,7 @@ def test_loading_that_is_given_up(before: set[psutil.Process]) -> None:
     """The event loop goes on meanwhile, and no process is left."""
 
     async def run() -> None:
-        loading = asyncio.create_task(ProcessLLM.load(**OPTIONS))
+        loading = asyncio.create_task(load_engine(**OPTIONS))
         while children() <= before:
             await asyncio.sleep(0.01)
         loading.cancel()
@@ -413,9 +413,9 @@ def test_loading_that_is_given_up(before: set[psutil.Process]) -> None:
 
 def test_options_that_cannot_be_used() -> None:
     with pytest.raises(ConfigurationError, match="max_model_len: 10000000"):
-        ProcessLLM(max_model_len=10_000_000)
+        ProcessClient(max_model_len=10_000_000)
     with pytest.raises(ConfigurationError, match="unknown engine option"):
-        ProcessLLM(no_such=1)
+        ProcessClient(no_such=1)
     with pytest.raises(ConfigurationError, match="engine_hang_timeout"):
         Supervision(hang_timeout=0)
 
@@ -424,8 +424,8 @@ def test_it_ends_with_its_server(tmp_path: Path) -> None:
     """However that ends: here it is killed, with its engine stopped."""
     script = (
         "import sys, time\n"
-        "from vmserve.client.process_llm import ProcessLLM\n"
-        "engine = ProcessLLM(kv_cache_memory='64MiB', max_model_len=1024)\n"
+        "from vmserve.client.engines.local import start_engine\n"
+        "engine = start_engine(kv_cache_memory='64MiB', max_model_len=1024)\n"
         "print(engine.pid, flush=True)\n"
         "time.sleep(1000)\n"
     )

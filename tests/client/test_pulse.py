@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from vmserve.client.pulse import Pulse
+from vmserve.client.transports.pulse import Pulse
 
 
 def pings_until_suspected(pulse: Pulse) -> int:

@@ -21,14 +21,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.clients import FleetClient, RemoteClient, address_of
 from vmserve import ConfigurationError, EngineDeadError, SamplingParams
 from vmserve.cli.engine import _bind
 from vmserve.client.async_llm import AsyncLLM
-from vmserve.client.fleet.fleet import FleetLLM
-from vmserve.client.fleet.remote import connect_engines
-from vmserve.client.process_llm import Supervision
-from vmserve.client.remote.host import EngineHost, _Strangers
-from vmserve.client.remote.remote_llm import RemoteLLM
+from vmserve.client.client import Client
+from vmserve.client.engines.remote import connect_engines
+from vmserve.client.host import EngineHost, _Strangers
 from vmserve.client.transports.sealed import handshake
 from vmserve.client.transports.sealed.handshake import (
     HandshakeError,
@@ -43,8 +42,9 @@ from vmserve.client.transports.sealed.identity import (
     tokenizer_files,
     write_files,
 )
-from vmserve.client.transports.sealed.link import SealedLink, parse_address
+from vmserve.client.transports.sealed.link import SealedChannel, parse_address
 from vmserve.client.transports.sealed.stream import BrokenSealError, Opener, Sealer
+from vmserve.client.transports.supervised import Supervision
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.models.content import fingerprint
@@ -125,7 +125,7 @@ def test_an_impostor_that_repeats_what_the_server_says_is_found() -> None:
         sock.sendall(b"\0" + proof)
 
     with listening(echo) as address, pytest.raises(HandshakeError, match="does not know the key"):
-        SealedLink(address, KEY).wait_ready(lambda *_: None)
+        SealedChannel(address, KEY).wait_ready(lambda *_: None)
 
 
 @settings(max_examples=40, deadline=None)
@@ -236,7 +236,7 @@ def test_a_key_that_agrees_with_all_is_refused() -> None:
         sock.recv(4096)
 
     with listening(weak) as address, pytest.raises(HandshakeError, match="a key that is none"):
-        SealedLink(address, KEY).wait_ready(lambda *_: None)
+        SealedChannel(address, KEY).wait_ready(lambda *_: None)
 
 
 def test_versions_that_differ_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +246,7 @@ def test_versions_that_differ_are_both_named(monkeypatch: pytest.MonkeyPatch) ->
         sock.recv(4096)
 
     with listening(older) as address, pytest.raises(HandshakeError) as caught:
-        SealedLink(address, KEY).wait_ready(lambda *_: None)
+        SealedChannel(address, KEY).wait_ready(lambda *_: None)
     assert "0.0.7 (protocol 77)" in str(caught.value)
     assert f"{handshake.__version__} (protocol {handshake.PROTOCOL})" in str(caught.value)
 
@@ -268,11 +268,11 @@ def test_foreign_listeners_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         (lambda sock: None, "closed the connection"),
     ):
         with listening(answer) as address, pytest.raises(HandshakeError, match=words):
-            SealedLink(address, KEY).wait_ready(lambda *_: None)
+            SealedChannel(address, KEY).wait_ready(lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(EngineDeadError, match="refused"):
-        SealedLink(address, KEY).wait_ready(lambda *_: None)
+        SealedChannel(address, KEY).wait_ready(lambda *_: None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -389,7 +389,7 @@ def hosted(
         engine.close()
 
 
-async def text_of(client: RemoteLLM | AsyncLLM | FleetLLM) -> tuple[list[int], str]:
+async def text_of(client: Client) -> tuple[list[int], str]:
     [final] = [output async for output in client.generate("Once upon a time", GREEDY)]
     return list(final.outputs[0].token_ids), final.outputs[0].text
 
@@ -413,11 +413,11 @@ def test_same_tokens_one_server_at_a_time_and_the_next_finds_the_engine_free() -
 
     expected = asyncio.run(local())
     with hosted() as (address, _):
-        first = RemoteLLM(address, KEY)
+        first = RemoteClient(address, KEY)
         with pytest.raises(HandshakeError, match="another server"):
-            RemoteLLM(address, KEY)
+            RemoteClient(address, KEY)
 
-        async def serve(client: RemoteLLM) -> tuple[list[int], str]:
+        async def serve(client: RemoteClient) -> tuple[list[int], str]:
             stream = client.generate([5] * 40, ENDLESS, stream=True)
             async for output in stream:
                 if output.outputs:
@@ -429,9 +429,10 @@ def test_same_tokens_one_server_at_a_time_and_the_next_finds_the_engine_free() -
 
         assert asyncio.run(serve(first)) == expected
         second = take(address)
-        assert (second.name, second.weights) == (first.name, first.weights)
+        read, before = second.transport.ready, first.transport.ready
+        assert (read.name, read.weights) == (before.name, before.weights)
 
-        async def look(client: RemoteLLM) -> None:
+        async def look(client: RemoteClient) -> None:
             stats = await client.fetch_stats()
             assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
             await client.shutdown()
@@ -444,14 +445,14 @@ def test_same_tokens_one_server_at_a_time_and_the_next_finds_the_engine_free() -
     [
         ("__class__", {}, "is no question"),
         ("stats", {"verbose": True}, "verbose"),
-        ("hold_prefix", {"pin": 1}, "token_ids"),
+        ("pin_prefix", {"pin": 1}, "token_ids"),
         (
-            "hold_prefix",
+            "pin_prefix",
             {"pin": 1, "token_ids": ["a"], "cache_salt": "", "isolation": ""},
             "token_ids",
         ),
         (
-            "hold_prefix",
+            "pin_prefix",
             {"pin": 1, "token_ids": [-1], "cache_salt": "", "isolation": ""},
             "token_ids",
         ),
@@ -462,7 +463,7 @@ def test_a_bad_question_gets_an_error_and_the_engine_goes_on(
     question: str, arguments: dict[str, object], why: str
 ) -> None:
     async def ask(address: str) -> tuple[list[int], str]:
-        client = await asyncio.to_thread(RemoteLLM, address, KEY)
+        client = await asyncio.to_thread(RemoteClient, address, KEY)
         try:
             await client.start()
             with pytest.raises(ConfigurationError, match=why):
@@ -477,7 +478,7 @@ def test_a_bad_question_gets_an_error_and_the_engine_goes_on(
 
 def test_silent_strangers_keep_nobody_out() -> None:
     async def serve(address: str) -> None:
-        client = await asyncio.to_thread(RemoteLLM, address, KEY)
+        client = await asyncio.to_thread(RemoteClient, address, KEY)
         try:
             await text_of(client)
         finally:
@@ -544,19 +545,19 @@ def test_a_handshake_that_is_cut_short_is_tried_again() -> None:
 
     with listening(busy) as address:
         with pytest.raises(EngineDeadError, match="the engine closed the connection"):  # let in
-            SealedLink(address, KEY).wait_ready(lambda *_: None)
+            SealedChannel(address, KEY).wait_ready(lambda *_: None)
         assert len(met) == 3
         del met[:]
         met.extend([socket.socket()] * 3)
         with pytest.raises(HandshakeError, match="too many others connect to it"):
-            SealedLink(address, KEY).wait_ready(lambda *_: None)
+            SealedChannel(address, KEY).wait_ready(lambda *_: None)
         met[0].close()
 
 
 @pytest.mark.timeout(300)
 def test_a_second_server_waits_for_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     with hosted() as (address, _), ThreadPoolExecutor(1) as threads:
-        first = RemoteLLM(address, KEY)
+        first = RemoteClient(address, KEY)
         with pytest.raises(TakenError, match="serves another server"):
             connect_engines([address], KEY)
         second = threads.submit(connect_engines, [address], KEY, wait_seconds=250.0)
@@ -566,23 +567,21 @@ def test_a_second_server_waits_for_the_engine(caplog: pytest.LogCaptureFixture) 
             await first.shutdown()
 
         asyncio.run(leave())
-        client, _ = second.result()
-        asyncio.run(client.shutdown())
+        transport, _ = second.result()
+        asyncio.run(transport.close())
     assert caplog.text.count("waiting up to") == 1
 
 
 def test_a_fleet_does_without_an_engine_that_serves_another_server() -> None:
-    async def join(fleet: FleetLLM) -> None:
+    async def join(fleet: FleetClient) -> None:
         await fleet.start()
         await first.shutdown()
         await until(lambda: len(fleet.members) == 2)
         await fleet.shutdown()
 
     with hosted() as (taken, _), hosted() as (free, _):
-        first = RemoteLLM(taken, KEY)
-        fleet, _ = connect_engines([taken, free], KEY)
-        assert isinstance(fleet, FleetLLM)
-        asyncio.run(join(fleet))
+        first = RemoteClient(taken, KEY)
+        asyncio.run(join(FleetClient.connected([taken, free], KEY)))
 
 
 def test_an_engine_at_a_name_that_is_loopback_says_so(
@@ -597,11 +596,11 @@ def test_an_engine_at_a_name_that_is_loopback_says_so(
         assert ("other machines cannot reach" in caplog.text) == is_told
 
 
-def take(address: str) -> RemoteLLM:
+def take(address: str) -> RemoteClient:
     """Connect, once the engine has finished with the server before."""
     while True:
         with contextlib.suppress(TakenError):
-            return RemoteLLM(address, KEY)
+            return RemoteClient(address, KEY)
 
 
 @pytest.mark.timeout(300)
@@ -610,12 +609,12 @@ def test_a_lost_connection_fails_requests_and_is_made_again(
 ) -> None:
     caplog.set_level(logging.INFO)
 
-    async def run(client: RemoteLLM) -> None:
+    async def run(client: RemoteClient) -> None:
         expected = await text_of(client)
         stream = client.generate([5] * 40, ENDLESS, stream=True)
         while not (await anext(stream)).outputs:
             pass
-        client._process.kill()
+        client.transport.channel.kill()
         with pytest.raises(EngineDeadError):
             await exhaust(stream)
         assert client.errored
@@ -625,7 +624,7 @@ def test_a_lost_connection_fails_requests_and_is_made_again(
         await client.shutdown()
 
     with hosted() as (address, _):
-        asyncio.run(run(RemoteLLM(address, KEY)))
+        asyncio.run(run(RemoteClient(address, KEY)))
     assert "connected to the engine" in caplog.text
 
 
@@ -648,15 +647,15 @@ def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
         sources.append(source)
         return load_tokenizer(source)
 
-    monkeypatch.setattr("vmserve.client.remote.remote_llm.load_tokenizer", load)
+    monkeypatch.setattr("vmserve.client.transports.sealed.source.load_tokenizer", load)
 
-    async def run(fleet: FleetLLM, port: int) -> None:
+    async def run(fleet: FleetClient, port: int) -> None:
         expected = await text_of(fleet)
         await fleet.pin_prefix(PINNED)
         with hosted(port):
             await until(lambda: len(fleet.members) == 2)
             first, second = fleet.members
-            fleet.drain(first.name)
+            fleet.transport.drain(first.name)
             assert await text_of(fleet) == expected
             [hit] = [each async for each in fleet.generate([*PINNED, 5], GREEDY)]
             assert hit.metrics.num_cached_tokens == len(PINNED)
@@ -665,9 +664,9 @@ def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
             reply = asyncio.create_task(text_of(fleet))
             while not second.requests:  # looked for in each turn: the answer is soon there
                 await asyncio.sleep(0)
-            fleet.resume(first.name)
-            assert isinstance(second.client, RemoteLLM)
-            second.client._process.kill()
+            fleet.transport.resume(first.name)
+            lost: Any = second.transport
+            lost.channel.kill()
             assert await reply == expected
             assert fleet.stats()["router_failovers_total"] == 1
             await until(lambda: second.state == "ready")
@@ -677,8 +676,7 @@ def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
 
     with hosted() as (address, _):
         port = free_port()
-        fleet, _ = connect_engines([address, f"127.0.0.1:{port}"], KEY)
-        assert isinstance(fleet, FleetLLM)
+        fleet = FleetClient.connected([address, f"127.0.0.1:{port}"], KEY)
         asyncio.run(run(fleet, port))
 
 
@@ -693,18 +691,18 @@ def test_a_host_that_stops_answering_keeps_no_request(tmp_path: Path) -> None:
     command += ["--dtype", "float32", "--kv-cache-memory", "64MiB"]
     processes = [subprocess.Popen([*command, "--listen", each]) for each in addresses]
 
-    async def run(fleet: FleetLLM) -> None:
+    async def run(fleet: FleetClient) -> None:
         await fleet.start()
         await until(lambda: len(fleet.members) == 2)
         expected = await asyncio.gather(*(text_of(fleet) for _ in range(8)))
-        stopped = next(each for each in fleet.members if each.client.address == addresses[0])  # type: ignore[attr-defined]
+        stopped = next(each for each in fleet.members if address_of(each) == addresses[0])
         processes[0].send_signal(signal.SIGSTOP)
         assert await asyncio.gather(*(text_of(fleet) for _ in range(8))) == expected
         assert stopped.state in ("suspect", "down")
         processes[0].send_signal(signal.SIGCONT)
         await until(lambda: stopped.state == "ready")
         [other] = [each.name for each in fleet.members if each is not stopped]
-        fleet.drain(other)
+        fleet.transport.drain(other)
         assert await text_of(fleet) == expected[0]
         await fleet.shutdown()
 
@@ -712,11 +710,10 @@ def test_a_host_that_stops_answering_keeps_no_request(tmp_path: Path) -> None:
         while True:
             try:
                 watched = Supervision(ping_seconds=0.5)
-                fleet, _ = connect_engines(addresses, KEY, "round-robin", supervision=watched)
+                fleet = FleetClient.connected(addresses, KEY, "round-robin", supervision=watched)
                 break
             except EngineDeadError:  # neither listens yet
                 time.sleep(0.1)
-        assert isinstance(fleet, FleetLLM)
         asyncio.run(run(fleet))
     finally:
         for process in processes:

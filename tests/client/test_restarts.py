@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vmserve.client.transports.process import RESTART_WINDOW_SECONDS, RestartBudget
+from vmserve.client.transports.restarts import RESTART_WINDOW_SECONDS, RestartBudget
 
 
 def test_restarts_count_in_their_window_alone() -> None:

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.client.test_remote_llm import KEY, hosted
+from tests.clients import FleetClient
 from vmserve import SamplingParams
-from vmserve.client.fleet.fleet import FleetLLM
-from vmserve.client.fleet.remote import connect_engines
 from vmserve.errors import DeadlineError
 from vmserve.types import RequestOutput
 
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.timeout(300)
 
 OPTIONS = {"max_num_seqs": 1, "fair_sharing": True, "scheduling_policy": "priority"}
 
-Test = Callable[[FleetLLM], Coroutine[Any, Any, None]]
+Test = Callable[[FleetClient], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
@@ -28,8 +27,7 @@ def run() -> Iterator[Callable[[Test], None]]:
     with hosted(**OPTIONS) as (one, _), hosted(**OPTIONS) as (other, _):
 
         async def with_fleet(test: Test) -> None:
-            fleet, _ = connect_engines([one, other], KEY, "round-robin")
-            assert isinstance(fleet, FleetLLM)
+            fleet = FleetClient.connected([one, other], KEY, "round-robin")
             await asyncio.wait_for(test(fleet), 200)
             assert [len(member.requests) for member in fleet.members] == [0, 0]
             await fleet.shutdown()
@@ -37,7 +35,7 @@ def run() -> Iterator[Callable[[Test], None]]:
         yield lambda test: asyncio.run(with_fleet(test))
 
 
-async def final(fleet: FleetLLM, number: int, **terms: Any) -> RequestOutput:
+async def final(fleet: FleetClient, number: int, **terms: Any) -> RequestOutput:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
     prompt = [5 + number] * 20
     [output] = [each async for each in fleet.generate(prompt, params, **terms)]
@@ -50,11 +48,11 @@ def test_who_asks_last_is_next_in_both_engines(why: str, run: Callable[[Test], N
     order: tuple[list[str], list[str]] = ([], [])
     last = {"tenant": "b"} if why == "fairness" else {"tenant": "a", "priority": -1}
 
-    async def ask(fleet: FleetLLM, number: int, name: str, **terms: Any) -> None:
+    async def ask(fleet: FleetClient, number: int, name: str, **terms: Any) -> None:
         await final(fleet, number, **terms)
         order[number % 2].append(name)  # in turn: round robin
 
-    async def test(fleet: FleetLLM) -> None:
+    async def test(fleet: FleetClient) -> None:
         async with asyncio.TaskGroup() as group:
             for number in range(10):
                 group.create_task(ask(fleet, number, "first", tenant="a"))
@@ -71,7 +69,7 @@ def test_who_asks_last_is_next_in_both_engines(why: str, run: Callable[[Test], N
 
 
 def test_deadlines_pass_in_the_queues_of_both(run: Callable[[Test], None]) -> None:
-    async def test(fleet: FleetLLM) -> None:
+    async def test(fleet: FleetClient) -> None:
         long = [asyncio.create_task(final(fleet, number)) for number in range(2)]
         while sum(len(member.requests) for member in fleet.members) < 2:
             await asyncio.sleep(0)
@@ -90,7 +88,7 @@ def test_prefixes_are_the_keys_own_in_both(run: Callable[[Test], None]) -> None:
     prompt = [9] * 64
     once = SamplingParams(temperature=0, max_tokens=1)
 
-    async def num_found(fleet: FleetLLM, **terms: Any) -> set[int]:
+    async def num_found(fleet: FleetClient, **terms: Any) -> set[int]:
         outputs = [
             each
             for _ in range(2)  # in turn
@@ -98,7 +96,7 @@ def test_prefixes_are_the_keys_own_in_both(run: Callable[[Test], None]) -> None:
         ]
         return {each.metrics.num_cached_tokens for each in outputs}
 
-    async def test(fleet: FleetLLM) -> None:
+    async def test(fleet: FleetClient) -> None:
         pin = await fleet.pin_prefix(prompt, cache_salt="s", isolation="k")
         for terms in ({}, {"cache_salt": "s"}, {"isolation": "k"}):
             assert await num_found(fleet, **terms) == {0}

@@ -61,6 +61,9 @@ def taken(sent: list[FromEngine]) -> list[FromEngine]:
             assert isinstance(arrived, StepUpdate)
             [(handle, error)], [(other, expected)] = arrived.failures, message.failures
             assert (handle, type(error), str(error)) == (other, type(expected), str(expected))
+        elif isinstance(message, Reply) and message.error is not None:
+            assert isinstance(arrived, Reply)
+            assert repr(arrived.error) == repr(message.error)
         else:
             assert arrived == message
     return messages
@@ -142,8 +145,10 @@ def test_the_ends_of_requests(service: EngineService, sent: list[FromEngine]) ->
 def test_pins_in_messages(service: EngineService, sent: list[FromEngine]) -> None:
     def ask(question: str, **arguments: Any) -> Reply:
         service.handle(Ask(1, question, arguments))
-        [answer] = taken(sent)
-        assert isinstance(answer, Reply)
+        while service.engine.has_unfinished:
+            service.step()
+        service.flush()
+        [answer] = [each for each in taken(sent) if isinstance(each, Reply)]
         return answer
 
     def num_pinned() -> float:
@@ -151,25 +156,28 @@ def test_pins_in_messages(service: EngineService, sent: list[FromEngine]) -> Non
 
     prefix = list(range(5, 69))
     pin = {"pin": 4, "token_ids": prefix, "cache_salt": "", "isolation": ""}
-    service.handle(Ask(1, "hold_prefix", pin))
-    [refused] = sent
-    sent.clear()
-    assert isinstance(refused, Reply)
-    assert isinstance(refused.error, InvalidRequestError)  # nothing is computed yet
-    service.handle(Add(1, "prefix", prefix, params(1), RequestTerms(), is_stream=False))
-    while service.engine.has_unfinished:
-        service.step()
-    taken(sent)
     for _ in range(2):  # the second takes the place of the first
-        assert ask("hold_prefix", **pin).value == 64
+        assert ask("pin_prefix", **pin).value == 64
         assert num_pinned() == 1
+    assert ask("reset_prefix_cache").value is None
+    assert num_pinned() == 1
     service.handle(Unpin(4))
     service.handle(Unpin(4))
     assert num_pinned() == 0
-    ask("hold_prefix", **pin)
-    ask("reset_prefix_cache")
-    assert num_pinned() == 0
+    assert ask("reset_prefix_cache").value is None
+    # One that is given up, or whose request fails, as it is computed.
+    service.handle(Ask(2, "pin_prefix", pin))
     service.handle(Unpin(4))
+    assert not service.engine.has_unfinished
+    assert taken(sent)[-1] == Reply(2, 0)
+    refused = ask("pin_prefix", **{**pin, "token_ids": [5] * 1000})
+    assert isinstance(refused.error, InvalidRequestError)
+    service.handle(Ask(3, "pin_prefix", pin))
+    service.start_over()
+    assert ask("pin_prefix", **pin).value == 64
+    assert num_pinned() == 1
+    service.unpin_all()
+    assert num_pinned() == 0
 
 
 def test_event_loops_hear_of_their_own_requests() -> None:

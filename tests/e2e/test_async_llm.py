@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 from vmserve import AsyncLLM, EngineDeadError, InvalidRequestError, SamplingParams, VmserveError
+from vmserve.engine.engine import LLMEngine
 from vmserve.scheduler.base import StepPlan
 from vmserve.types import RequestOutput
 
@@ -123,9 +124,15 @@ def test_bad_requests_are_told_before_anything_is_queued() -> None:
     on_engine(test)
 
 
+def owned(llm: AsyncLLM) -> LLMEngine:
+    transport: Any = llm.transport
+    engine: LLMEngine = transport._engine
+    return engine
+
+
 def test_a_batch_that_raises_fails_its_requests_and_not_the_engine() -> None:
     async def test(engine: AsyncLLM) -> None:
-        runner = engine._engine.runner
+        runner = owned(engine).runner
         execute = runner.execute
 
         def poisoned(plan: StepPlan, *args: Any) -> object:
@@ -140,7 +147,7 @@ def test_a_batch_that_raises_fails_its_requests_and_not_the_engine() -> None:
         assert len(good.outputs[0].token_ids) == 4
         assert not engine.errored
         await until_idle(engine)
-        engine._engine.memory.check()
+        owned(engine).memory.check()
 
     on_engine(test)
 
@@ -153,7 +160,7 @@ def test_a_dead_engine_tells_everybody() -> None:
         def broken() -> None:
             raise RuntimeError("the engine is broken")
 
-        engine._engine.step = broken  # type: ignore[method-assign, assignment]
+        owned(engine).step = broken  # type: ignore[method-assign, assignment]
         with pytest.raises(EngineDeadError):
             async for _ in stream:
                 pass

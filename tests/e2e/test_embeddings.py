@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from tests.clients import ProcessClient
 from vmserve import LLM, InvalidRequestError, SamplingParams
 
 import torch  # isort: skip
 from transformers import AutoModelForCausalLM  # isort: skip
 
-from vmserve.client.process_llm import ProcessLLM
+
 from vmserve.models.config import ModelConfig
 
 Prompts = Callable[[int, int, int], list[list[int]]]
@@ -113,7 +114,7 @@ def test_through_preemption(prompts: Prompts, states: States) -> None:
 
 def test_through_two_processes(states: States) -> None:
     async def run() -> NDArray[np.float32]:
-        engine = ProcessLLM(**OPTIONS)
+        engine = ProcessClient(**OPTIONS)
         try:
             params = SamplingParams(max_tokens=0, pooling="auto", detokenize=False)
             [output] = [o async for o in engine.generate([5, 6, 7, 8], params)]

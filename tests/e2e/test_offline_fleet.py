@@ -20,6 +20,8 @@ from vmserve import (
     KVPool,
     SamplingParams,
 )
+from vmserve.client.inbox import OpenRequest
+from vmserve.types import RequestOutput
 
 pytestmark = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="two engines need two cores"
@@ -44,6 +46,29 @@ def two() -> Iterator[LLM]:
         yield llm
 
 
+def engines(llm: LLM) -> list[Any]:
+    fleet: Any = llm._client.transport
+    members: list[Any] = fleet.members
+    return members
+
+
+def num_found(llm: LLM, member: Any, prompt: list[int], **terms: str) -> int:
+    """Cached tokens of a prompt in one of the engines."""
+    fleet: Any = llm._client.transport
+    others = [each.name for each in fleet.members if each is not member]
+
+    async def ask() -> int:
+        for name in others:
+            fleet.drain(name)
+        outputs = llm._client.generate(prompt, GREEDY, **terms)  # type: ignore[arg-type]
+        found = [each async for each in outputs][-1].metrics.num_cached_tokens
+        for name in others:
+            fleet.resume(name)
+        return found
+
+    return llm._wait(ask)
+
+
 def test_answers_and_their_order_are_those_of_one_engine(one: LLM, two: LLM) -> None:
     seeded = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=6, logprobs=2)
     each_params = [GREEDY, seeded] * (len(PROMPTS) // 2)
@@ -54,8 +79,8 @@ def test_answers_and_their_order_are_those_of_one_engine(one: LLM, two: LLM) -> 
     assert [each.prompt_token_ids for each in told[1]] == PROMPTS
     choices = two.stats()
     assert choices["router_choices_total"] == len(PROMPTS)
-    members: Any = two._fleet.client.members  # type: ignore[union-attr]
-    assert all(each.client.stats()["prompt_tokens_total"] for each in members)  # both had work
+    members = engines(two)
+    assert all(each.facts.latest()["prompt_tokens_total"] for each in members)  # both had work
     talk = [{"role": "user", "content": "hello"}]
     answered = [llm.chat([talk, talk], GREEDY)[1].outputs[0].text for llm in (one, two)]
     assert answered[0] == answered[1]
@@ -75,14 +100,7 @@ def test_beams_and_embeddings_are_those_of_one_engine(one: LLM, two: LLM) -> Non
 def test_a_pin_is_in_all_engines(two: LLM) -> None:
     pin = two.pin_prefix([9] * 64)
     assert pin.num_tokens == 64
-    fleet: Any = two._fleet
-
-    async def ask(member: Any) -> int:
-        outputs = member.client.generate([9] * 64 + [5], GREEDY)
-        return int([each async for each in outputs][-1].metrics.num_cached_tokens)
-
-    hits = [fleet.wait(lambda member=member: ask(member)) for member in fleet.client.members]
-    assert hits == [64, 64]
+    assert [num_found(two, member, [9] * 64 + [5]) for member in engines(two)] == [64, 64]
     two.unpin_prefix(pin.handle)
     with pytest.raises(ValueError, match="no prefix"):
         two.unpin_prefix(pin.handle)
@@ -95,35 +113,31 @@ def test_nothing_is_computed_where_one_prompt_cannot_be_served(two: LLM) -> None
     assert two.stats()["prompt_tokens_total"] == before
 
 
-def test_an_engine_that_is_killed_loses_nothing(one: LLM, two: LLM) -> None:
+def test_an_engine_that_is_killed_loses_nothing(
+    one: LLM, two: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     expected = [each.outputs[0].token_ids for each in one.generate(PROMPTS, params)]
     killed: list[int] = []
-    members: Any = two._fleet.client.members  # type: ignore[union-attr]
+    first, num_ended = engines(two)[0], 0
+    complete = two._client.complete
 
-    class Killer:
-        """Kills the first engine when some have ended."""
+    async def complete_and_kill(request: OpenRequest) -> RequestOutput:
+        """Kill the first engine when some have ended."""
+        nonlocal num_ended
+        output = await complete(request)
+        num_ended += 1
+        if num_ended == 4:
+            killed.append(first.transport.pid)
+            psutil.Process(killed[0]).kill()
+        return output
 
-        num_ended = 0
-
-        def __call__(self, num_tokens: int) -> None:
-            self.num_ended += 1
-            if self.num_ended == 4:
-                killed.append(members[0].client.pid)
-                psutil.Process(killed[0]).kill()
-
-    from vmserve.text.prompts import Prompt
-    from vmserve.types import RequestTerms
-
-    requests = [
-        (Prompt(None, prompt), params, f"k{index}", RequestTerms())
-        for index, prompt in enumerate(PROMPTS)
-    ]
-    outputs = two._fleet.answer(requests, Killer())  # type: ignore[union-attr]
+    monkeypatch.setattr(two._client, "complete", complete_and_kill)
+    outputs = two.generate(PROMPTS, params)
     assert killed
     assert [each.outputs[0].token_ids for each in outputs] == expected
     # The tests that come next ask each engine.
-    until(lambda: members[0].client.pid != killed[0] and not members[0].client.errored)
+    until(lambda: first.transport.pid != killed[0] and not first.facts.is_dead)
 
 
 def test_what_it_refuses_and_its_end() -> None:
@@ -138,7 +152,7 @@ def test_what_it_refuses_and_its_end() -> None:
         with pytest.raises(ConfigurationError, match=why):
             LLM(**{**({} if "kv_pool" in options else OPTIONS), **options})
     llm = LLM(**OPTIONS, data_parallel_size=2)
-    pids = [each.client.pid for each in llm._fleet.client.members]  # type: ignore
+    pids = [each.transport.pid for each in engines(llm)]
     with pytest.raises(ConfigurationError, match="other processes"):
         _ = llm.engine
     llm.close()
@@ -149,17 +163,10 @@ def test_what_it_refuses_and_its_end() -> None:
 
 
 def test_prefixes_of_other_salts_are_found_in_no_engine(two: LLM) -> None:
-    fleet: Any = two._fleet
     prefix = [13] * 96  # of no other prompt here
-
-    async def hits(member: Any, **terms: str) -> int:
-        outputs = member.client.generate([*prefix, 5], GREEDY, **terms)
-        return int([each async for each in outputs][-1].metrics.num_cached_tokens)
-
-    pin = fleet.wait(lambda: fleet.client.pin_prefix(prefix, isolation="k", cache_salt="s"))
-    for member in fleet.client.members:
+    pin = two._wait(lambda: two._client.pin_prefix(prefix, isolation="k", cache_salt="s"))
+    for member in engines(two):
         for terms in ({}, {"isolation": "k", "cache_salt": "t"}):
-            assert fleet.wait(lambda m=member, t=terms: hits(m, **t)) == 0
-        own = {"isolation": "k", "cache_salt": "s"}
-        assert fleet.wait(lambda m=member, t=own: hits(m, **t)) == 96
-    fleet.wait(lambda: fleet.client.unpin_prefix(pin.handle))
+            assert num_found(two, member, [*prefix, 5], **terms) == 0
+        assert num_found(two, member, [*prefix, 5], isolation="k", cache_salt="s") == 96
+    two.unpin_prefix(pin.handle)

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.clients import ProcessClient
 from vmserve import LLM, AsyncLLM, ConfigurationError, SamplingParams
 from vmserve.client.messages import Ask, ToEngine
-from vmserve.client.process_llm import ProcessLLM
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import InvalidRequestError
@@ -179,7 +179,7 @@ def test_a_pinned_state_is_counted(tmp_path: Path, model_dir: Path) -> None:
         assert result.metrics.num_cached_tokens == 16
 
 
-@pytest.mark.parametrize("kind", [AsyncLLM, ProcessLLM], ids=["one", "two"])
+@pytest.mark.parametrize("kind", [AsyncLLM, ProcessClient], ids=["one", "two"])
 @pytest.mark.slow
 def test_through_the_clients_while_requests_run(kind: Any) -> None:
     async def one(llm: Any, prompt: list[int]) -> list[int]:
@@ -206,7 +206,7 @@ def test_through_the_clients_while_requests_run(kind: Any) -> None:
     on_client(kind, serve)
 
 
-@pytest.mark.parametrize("kind", [AsyncLLM, ProcessLLM], ids=["one", "two"])
+@pytest.mark.parametrize("kind", [AsyncLLM, ProcessClient], ids=["one", "two"])
 def test_pins_outlast_resets_and_go_with_their_callers(kind: Any) -> None:
     async def serve(llm: Any) -> None:
         async def num_pinned() -> int:
@@ -215,13 +215,13 @@ def test_pins_outlast_resets_and_go_with_their_callers(kind: Any) -> None:
         kept = await llm.pin_prefix(PROMPTS[0])
         await llm.reset_prefix_cache()
         assert await num_pinned() == 1
-        # A caller who leaves when the engine has been asked to hold its prefix.
+        # A caller who leaves when the engine has been asked for its prefix.
         pinning = asyncio.ensure_future(llm.pin_prefix(PROMPTS[1]))
         send = llm._send
 
         def send_and_leave(message: ToEngine) -> None:
             send(message)
-            if isinstance(message, Ask) and message.question == "hold_prefix":
+            if isinstance(message, Ask) and message.question == "pin_prefix":
                 pinning.cancel()
 
         llm._send = send_and_leave

@@ -11,14 +11,14 @@ from schemathesis import GenerationMode
 
 from tests.fuzz.cases import Tally, faults, fuzz_operation, operations
 from tests.server.conftest import Running
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 CASES = 20
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    running = Running(ScriptedEngine())
+    running = Running(ScriptedTransport())
     yield running
     running.close()
 

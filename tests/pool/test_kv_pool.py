@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.clients import ProcessClient
 from vmserve import LLM, AsyncLLM, BeamSearchParams, ConfigurationError, KVPool, SamplingParams
-from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.client.transports.supervised import Supervision
 from vmserve.pool.shares import Holding, Shares
 
 # Tokens of the embedded model take 4 KiB: the longest sequence needs 1 MiB.
@@ -160,8 +161,8 @@ def test_the_memory_of_a_killed_engine_goes_to_others_at_once() -> None:
         pool = KVPool("8MiB")
         supervision = Supervision(restarts=3)
         options = {**OPTIONS, "kv_cache_memory": "least"}
-        one = ProcessLLM(supervision=supervision, **options)
-        other = ProcessLLM(**options)
+        one = ProcessClient(supervision=supervision, **options)
+        other = ProcessClient(**options)
         try:
             await pool.join(one, "one")
             await pool.join(other, "other", weight=2, cap="6MiB")
@@ -186,7 +187,7 @@ def test_the_memory_of_a_killed_engine_goes_to_others_at_once() -> None:
     asyncio.run(run())
 
 
-async def answer(llm: ProcessLLM, prompt: list[int]) -> list[int]:
+async def answer(llm: ProcessClient, prompt: list[int]) -> list[int]:
     [output] = [output async for output in llm.generate(prompt, params())]
     return list(output.outputs[0].token_ids)
 
@@ -252,8 +253,8 @@ def test_an_engine_that_serves_shares_its_memory() -> None:
     """While it runs requests, with its pinned prefix; after a restart it has its floor."""
 
     async def run() -> None:
-        one = ProcessLLM(supervision=Supervision(restarts=3), kv_cache_memory="4MiB", **OPTIONS)
-        other = ProcessLLM(kv_cache_memory="least", **OPTIONS)
+        one = ProcessClient(supervision=Supervision(restarts=3), kv_cache_memory="4MiB", **OPTIONS)
+        other = ProcessClient(kv_cache_memory="least", **OPTIONS)
         prefix = [7] * 64
         try:
             pin = await one.pin_prefix(prefix)

@@ -105,7 +105,7 @@ def test_what_a_node_refuses_and_what_has_no_room_is_one_line(nodes: Nodes, tmp_
     until(lambda: not nodes.engines(), 30, "the engine has ended")
     # A process of its own: Ray finds no second cluster after that of test_ray.py.
     place = "on_ray.PLACE_SECONDS = 0; on_ray._REMIND_SECONDS = 0.1; on_ray.place_engines(1, "
-    code = f"from vmserve.client.fleet import on_ray; {place} num_cpus=64)"
+    code = f"from vmserve.client.engines import on_ray; {place} num_cpus=64)"
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     last = done.stderr.strip().splitlines()[-1]
     assert "ConfigurationError: " in last

@@ -9,29 +9,29 @@ import pytest
 from uvicorn import Config
 from uvicorn.lifespan.on import LifespanOn
 
-from vmserve.client.process_llm import ProcessLLM
+from vmserve.ray import serve
 from vmserve.ray.serve import ServedEngine
 from vmserve.server.config import ServerConfig
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 
-class SlowToEnd(ScriptedEngine):
+class SlowToEnd(ScriptedTransport):
     """Its end takes some turns of the event loop."""
 
-    async def shutdown(self, timeout: float = 0.0) -> None:
+    async def close(self) -> None:
         for _ in range(20):
             await asyncio.sleep(0)
-        await super().shutdown(timeout)
+        await super().close()
 
 
 def test_the_engine_has_ended_when_the_lifespan_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray Serve ends the event loop as soon as it hears that the application has ended."""
     engine = SlowToEnd()
 
-    async def load(model: str | None, **options: Any) -> ScriptedEngine:
+    async def load(model: str | None, **options: Any) -> ScriptedTransport:
         return engine
 
-    monkeypatch.setattr(ProcessLLM, "load", load)
+    monkeypatch.setattr(serve, "load_engine", load)
     failed: list[dict[str, Any]] = []
 
     async def live() -> None:

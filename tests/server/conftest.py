@@ -13,16 +13,17 @@ import openai
 import pytest
 from starlette.routing import Route
 
+from vmserve.client.client import Client
+from vmserve.client.transports.base import Transport
 from vmserve.errors import EngineDeadError
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import CODES
-from vmserve.server.models.engine_client import EngineClient
 from vmserve.server.models.registry import Models
 from vmserve.server.net.listen import bind, url_of
 from vmserve.server.run import serve
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 Body = dict[str, Any]
 
@@ -30,7 +31,7 @@ Body = dict[str, Any]
 class Running:
     """A server in a thread of its own, and ways to talk to it."""
 
-    def __init__(self, engine: EngineClient | Models, **options: Any) -> None:
+    def __init__(self, engine: Transport | Client | Models, **options: Any) -> None:
         options.setdefault("served_model_names", ("fake",))
         self.config = ServerConfig(port=0, **options)
         self.engine = engine
@@ -53,7 +54,10 @@ class Running:
         self.loop = asyncio.get_running_loop()
         self.stop_event = asyncio.Event()
         try:
-            app = create_app(self.engine, self.config)
+            served = self.engine
+            app = create_app(
+                served if isinstance(served, Client | Models) else Client(served), self.config
+            )
             self.app_context: ServerContext = app.state.context
             self.paths = {route.path for route in app.routes if isinstance(route, Route)}
             await serve(app, self._listener, self.stop_event, self._ready.set)
@@ -162,11 +166,11 @@ def start() -> Iterator[Callable[..., Running]]:
     """Starts servers that are stopped at the end of the test."""
     started: list[Running] = []
 
-    def begin(engine: ScriptedEngine | str | None = None, **options: Any) -> Running:
+    def begin(engine: Transport | Client | Models | str | None = None, **options: Any) -> Running:
         """``engine``: also the answer of one with a context of 1,024 tokens."""
         if isinstance(engine, str):
-            engine = ScriptedEngine(engine, max_model_len=1024)
-        running = Running(engine or ScriptedEngine(), **options)
+            engine = ScriptedTransport(engine, max_model_len=1024)
+        running = Running(engine or ScriptedTransport(), **options)
         started.append(running)
         return running
 
@@ -178,6 +182,6 @@ def start() -> Iterator[Callable[..., Running]]:
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Running]:
     """One server for all tests that change nothing of it: it answers "hello"."""
-    running = Running(ScriptedEngine())
+    running = Running(ScriptedTransport())
     yield running
     running.close()

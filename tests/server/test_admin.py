@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from tests.clients import ProcessClient
 from tests.server.conftest import Running, error_of
-from vmserve.client.process_llm import ProcessLLM
 from vmserve.errors import ConfigurationError
 from vmserve.server.config import ServerConfig
 from vmserve.server.routes.admin import ADMIN_PATHS, ENGINE_PATHS, MODEL_PATHS
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 Start = Callable[..., Running]
 ADMIN = {"authorization": "Bearer admin"}
@@ -24,7 +24,7 @@ MEMORY = "/v1/kv/memory"
 def test_they_need_the_admin_key_which_opens_nothing_else(
     start: Start, keys: tuple[str, ...]
 ) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine, api_keys=keys, admin_api_key="admin")
     for path in ADMIN_PATHS:
         for headers in ({}, {"authorization": "Bearer user"}, {"x-api-key": "wrong"}):
@@ -78,7 +78,7 @@ def test_too_little_is_refused_with_the_remedy(start: Start) -> None:
 
 def test_a_real_engine_under_load() -> None:
     """Memory falls and rises, the cache is cleared, pins come back: streams end as they would."""
-    engine = ProcessLLM(
+    engine = ProcessClient(
         kv_cache_memory="64MiB", max_model_len=512, max_num_seqs=8, kv_page_size="64KiB"
     )
     server = Running(engine, served_model_names=("m",), admin_api_key="admin")

@@ -17,7 +17,7 @@ from vmserve.server.access.admission import Admission, Ticket
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.errors import ApiError
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 Start = Callable[..., Running]
 
@@ -146,7 +146,7 @@ def test_what_never_fits_is_a_client_error() -> None:
 
 
 def test_429_with_retry_after(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine, max_queued_requests=2)
     engine.pause = server.on_loop(asyncio.Event)
     body = {"prompt": "x", "stream": True}

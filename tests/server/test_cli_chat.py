@@ -14,7 +14,7 @@ from tests.helpers import until
 from tests.server.conftest import Running
 from vmserve.cli.chat import LocalBackend, Message, RemoteBackend, chat_command, converse
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
-from vmserve.testing import ByteTokenizer, ScriptedEngine
+from vmserve.testing import ByteTokenizer, ScriptedTransport
 
 Start = Callable[..., Running]
 
@@ -174,7 +174,7 @@ def test_streams_of_other_servers(stream: bytes, out: str, notes: str) -> None:
 
 
 def test_errors_of_a_server(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine, api_keys=("k",))
     _, notes = talk(RemoteBackend(server.url, None, None, {}), "a")
     assert notes.startswith("error: This server needs an API key")
@@ -189,7 +189,7 @@ def test_errors_of_a_server(start: Start) -> None:
 
 
 def test_stopping_an_answer_ends_the_request(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
     engine.pause = server.on_loop(asyncio.Event)
     reply = RemoteBackend(server.url, None, None, {}).reply([{"role": "user", "content": "x"}])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vmserve.cli.engines import EngineChoice
-from vmserve.client.fleet.on_ray import place_engines
+from vmserve.client.engines.on_ray import place_engines
 from vmserve.errors import ConfigurationError
 from vmserve.options.rules import check
 

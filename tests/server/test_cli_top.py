@@ -15,7 +15,7 @@ from tests.server.conftest import Running
 from vmserve.cli.top import Monitor, Screen, top_command
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.telemetry.snapshot import PAGE_USES
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 Start = Callable[..., Running]
 
@@ -38,7 +38,7 @@ def test_once(shared: Running, suffix: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_key(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start(ScriptedEngine(), api_keys=("k",))
+    server = start(ScriptedTransport(), api_keys=("k",))
     for wrong in (None, "j"):
         with pytest.raises(VmserveError, match="--api-key"):
             top_command(server.url, wrong, once=True)
@@ -54,9 +54,9 @@ def test_a_server_that_is_away(start: Start) -> None:
 
 
 def test_a_dead_engine_is_told(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
-    engine.errored = True
+    engine.facts.is_dead = True
     with pytest.raises(VmserveError, match="503: The engine has stopped"):
         top_command(server.url, once=True)
 

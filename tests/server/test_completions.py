@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.server.conftest import Running
-from vmserve.testing import EOS, ByteTokenizer, ScriptedEngine
+from vmserve.testing import EOS, ByteTokenizer, ScriptedTransport
 
 Start = Callable[..., Running]
 HELLO = ByteTokenizer().encode("hello", False)
@@ -80,7 +80,7 @@ def test_max_tokens(shared: Running) -> None:
 
 
 def test_a_context_shorter_than_the_default(start: Start) -> None:
-    server = start(ScriptedEngine("x" * 50, max_model_len=8))
+    server = start(ScriptedTransport("x" * 50, max_model_len=8))
     assert server.complete()["usage"]["total_tokens"] == 8
 
 
@@ -97,7 +97,7 @@ def test_stop(shared: Running) -> None:
 
 
 def test_a_character_cut_short_is_flushed(start: Start) -> None:
-    server = start(ScriptedEngine("é!"))
+    server = start(ScriptedTransport("é!"))
     assert server.complete(max_tokens=1)["choices"][0]["text"] == "\ufffd"
     assert server.complete(max_tokens=2)["choices"][0]["text"] == "é"
 
@@ -159,15 +159,19 @@ def test_ids_far_beyond_what_is_kept_are_refused(shared: Running) -> None:
     assert "16 times the context, 256 tokens" in error["message"]
 
 
-def test_special_tokens(shared: Running) -> None:
-    assert shared.complete(add_special_tokens=False)["usage"]["prompt_tokens"] == 2
-    [choice] = shared.complete(skip_special_tokens=False)["choices"]
-    assert choice["text"] == "hello</s>"
+def test_special_tokens(start: Start) -> None:
+    engine = ScriptedTransport()
+    engine.reply = lambda prompt, index: [0, *ByteTokenizer().encode("hello"), EOS]
+    server = start(engine)
+    assert server.complete(add_special_tokens=False)["usage"]["prompt_tokens"] == 2
+    for skip, text in ((True, "hello"), (False, "<pad><s>hello")):
+        [choice] = server.complete(skip_special_tokens=skip)["choices"]
+        assert choice["text"] == text
 
 
 def test_defaults_come_from_the_model_and_then_from_openai(start: Start) -> None:
-    engine = ScriptedEngine()
-    engine.default_sampling = {"temperature": 0.6, "top_k": 20}
+    engine = ScriptedTransport()
+    engine.facts.default_sampling = {"temperature": 0.6, "top_k": 20}
     server = start(engine)
     server.complete()
     params = last_params(server)
@@ -230,7 +234,7 @@ def test_per_request_metrics(start: Start) -> None:
 
 
 def test_cached_tokens(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     engine.num_cached = 2
     reply = start(engine).complete(prompt=["abc", "def"])
     assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
@@ -258,7 +262,7 @@ def test_invocations(shared: Running) -> None:
 
 
 def test_engine_refusals_are_400_and_faults_are_500(start: Start) -> None:
-    engine = ScriptedEngine(max_model_len=64)
+    engine = ScriptedTransport(max_model_len=64)
     server = start(engine)
     engine.fail = RuntimeError("secret /path")
     error = server.error("/v1/completions", {"prompt": "x"}, 500)

@@ -13,7 +13,7 @@ from tests.server.conftest import Body, Running
 from tests.server.test_tools import PARAMETERS
 from vmserve import AsyncLLM
 from vmserve.server.words.custom_tools import InputText
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -130,7 +130,7 @@ def test_an_input_that_is_no_json_or_was_cut_off() -> None:
 def test_a_call_with_an_empty_input_is_a_call(start: Start) -> None:
     tool = {"type": "custom", "custom": {"name": "word", "format": {"type": "grammar", "grammar": {
         "syntax": "lark", "definition": '?start: "a"?'}}}}  # fmt: skip
-    running = start(ScriptedEngine(""))
+    running = start(ScriptedTransport(""))
     body = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required"}
     [answer] = running.ok(CHAT, body)["choices"]
     [call] = answer["message"]["tool_calls"]
@@ -141,7 +141,7 @@ def test_a_call_with_an_empty_input_is_a_call(start: Start) -> None:
 
 
 def test_what_is_enforced(start: Start) -> None:
-    engine = ScriptedEngine("{}")
+    engine = ScriptedTransport("{}")
     running = start(engine)
 
     def constraint(tools: list[Body], choice: Any) -> Any:
@@ -185,7 +185,7 @@ def test_inputs_match_their_format(real: Running, name: str, pattern: str, is_na
 
 
 def test_calls_in_the_conversation_are_those_of_a_function(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     running = start(engine)
     seen = []
     for kind, said in (
@@ -227,7 +227,7 @@ def test_responses(start: Start, stream: bool) -> None:
 
 
 def test_formats_of_responses(start: Start) -> None:
-    engine = ScriptedEngine("aab")
+    engine = ScriptedTransport("aab")
     running = start(engine)
     grammar = {"type": "grammar", "syntax": "lark", "definition": LARK}
     tools = [{"type": "custom", "name": "word", "format": grammar}]

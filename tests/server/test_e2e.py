@@ -10,12 +10,12 @@ import openai
 import pytest
 
 import vmserve
+from tests.clients import ProcessClient
 from tests.helpers import until
 from tests.profiles import write_profile
 from tests.server.conftest import Body, Running, error_of
 from tests.server.test_lifecycle import raw_request
 from vmserve import AsyncLLM
-from vmserve.client.process_llm import ProcessLLM
 from vmserve.server.models.tokenizer_info import tokenizer_info
 
 PROMPT = "Once upon a time there was"
@@ -24,7 +24,7 @@ COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 
 
-@pytest.fixture(scope="module", params=[AsyncLLM, ProcessLLM], ids=["one", "two"])
+@pytest.fixture(scope="module", params=[AsyncLLM, ProcessClient], ids=["one", "two"])
 def real(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Running]:
@@ -170,7 +170,7 @@ def test_a_client_that_leaves_gives_its_pages_back(real: Running, stream: bool) 
 
 
 def test_tokenizer_info_names_no_place(real: Running) -> None:
-    hf = real.engine.tokenizer.hf  # type: ignore[attr-defined]
+    hf = real.engine.facts.tokenizer.hf  # type: ignore[attr-defined]
     info = tokenizer_info(hf)
     assert info["tokenizer_class"] == type(hf).__name__
     assert info["chat_template"] == hf.chat_template
@@ -259,7 +259,7 @@ def test_a_time_limit(real: Running) -> None:
 def test_a_draft_model_changes_no_reply(client: openai.OpenAI) -> None:
     options = {"kv_cache_memory": "64MiB", "max_model_len": 1024, "max_num_seqs": 16}
     drafting = Running(
-        ProcessLLM(**options, speculative="draft-model", speculative_model="embedded"),
+        ProcessClient(**options, speculative="draft-model", speculative_model="embedded"),
         served_model_names=("embedded",),
     )
     asked: Any = {"model": "embedded", "prompt": PROMPT, "max_tokens": 24, "seed": 3}

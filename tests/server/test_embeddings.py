@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.server.conftest import Body, Running, error_of
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 PATH = "/v1/embeddings"
 Start = Callable[..., Running]
@@ -47,7 +47,7 @@ def test_forms_of_input(shared: Running) -> None:
 
 
 def test_what_the_engine_is_asked(start: Start) -> None:
-    running = start(ScriptedEngine())
+    running = start(ScriptedTransport())
     running.ok(PATH, {"input": "Hello", "pooling": "mean", "truncate_prompt_tokens": 2})
     engine: Any = running.engine
     [(ids, params, _)] = engine.requests

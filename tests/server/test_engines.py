@@ -19,6 +19,7 @@ from tests.engine.interrupting import count_instructions
 from tests.helpers import until
 from tests.server.conftest import Running, error_of
 from vmserve.cli.top import Screen
+from vmserve.client.messages import ToEngine
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 
@@ -30,14 +31,14 @@ BODY = {"prompt": "hi", "max_tokens": 20}
 def test_health_is_good_while_one_engine_serves_and_says_which_are_down(start: Start) -> None:
     one, other = Engine(), Engine()
     server = start(fleet_of(one, other))
-    one.kill()
+    one.lose()
     reply = server.http.get("/health")
     assert (reply.status_code, reply.json()) == (
         200,
         {"engines": {"fake": {"0": "down", "1": "ready"}}},
     )
     assert server.ok("/v1/completions", BODY)["choices"][0]["text"] == "hello"
-    other.kill()
+    other.lose()
     assert server.http.get("/health").status_code == 503
 
 
@@ -107,7 +108,7 @@ def test_a_group_has_a_row_that_says_how_many_ranks_live(start: Start) -> None:
 
     one, other = Group(), Group()
     pair, alone = start(fleet_of(one, other)), start(Group())
-    one.kill()
+    one.lose()
     live = pair.http.get("/v1/kv/live").json()
     rows = [(row["state"], row["num_live_ranks"], row["num_ranks"]) for row in live["engines"]]
     assert rows == [("down", 0, 2), ("ready", 2, 2)]
@@ -188,20 +189,25 @@ def test_figures_of_many_engines_are_written_beside_the_event_loop(accept: str) 
     one, many = (
         instructions(num, "GET", "/metrics", headers={"accept": accept}) for num in (1, 256)
     )
-    assert many < one + 256 * 30
+    assert many < one + 256 * 60
 
 
 def test_engines_are_asked_for_their_figures_a_few_at_a_time() -> None:
     asked, most = 0, 0
 
     class Asked(Engine):
-        async def fetch_stats(self) -> dict[str, float | int]:
+        """It answers in the next turn of the event loop."""
+
+        def send(self, message: ToEngine) -> None:
             nonlocal asked, most
             asked += 1
             most = max(most, asked)
-            await asyncio.sleep(0)
+            asyncio.get_running_loop().call_soon(self.answer, message)
+
+        def answer(self, message: ToEngine) -> None:
+            nonlocal asked
             asked -= 1
-            return self.stats()
+            super().send(message)
 
     stats = asyncio.run(fleet_of(*(Asked() for _ in range(100))).fetch_stats())
     assert stats["prompt_tokens_total"] == 700
@@ -250,7 +256,7 @@ def test_requests_of_a_key_are_those_in_all_engines_also_after_a_death(start: St
         until(lambda: num_sent(one, other) == 2)
         assert (len(one.requests), len(other.requests)) == (1, 1)
         assert ask(server, "u") == 429
-        server.on_loop(one.kill)
+        server.on_loop(one.lose)
         until(lambda: len(other.requests) == 2)
         assert ask(server, "u") == 429
         go_on()
@@ -266,7 +272,7 @@ def test_tokens_of_a_key_are_charged_once_whatever_engine_answers(start: Start) 
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(ask, server, "u")
         until(lambda: len(one.requests) == 1)
-        server.on_loop(one.kill)
+        server.on_loop(one.lose)
         assert first.result(20) == 200
     server.on_loop(one.revive)
     go_on()
@@ -278,8 +284,8 @@ def test_tokens_of_a_key_are_charged_once_whatever_engine_answers(start: Start) 
 
 def test_the_queue_is_that_of_all_engines(start: Start) -> None:
     class Narrow(Engine):
-        def stats(self) -> dict[str, float | int]:
-            return {**super().stats(), "num_requests_running": min(1, len(self.running))}
+        def _count(self) -> None:
+            self.facts.num_running = min(1, len(self.running))
 
     one, other = Narrow(), Narrow()
     server = start(fleet_of(one, other), max_queued_requests=2)

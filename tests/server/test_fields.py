@@ -13,18 +13,19 @@ from tests.chaos.fields import FIELDS, attacks_of, entry_of, fields_of
 from tests.chaos.fields import Shape as AttackedShape
 from tests.engine.interrupting import count_instructions
 from vmserve import AsyncLLM
+from vmserve.client.client import Client
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.limits import MAX_BODY_BYTES
 from vmserve.server.wire import dump_json
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 
 @pytest.fixture(scope="module")
 def document() -> dict[str, Any]:
     """With admin routes, which are the most there are."""
     config = ServerConfig(served_model_names=("fake",), admin_api_key="x")
-    return create_app(ScriptedEngine(), config).openapi()
+    return create_app(Client(ScriptedTransport()), config).openapi()
 
 
 def without_entry(document: dict[str, Any]) -> set[str]:

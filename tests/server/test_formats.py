@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.conftest import Body, Running
 from vmserve.structured.spec import Constraint
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TEXT = json.dumps(SCHEMA, separators=(",", ":"))
@@ -61,7 +61,7 @@ REFUSED: list[tuple[Body, str, str]] = [
 
 @pytest.fixture(scope="module")
 def served() -> Any:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     running = Running(engine)
     yield engine, running
     running.close()
@@ -70,7 +70,7 @@ def served() -> Any:
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(("asked", "constraint"), SERVED)
 def test_served(
-    served: tuple[ScriptedEngine, Running], path: str, asked: Body, constraint: Constraint
+    served: tuple[ScriptedTransport, Running], path: str, asked: Body, constraint: Constraint
 ) -> None:
     engine, running = served
     running.ok(path, {**ROUTES[path], **asked})
@@ -82,7 +82,7 @@ def test_served(
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize(("asked", "param", "told"), REFUSED)
 def test_refused_by_name(
-    served: tuple[ScriptedEngine, Running], path: str, asked: Body, param: str, told: str
+    served: tuple[ScriptedTransport, Running], path: str, asked: Body, param: str, told: str
 ) -> None:
     _, running = served
     response = running.post(path, {**ROUTES[path], **asked})
@@ -94,7 +94,7 @@ def test_refused_by_name(
 
 
 def test_formats_that_a_route_has_under_a_name_of_its_own(
-    served: tuple[ScriptedEngine, Running],
+    served: tuple[ScriptedTransport, Running],
 ) -> None:
     engine, running = served
     wanted = {"type": "json_schema", "schema": SCHEMA}
@@ -112,7 +112,7 @@ def test_formats_that_a_route_has_under_a_name_of_its_own(
 
 
 def test_calls_that_are_enforced_go_without_another_constraint(
-    served: tuple[ScriptedEngine, Running],
+    served: tuple[ScriptedTransport, Running],
 ) -> None:
     engine, running = served
     body = {**ROUTES["/v1/chat/completions"], "tool_choice": "required"}

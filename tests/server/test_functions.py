@@ -10,7 +10,7 @@ import pytest
 
 from tests.server.conftest import Body, Running
 from tests.server.test_tools import CALLS, PARAMETERS
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 CHAT = "/v1/chat/completions"
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -69,15 +69,15 @@ def test_the_official_client_reads_a_call(start: Start) -> None:
 
 def test_calls_and_results_in_the_conversation_are_those_of_tools(start: Start) -> None:
     """The template is given the same, so the prompt has the same tokens."""
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     seen: list[Any] = []
-    render = engine.tokenizer.apply_chat_template
+    render = engine.facts.tokenizer.apply_chat_template
 
     def rendered(messages: Any, **options: Any) -> Any:
         seen.append((messages, options["tools"]))
         return render(messages, **options)
 
-    engine.tokenizer.apply_chat_template = rendered  # type: ignore[method-assign]
+    engine.facts.tokenizer.apply_chat_template = rendered  # type: ignore[method-assign]
     running = start(engine)
     call = {"name": "now", "arguments": "{}"}
     old = [

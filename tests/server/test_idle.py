@@ -12,7 +12,7 @@ from tests.server.conftest import Running
 from vmserve.server.net import idle as idle_module
 from vmserve.server.net.aside_process import MOST_BYTES_IN_THREAD
 from vmserve.system.heap import MemoryReturn
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 MIB = 1 << 20
 
@@ -45,7 +45,7 @@ def test_work_that_goes_on_trims(
     monkeypatch.setattr(idle_module, "_IDLE_SECONDS", 0.05)
     trims: list[bool] = []
     monkeypatch.setattr(MemoryReturn, "trim", lambda _: trims.append(True))
-    running = start(ScriptedEngine())
+    running = start(ScriptedTransport())
 
     def worked() -> bool:
         assert running.post("/tokenize", {"prompt": "Hi"}).status_code == 200
@@ -60,7 +60,7 @@ def test_processes_end_after_the_last_request(
     monkeypatch.setattr(idle_module, "_IDLE_SECONDS", 0.05)
     given: list[bool] = []
     monkeypatch.setattr(MemoryReturn, "give_back", lambda _, forget: given.append(not forget()))
-    running = start(ScriptedEngine())
+    running = start(ScriptedTransport())
     large = {"prompt": "Hi", "z": "z" * 2 * MOST_BYTES_IN_THREAD}
     assert running.post("/tokenize", large).status_code == 200
     # It may have looked once before the request, too.

@@ -17,7 +17,7 @@ from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.server.access.key_limits import KeyLedger
 from vmserve.server.auth import ApiKey, KeyLimits, read_key_file
 from vmserve.server.errors import ApiError
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 Start = Callable[..., Running]
 
@@ -254,7 +254,7 @@ def test_a_key_that_has_used_its_minute_gets_429_and_others_go_on(start: Start) 
 
 
 def test_a_stream_is_charged_as_it_goes(start: Start) -> None:
-    server = start(ScriptedEngine("x" * 30), **keyed(tokens_per_minute=25))
+    server = start(ScriptedTransport("x" * 30), **keyed(tokens_per_minute=25))
     headers = {"authorization": "Bearer a"}
     body = {"prompt": "Hi", "stream": True, "max_tokens": 30}
     with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
@@ -277,7 +277,7 @@ def test_one_request_above_the_sequences_of_its_key(start: Start) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_sequences_above_the_limit_wait_in_the_server(start: Start, stream: bool) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine, max_key_sequences=2)
     engine.pause = server.on_loop(asyncio.Event)
     body = {"prompt": "x", "n": 2, "user": "u"}
@@ -306,7 +306,7 @@ async def _post(server: Running, body: dict[str, Any]) -> int:
 
 
 def test_time_spent_waiting_for_a_place_counts(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine, max_key_sequences=1)
     engine.pause = server.on_loop(asyncio.Event)
     body = {"prompt": "x", "stream": True}
@@ -327,7 +327,7 @@ def test_what_a_key_says_comes_before_the_options(start: Start) -> None:
 
 
 def test_who_waits_for_a_place_is_told_when_the_server_ends(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine, max_key_sequences=1, shutdown_timeout=0.1)
     engine.pause = server.on_loop(asyncio.Event)
     with ThreadPoolExecutor(1) as threads:

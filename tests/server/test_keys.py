@@ -18,7 +18,7 @@ from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.server.auth import ApiKey, KeyRing, read_key_file
 from vmserve.server.config import ServerConfig
 from vmserve.server.net.listen import check_certificate
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 Start = Callable[..., Running]
 #: Routes that need no key, whatever the options are.
@@ -125,7 +125,7 @@ def test_salts_belong_to_whoever_has_the_key() -> None:
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_tenants_reach_the_engine(start: Start, shares: bool) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     keys = (ApiKey.of("alice", "a"), ApiKey.of("bob", "b"))
     server = start(engine, named_keys=keys, share_prefix_cache_across_keys=shares)
     for key in "ab":
@@ -173,10 +173,10 @@ def test_what_tenants_leave_is_seen_by_nobody(start: Start, shares: bool) -> Non
 
 
 def test_a_dead_engine_lingers_and_then_ends(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine, engine_death_linger=3600)
     assert server.http.get("/health").status_code == 200
-    engine.errored = True
+    engine.facts.is_dead = True
     engine.died.set_result(None)
     for path in ("/health", "/ready"):
         assert server.http.get(path).status_code == 503

@@ -18,7 +18,7 @@ from tests.server.conftest import Body, Running, error_of
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.server.config import ServerConfig
 from vmserve.server.net.listen import bind
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 Start = Callable[..., Running]
 COMPLETIONS = "/v1/completions"
@@ -62,7 +62,7 @@ def load(server: Running) -> int:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_request(start: Start, path: str, stream: bool) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
     engine.pause = server.on_loop(asyncio.Event)
     num_requests = 2 if path == COMPLETIONS else 1
@@ -81,7 +81,7 @@ def test_a_client_that_leaves_aborts_its_request(start: Start, path: str, stream
 
 
 def test_a_client_that_leaves_during_its_own_upload(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
     raw = socket.create_connection(("127.0.0.1", server.port), 20)
     raw.sendall(
@@ -159,10 +159,11 @@ def test_a_client_that_sends_all_before_it_reads(start: Start, path: str, status
 
 
 def test_a_client_that_never_reads_is_cut(start: Start) -> None:
-    engine = ScriptedEngine("x" * 200)
+    engine = ScriptedTransport("x" * 200, max_model_len=2**20)
     server = start(engine, write_timeout=0.05)
     # Far more than what the sockets and the server buffer.
-    body = {"prompt": "x", "n": 100, "max_tokens": 200, "logprobs": 20, "stream": True}
+    body = {"prompt": "x", "n": 100, "max_tokens": 2**19, "logprobs": 20, "stream": True}
+    body["ignore_eos"] = True
     raw = raw_request(server, COMPLETIONS, body)
     try:
         until(lambda: len(engine.running) > 0)
@@ -174,7 +175,7 @@ def test_a_client_that_never_reads_is_cut(start: Start) -> None:
 
 
 def test_many_that_leave_at_once(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
     engine.pause = server.on_loop(asyncio.Event)
     raws = [raw_request(server, CHAT, {**BODIES[CHAT], "stream": True}) for _ in range(200)]
@@ -192,7 +193,7 @@ def test_many_that_leave_at_once(start: Start) -> None:
 class Held:
     """A streamed and a whole request that the engine holds after their first token."""
 
-    def __init__(self, server: Running, engine: ScriptedEngine) -> None:
+    def __init__(self, server: Running, engine: ScriptedTransport) -> None:
         engine.pause = server.on_loop(asyncio.Event)
         self.events: list[str] = []
         self.response: httpx.Response | None = None
@@ -222,9 +223,9 @@ class Held:
 
 
 @pytest.fixture
-def held(start: Start) -> Callable[..., tuple[Running, ScriptedEngine, Held]]:
-    def begin(**options: Any) -> tuple[Running, ScriptedEngine, Held]:
-        engine = ScriptedEngine()
+def held(start: Start) -> Callable[..., tuple[Running, ScriptedTransport, Held]]:
+    def begin(**options: Any) -> tuple[Running, ScriptedTransport, Held]:
+        engine = ScriptedTransport()
         server = start(engine, **options)
         return server, engine, Held(server, engine)
 

@@ -13,7 +13,7 @@ from tests.server.conftest import Running, error_of
 from vmserve.server.observe.recent import RecentLatencies
 from vmserve.server.routes.live import LIVE_PAGE_PATHS
 from vmserve.telemetry.snapshot import PAGE_USES
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 from vmserve.types import RequestMetrics
 
 Start = Callable[..., Running]
@@ -97,7 +97,7 @@ def test_under_a_root_path(start: Start) -> None:
 
 
 def test_the_data(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
     server.complete()
     data = live(server)
@@ -134,7 +134,7 @@ def test_the_data(start: Start) -> None:
 
 
 def test_kinds_of_layers_where_there_are_several(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
     assert "kinds" not in live(server)
     plain = engine.stats()
@@ -149,7 +149,7 @@ class _Held:
     """Servers whose requests stay until the test has looked at them."""
 
     def __init__(self, start: Start, **options: Any) -> None:
-        self.engine = ScriptedEngine()
+        self.engine = ScriptedTransport()
         self.engine.pause_after = 0
         self.server = start(self.engine, **options)
         self.engine.pause = self.server.on_loop(asyncio.Event)
@@ -206,7 +206,7 @@ def test_a_key_sees_its_own_requests_only(start: Start) -> None:
 
 def test_many_who_look_on_cost_one_snapshot(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vmserve.server.routes.live.REFRESH_SECONDS", 1000.0)
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
     for _ in range(5):
         live(server)
@@ -214,7 +214,7 @@ def test_many_who_look_on_cost_one_snapshot(start: Start, monkeypatch: pytest.Mo
 
 
 def test_failures_are_counted_in_streams_too(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
     server.complete()
     server.error("/v1/completions", {"prompt": "x", "n": 0})  # the client's own fault
@@ -228,9 +228,9 @@ def test_failures_are_counted_in_streams_too(start: Start) -> None:
 
 
 def test_a_dead_engine_is_an_error(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
-    engine.errored = True
+    engine.facts.is_dead = True
     assert error_of(server.http.get("/v1/kv/live"))["status"] == 503
     assert server.http.get("/").status_code == 200
 

@@ -15,7 +15,7 @@ from vmserve.server.routes import completions as completions_module
 from vmserve.server.routes import generation as generation_module
 from vmserve.server.routes import streaming as streaming_module
 from vmserve.server.words.logprobs import LogprobShape, chat_logprobs, completion_logprobs
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 from vmserve.types import Logprob
 
 Start = Callable[..., Running]
@@ -141,7 +141,7 @@ def test_tokens_as_ids(shared: Running, start: Start) -> None:
 
 
 def test_the_whole_vocabulary(start: Start) -> None:
-    server = start(ScriptedEngine(max_logprobs=259))
+    server = start(ScriptedTransport(max_logprobs=259))
     [choice] = server.complete(logprobs=-1, max_tokens=1)["choices"]
     assert len(server.engine.requests[-1][0]) == 3  # type: ignore[attr-defined]
     # The fake gives its 159 likeliest; several of them are the same replacement character.
@@ -207,7 +207,7 @@ def test_many_are_sent_in_parts(
     start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: Body
 ) -> None:
     """The same answer, made by other threads, of which no turn is long."""
-    server = start(ScriptedEngine())
+    server = start(ScriptedTransport())
     whole = server.post(path, body)
     assert "content-length" in whole.headers  # of a few hundred entries
     monkeypatch.setattr(streaming_module, "MOST_BYTES_ON_LOOP", 2560)
@@ -235,7 +235,7 @@ def comparable(reply: Body) -> Body:
 
 
 def test_a_long_echo_is_made_aside(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start(ScriptedEngine())
+    server = start(ScriptedTransport())
     body = {"prompt": "a" * 40, "echo": True, "logprobs": 20, "max_tokens": 2}
     expected = server.stream("/v1/completions", body)
     monkeypatch.setattr(completions_module, "MOST_BYTES_ON_LOOP", 2560)
@@ -266,7 +266,7 @@ def test_how_many_one_request_may_ask_for(
     start: Start, monkeypatch: pytest.MonkeyPatch, body: Body, num: int
 ) -> None:
     """One token of each answer fits."""
-    server = start(ScriptedEngine())
+    server = start(ScriptedTransport())
     monkeypatch.setattr(generation_module, "MAX_LOGPROB_ENTRIES", num)
     assert server.post("/v1/completions", body).status_code == 200
     monkeypatch.setattr(generation_module, "MAX_LOGPROB_ENTRIES", num - 1)
@@ -278,7 +278,7 @@ def test_how_many_one_request_may_ask_for(
 
 
 def test_how_many_a_step_may_have(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start(ScriptedEngine())
+    server = start(ScriptedTransport())
     monkeypatch.setattr(generation_module, "MAX_LOGPROBS_AT_ONCE", 24)
     body = {"prompt": "ab", "logprobs": 5, "max_tokens": 5}
     assert server.post("/v1/completions", {**body, "n": 4}).status_code == 200
@@ -293,7 +293,7 @@ def test_how_many_a_step_may_have(start: Start, monkeypatch: pytest.MonkeyPatch)
 
 def test_an_answer_ends_where_the_bound_is(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """What could be generated is not refused for what is generated."""
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
     monkeypatch.setattr(generation_module, "MAX_LOGPROB_ENTRIES", 3 * 5 + 4 * 6)
     body = {"prompt": "ab", "logprobs": 5, "n": 2, "max_tokens": 200, "min_tokens": 100}
@@ -308,7 +308,7 @@ def test_an_answer_ends_where_the_bound_is(start: Start, monkeypatch: pytest.Mon
 def test_an_open_length_ends_where_the_bound_is(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
     body = {"messages": [{"role": "user", "content": "a"}], "logprobs": True, "top_logprobs": 4}
     server.ok("/v1/chat/completions", body)

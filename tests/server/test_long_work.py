@@ -28,7 +28,7 @@ from vmserve.server.net import aside_process as aside_module
 from vmserve.server.net import workers as workers_module
 from vmserve.server.net.aside_process import MOST_BYTES_IN_THREAD, MOST_CHARS_IN_THREAD
 from vmserve.server.routes import body as body_module
-from vmserve.testing import ByteTokenizer, ScriptedEngine
+from vmserve.testing import ByteTokenizer, ScriptedTransport
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 Start = Callable[..., Running]
@@ -68,9 +68,9 @@ PADDING = {"ignored": "x" * 1000}
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
+def engine(monkeypatch: pytest.MonkeyPatch) -> ScriptedTransport:
     monkeypatch.setattr(workers_module, "LONG_WORK", 500)
-    return ScriptedEngine()
+    return ScriptedTransport()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> ScriptedEngine:
 )
 def test_a_stream_goes_on(
     start: Start,
-    engine: ScriptedEngine,
+    engine: ScriptedTransport,
     monkeypatch: pytest.MonkeyPatch,
     what: str,
     path: str,
@@ -103,9 +103,11 @@ def test_a_stream_goes_on(
     if what == "parse_json":
         held = hold(monkeypatch, aside_module, what, lambda data: len(data) > len(LARGE))
     elif what == "decode":
-        held = hold(monkeypatch, engine.tokenizer, what, lambda ids, *_: ids == [118] * 4)
+        held = hold(monkeypatch, engine.facts.tokenizer, what, lambda ids, *_: ids == [118] * 4)
     else:
-        held = hold(monkeypatch, engine.tokenizer, what, lambda given, *_, **__: given != "Hi")
+        held = hold(
+            monkeypatch, engine.facts.tokenizer, what, lambda given, *_, **__: given != "Hi"
+        )
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(running.post, path, {**sent, **PADDING})
         assert held.inside.wait(30)
@@ -119,11 +121,13 @@ def test_a_stream_goes_on(
 
 @pytest.mark.parametrize("padding", [{}, PADDING], ids=["short", "long"])
 def test_who_sends_much_holds_up_nobody_else(
-    start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, padding: Body
+    start: Start, engine: ScriptedTransport, monkeypatch: pytest.MonkeyPatch, padding: Body
 ) -> None:
     """One key's requests are as many as you like, and as slow: another's is served whole."""
     running = start(engine, api_keys=("many", "one"))
-    held = hold(monkeypatch, engine.tokenizer, "encode", lambda text, *_, **__: text == "slow")
+    held = hold(
+        monkeypatch, engine.facts.tokenizer, "encode", lambda text, *_, **__: text == "slow"
+    )
     many, one = ({"authorization": f"Bearer {key}"} for key in ("many", "one"))
     waiting = running.app_context.workers
     with ThreadPoolExecutor(12) as pool:
@@ -143,9 +147,11 @@ def test_a_key_has_so_many_requests_prepared_and_no_more(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as can run and wait."""
-    engine = ScriptedEngine(max_num_seqs=1)
+    engine = ScriptedTransport(max_num_seqs=1)
     running = start(engine, max_queued_requests=1)
-    held = hold(monkeypatch, engine.tokenizer, "encode", lambda text, *_, **__: text == "slow")
+    held = hold(
+        monkeypatch, engine.facts.tokenizer, "encode", lambda text, *_, **__: text == "slow"
+    )
     workers = running.app_context.workers
     with ThreadPoolExecutor(3) as pool:
         slow = [pool.submit(running.post, "/tokenize", {"prompt": "slow"}) for _ in range(3)]
@@ -163,7 +169,7 @@ def test_a_key_has_so_many_requests_prepared_and_no_more(
 
 
 def test_what_waits_is_dropped_with_its_client(
-    start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+    start: Start, engine: ScriptedTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = start(engine)
     asked: list[str] = []
@@ -172,7 +178,7 @@ def test_what_waits_is_dropped_with_its_client(
         asked.append(text)
         return text == "slow"
 
-    held = hold(monkeypatch, engine.tokenizer, "encode", is_slow)
+    held = hold(monkeypatch, engine.facts.tokenizer, "encode", is_slow)
     workers = running.app_context.workers
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(running.post, "/v1/completions", {"prompt": "slow", "max_tokens": 1})
@@ -202,7 +208,7 @@ def test_what_is_being_done_is_stopped_when_its_client_leaves(
     start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: Body
 ) -> None:
     """A process that reads a large request ends with it: it could take seconds yet."""
-    running = start(ScriptedEngine())
+    running = start(ScriptedTransport())
     processes: list[Any] = []
     ask = aside_module._Process.ask
 
@@ -229,7 +235,7 @@ def test_what_is_being_done_is_stopped_when_its_client_leaves(
 
 
 def test_bodies_of_one_key_are_held_up_to_a_bound(
-    start: Start, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+    start: Start, engine: ScriptedTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while their requests run: what was made of them stays for as long."""
     monkeypatch.setattr(admission_module, "MAX_HELD_BYTES_OF_ONE", 2500)
@@ -251,7 +257,7 @@ def test_bodies_of_one_key_are_held_up_to_a_bound(
 
 @pytest.mark.parametrize("size", [MOST_BYTES_IN_THREAD // 2, 2 * MOST_BYTES_IN_THREAD])
 def test_large_bodies_are_read_as_small_ones(start: Start, size: int) -> None:
-    running = start(ScriptedEngine(max_model_len=16))
+    running = start(ScriptedTransport(max_model_len=16))
     value = {"prompt": "Hä\n😀", "ignored": [1.5, -(2**60), None, True, {"x": "y" * size}]}
     reply = running.ok("/tokenize", value)
     assert reply["tokens"] == engine_ids("Hä\n😀")
@@ -272,7 +278,7 @@ def test_large_bodies_are_read_as_small_ones(start: Start, size: int) -> None:
 
 
 def test_the_process_that_reads_large_bodies_may_die(start: Start) -> None:
-    running = start(ScriptedEngine())
+    running = start(ScriptedTransport())
     body = {"prompt": "Hi", "z": "z" * 2 * MOST_BYTES_IN_THREAD}
     for _ in range(2):
         assert running.post("/tokenize", body).status_code == 200
@@ -329,8 +335,8 @@ def test_long_and_short_texts_are_encoded_alike(tokenizer: Tokenizer) -> None:
 
 def test_long_texts_are_encoded_by_a_process(start: Start, tokenizer: Tokenizer) -> None:
     """Its tokens are those of the tokenizer, with its special tokens or without."""
-    engine = ScriptedEngine(vocab_size=tokenizer.vocab_size)
-    engine.tokenizer = tokenizer  # type: ignore[assignment]
+    engine = ScriptedTransport(vocab_size=tokenizer.vocab_size)
+    engine.facts.tokenizer = tokenizer  # type: ignore[assignment]
     running = start(engine)
     text = "Once upon a time, ä 😀 <s>\n" * 12_000
     assert len(text) > MOST_CHARS_IN_THREAD
@@ -368,7 +374,7 @@ def test_what_a_request_held_goes_with_it(
     start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: Body, status: int
 ) -> None:
     """It does not wait for the garbage collector, for which all would wait."""
-    running = start(ScriptedEngine())
+    running = start(ScriptedTransport())
     parse = aside_module.parse_json
     held: list[weakref.ref[Kept]] = []
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vmserve.client.process_llm import Supervision
+from vmserve.client.transports.supervised import Supervision
 from vmserve.models.hub import resolve_model
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.loading import ModelLoader

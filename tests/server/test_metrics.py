@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import Running
 from vmserve.server.observe.telemetry import Histogram
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 Start = Callable[..., Running]
 LABELS = {"model_name": "fake", "engine": "0"}
@@ -75,7 +75,7 @@ def test_families_are_there_from_the_start_under_both_names(start: Start) -> Non
 
 
 def test_openmetrics_where_it_is_asked_for(start: Start) -> None:
-    server = start(ScriptedEngine())
+    server = start(ScriptedTransport())
     plain = server.http.get("/metrics")
     assert plain.headers["content-type"].startswith("text/plain; version=")
     accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
@@ -123,7 +123,7 @@ def test_what_a_request_adds(start: Start) -> None:
 
 
 def test_the_cache_in_labels(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     stats = engine.stats
     engine.stats = lambda: {**stats(), "limit_pages": 100, "page_tokens": 64}  # type: ignore[method-assign]
     values = scrape(start(engine))
@@ -146,7 +146,7 @@ def test_histogram_buckets_are_cumulative() -> None:
 
 
 def test_memory_by_kind_of_layers_where_there_are_several(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     assert "vmserve:kv_kind_pages" not in scrape(start(engine))
     figures = {"page_bytes": 4096, "used_pages": 3, "cached_pages": 2, "free_pages": 1}
     plain = engine.stats()

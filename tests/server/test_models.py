@@ -13,20 +13,22 @@ import pytest
 from tests.helpers import until
 from tests.server.conftest import Body, Running, error_of
 from vmserve.cli.top import top_command
+from vmserve.client.client import Client
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
 from vmserve.server.routes.admin import MODEL_PATHS
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 CHAT: Body = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 def served(
-    name: str, engine: ScriptedEngine | None, load: Any = None, **options: Any
+    name: str, engine: ScriptedTransport | None, load: Any = None, **options: Any
 ) -> ServedModel:
-    return ServedModel(ServerConfig(served_model_names=(name,), **options), engine, load)
+    client = None if engine is None else Client(engine)
+    return ServedModel(ServerConfig(served_model_names=(name,), **options), client, load)
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def serve() -> Iterator[Callable[..., Running]]:
         """What the admin route adds: ``model`` is the answer, or "bad"."""
         if table["model"] == "bad":
             raise ConfigurationError(f"model {name}: there is no such model")
-        loading = Loading(ScriptedEngine(table["model"]))
+        loading = Loading(ScriptedTransport(table["model"]))
         loading.go.set()
         if table["model"] == "broken":
             loading.fail = ConfigurationError("it is broken")
@@ -57,8 +59,8 @@ def serve() -> Iterator[Callable[..., Running]]:
 @pytest.fixture
 def two(serve: Callable[..., Running]) -> Running:
     return serve(
-        served("a", ScriptedEngine("alpha", max_model_len=256)),
-        served("b", ScriptedEngine("beta", max_model_len=32), chat_template="B"),
+        served("a", ScriptedTransport("alpha", max_model_len=256)),
+        served("b", ScriptedTransport("beta", max_model_len=32), chat_template="B"),
     )
 
 
@@ -147,11 +149,11 @@ def test_one_model_is_told_of_as_ever(start: Callable[..., Running]) -> None:
 
 def test_two_models_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="two models have the name 'a'"):
-        Models([served("a", ScriptedEngine()), served("a", ScriptedEngine())])
+        Models([served("a", ScriptedTransport()), served("a", ScriptedTransport())])
 
 
 def test_queues_are_the_models_own(serve: Callable[..., Running]) -> None:
-    full, free = ScriptedEngine("alpha"), ScriptedEngine("beta")
+    full, free = ScriptedTransport("alpha"), ScriptedTransport("beta")
     server = serve(served("a", full, max_queued_requests=1), served("b", free))
     full.pause = server.on_loop(asyncio.Event)
     one = threading.Thread(target=lambda: server.complete(model="a"))
@@ -170,9 +172,9 @@ def test_queues_are_the_models_own(serve: Callable[..., Running]) -> None:
 
 
 def test_one_of_several_that_dies_leaves_the_others(serve: Callable[..., Running]) -> None:
-    dead, alive = ScriptedEngine("alpha"), ScriptedEngine("beta")
+    dead, alive = ScriptedTransport("alpha"), ScriptedTransport("beta")
     server = serve(served("a", dead), served("b", alive), engine_death_linger=0.1)
-    dead.errored = True
+    dead.facts.is_dead = True
     dead.died.set_result(None)
     until(lambda: server.http.get("/v1/models/a").json()["state"] == "failed")
     assert (
@@ -194,24 +196,24 @@ class Clock:
 class Loading:
     """Loads a scripted engine when ``go`` is set, or raises ``fail``."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: ScriptedTransport) -> None:
+        self.client = Client(engine)
         self.go = threading.Event()
         self.fail: Exception | None = None
         self.num = 0
 
-    async def __call__(self) -> ScriptedEngine:
+    async def __call__(self) -> Client:
         self.num += 1
         await asyncio.to_thread(self.go.wait)
         if self.fail is not None:
             raise self.fail
-        return self.engine
+        return self.client
 
 
 def test_requests_wait_for_one_start_and_may_leave(serve: Callable[..., Running]) -> None:
-    loading = Loading(ScriptedEngine("beta"))
+    loading = Loading(ScriptedTransport("beta"))
     model = served("b", None, loading)
-    server = serve(served("a", ScriptedEngine("alpha")), model)
+    server = serve(served("a", ScriptedTransport("alpha")), model)
     assert server.http.get("/v1/models/b").json()["max_model_len"] is None
     assert 'model_name="b"' in server.http.get("/metrics").text
     replies: list[str] = []
@@ -240,11 +242,11 @@ def test_requests_wait_for_one_start_and_may_leave(serve: Callable[..., Running]
 def test_a_model_that_does_not_start_is_tried_again_after_a_pause(
     serve: Callable[..., Running],
 ) -> None:
-    clock, loading = Clock(), Loading(ScriptedEngine("beta"))
+    clock, loading = Clock(), Loading(ScriptedTransport("beta"))
     loading.go.set()
     loading.fail = ConfigurationError("cannot read /models/b/config.json: it has gone (~/b)")
     model = ServedModel(ServerConfig(served_model_names=("b",)), None, loading, clock=clock)
-    server = serve(served("a", ScriptedEngine("alpha")), model)
+    server = serve(served("a", ScriptedTransport("alpha")), model)
     for now, num in ((100.0, 1), (100.5, 1), (101.5, 2), (102.5, 2)):
         clock.now = now
         response = server.post("/v1/completions", {"prompt": "x", "model": "b"})
@@ -262,7 +264,7 @@ def test_a_model_that_does_not_start_is_tried_again_after_a_pause(
 
 
 def test_an_idle_model_sleeps_and_its_next_request_wakes_it(serve: Callable[..., Running]) -> None:
-    engine = ScriptedEngine("alpha")
+    engine = ScriptedTransport("alpha")
     server = serve(served("a", engine, idle_unload=0.05))
     until(lambda: engine.stopped)
     assert server.http.get("/v1/models/a").json()["state"] == "asleep"
@@ -288,7 +290,7 @@ def test_an_idle_model_sleeps_and_its_next_request_wakes_it(serve: Callable[...,
 def test_the_wait_for_waking_is_taken_off_the_requests_time(
     serve: Callable[..., Running],
 ) -> None:
-    engine = ScriptedEngine("alpha", request_timeout=20.0)
+    engine = ScriptedTransport("alpha", request_timeout=20.0)
     model = served("a", engine)
     server = serve(model)
     server.on_loop_async(model.sleep)
@@ -320,7 +322,7 @@ def states(server: Running) -> dict[str, str]:
 
 
 def test_only_the_admin_changes_models(serve: Callable[..., Running]) -> None:
-    server = serve(served("a", ScriptedEngine("alpha")), admin_api_key="admin")
+    server = serve(served("a", ScriptedTransport("alpha")), admin_api_key="admin")
     for path in MODEL_PATHS:
         body = {"model": "a", "name": "b"}
         assert server.post(path, body).status_code == 401
@@ -329,7 +331,7 @@ def test_only_the_admin_changes_models(serve: Callable[..., Running]) -> None:
 
 
 def test_models_come_and_go(serve: Callable[..., Running]) -> None:
-    server = serve(served("a", ScriptedEngine("alpha")), admin_api_key="admin")
+    server = serve(served("a", ScriptedTransport("alpha")), admin_api_key="admin")
     assert change(server, "add", model="beta", name="b")["state"] == "ready"
     assert said(server.complete(model="b")) == "beta"
     assert change(server, "add", model="gamma", preload=False)["state"] == "asleep"
@@ -354,8 +356,10 @@ def test_models_come_and_go(serve: Callable[..., Running]) -> None:
 
 
 def test_a_removed_model_finishes_what_it_has(serve: Callable[..., Running]) -> None:
-    engine = ScriptedEngine("beta")
-    server = serve(served("a", ScriptedEngine("alpha")), served("b", engine), admin_api_key="admin")
+    engine = ScriptedTransport("beta")
+    server = serve(
+        served("a", ScriptedTransport("alpha")), served("b", engine), admin_api_key="admin"
+    )
     engine.pause = server.on_loop(asyncio.Event)
     replies: list[Body] = []
     one = threading.Thread(target=lambda: replies.append(server.complete(model="b")))
@@ -377,9 +381,9 @@ def test_a_removed_model_finishes_what_it_has(serve: Callable[..., Running]) -> 
 
 
 def test_a_model_that_is_removed_while_requests_wait_for_it(serve: Callable[..., Running]) -> None:
-    engine = ScriptedEngine("beta")
+    engine = ScriptedTransport("beta")
     model = served("b", engine)
-    server = serve(served("a", ScriptedEngine("alpha")), model, admin_api_key="admin")
+    server = serve(served("a", ScriptedTransport("alpha")), model, admin_api_key="admin")
     server.on_loop_async(model.sleep)
     server.on_loop(engine.waking.clear)
     told: list[str] = []
@@ -397,7 +401,7 @@ def test_a_model_that_is_removed_while_requests_wait_for_it(serve: Callable[...,
 
 
 def test_sleep_and_wake_by_the_admin(serve: Callable[..., Running]) -> None:
-    engine = ScriptedEngine("alpha")
+    engine = ScriptedTransport("alpha")
     server = serve(served("a", engine), admin_api_key="admin")
     assert change(server, "sleep", model="a")["state"] == "asleep"
     assert engine.stopped
@@ -414,35 +418,35 @@ def test_a_model_whose_engine_is_dead_does_not_wake_until_it_is_back(
     serve: Callable[..., Running],
 ) -> None:
     """As in the pause before its restart: the model is ready, its engine is not."""
-    engine = ScriptedEngine("alpha")
+    engine = ScriptedTransport("alpha")
     server = serve(served("a", engine), admin_api_key="admin")
-    engine.errored, engine.retry_seconds = True, 3.5
+    engine.facts.is_dead, engine.facts.retry_seconds = True, 3.5
     for path, body in (("/v1/models/wake", {"model": "a"}), ("/v1/completions", {"prompt": "x"})):
         response = server.post(path, body, headers=ADMIN if "wake" in path else {})
         assert response.status_code == 503
         assert "stopped" in error_of(response)["message"]
         assert response.headers["retry-after"] == "4"
-    engine.retry_seconds = None
+    engine.facts.retry_seconds = None
     assert "retry-after" not in server.post("/v1/completions", {"prompt": "x"}).headers
-    engine.errored = False
+    engine.facts.is_dead = False
     assert change(server, "wake", model="a")["state"] == "ready"
 
 
 def test_a_model_whose_engine_died_for_good_can_be_put_to_sleep(
     serve: Callable[..., Running],
 ) -> None:
-    engine = ScriptedEngine("alpha")
+    engine = ScriptedTransport("alpha")
     server = serve(served("a", engine), admin_api_key="admin")
-    engine.errored = True
+    engine.facts.is_dead = True
     change(server, "sleep", model="a")
     assert engine.stopped  # which makes it forget that it died
 
 
 def test_a_model_that_failed_can_be_put_to_sleep(serve: Callable[..., Running]) -> None:
-    loading = Loading(ScriptedEngine("beta"))
+    loading = Loading(ScriptedTransport("beta"))
     loading.go.set()
     loading.fail = ConfigurationError("it is broken")
-    server = serve(served("a", ScriptedEngine("alpha")), served("b", None, loading), **KEY)
+    server = serve(served("a", ScriptedTransport("alpha")), served("b", None, loading), **KEY)
     assert "it is broken" in change(server, "wake", 503, model="b")["error"]["message"]
     row = change(server, "sleep", model="b")
     assert (row["state"], row["failure"]) == ("asleep", "")

@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers import until
 from tests.server.conftest import Body, Running
-from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.client.transports.supervised import Supervision
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import resolve_model
 from vmserve.server.auth import ApiKey, KeyRing
@@ -108,10 +108,9 @@ def test_prefixes_of_one_of_several_models(server: Server) -> None:
     assert server.num_cached("b", TEXT + "The fox") == whole
     assert server.memory("b")["floor_bytes"] == floor
     served = server.models.find("b")
-    engine: object = served.engine
-    assert isinstance(engine, ProcessLLM)
-    os.kill(engine.pid, signal.SIGKILL)
-    until(lambda: engine.stats().get("engine_restarts_total") == 1 and not engine.errored, 60)
+    engine: Any = served.engine
+    os.kill(engine.transport.pid, signal.SIGKILL)
+    until(lambda: engine.stats().get("engine_restarts_total") == 1 and not engine.facts.is_dead, 60)
 
     def num_pinned() -> Any:
         return server.on_loop_async(served.fetch_stats).get("pinned_prefixes")
@@ -124,13 +123,12 @@ def test_prefixes_of_one_of_several_models(server: Server) -> None:
 def test_a_model_sleeps_in_the_pause_before_its_restart(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vmserve.client.transports.process._RESTART_SECONDS", 25.0)
-    engine: object = server.models.find("b").engine
-    assert isinstance(engine, ProcessLLM)
+    monkeypatch.setattr("vmserve.client.transports.restarts._RESTART_SECONDS", 25.0)
+    engine: Any = server.models.find("b").engine
     server.change("wake", model="b")
-    os.kill(engine.pid, signal.SIGKILL)
-    until(lambda: engine.errored, 60)
-    until(lambda: engine.retry_seconds is not None, 60)
+    os.kill(engine.transport.pid, signal.SIGKILL)
+    until(lambda: engine.facts.is_dead, 60)
+    until(lambda: engine.facts.retry_seconds is not None, 60)
     response = server.post("/v1/models/wake", {"model": "b"}, headers=ADMIN)
     assert (response.status_code, int(response.headers["retry-after"]) >= 25) == (503, True)
     assert server.change("sleep", model="b")["state"] == "asleep"
@@ -168,7 +166,7 @@ def test_models_that_cannot_be_added_change_nothing(server: Server, tmp_path: Pa
 @pytest.mark.timeout(300)
 def test_a_model_whose_files_changed_while_it_slept(server: Server) -> None:
     expected = server.complete(model="b", max_tokens=8, temperature=0)["choices"]
-    directory = Path(str(server.models.find("b").engine.config.model))  # type: ignore[attr-defined]
+    directory = Path(str(server.models.find("b").engine.transport.source._config.model))  # type: ignore[attr-defined]
     weights = directory / "model.safetensors"
     server.change("sleep", model="b")
     away = weights.rename(directory / "away")

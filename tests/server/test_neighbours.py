@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from tests.helpers import until
 from tests.server.conftest import Running, error_of
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 JSON = {"content-type": "application/json", "authorization": "Bearer k"}
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -32,7 +32,7 @@ REFUSED: list[tuple[str, str, dict[str, str], bytes, int]] = [
 
 
 def test_a_stream_beside_all_that_is_refused(start: Callable[..., Running]) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine, api_keys=("k",))
     engine.pause = server.on_loop(asyncio.Event)
     events: list[str] = []

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from tests.server.conftest import Body, Running, error_of
 from vmserve.server.routes import response_store
 from vmserve.server.routes.response_store import ResponseStore, StoredResponse
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 PATH = "/v1/responses"
 TOOLS: Any = [{"type": "function", "name": "now", "parameters": {"type": "object"}, "strict": True}]
@@ -179,7 +179,7 @@ def test_a_limit_and_a_schema(start: Start) -> None:
 
 
 def test_an_error_in_a_stream(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     engine.fail = RuntimeError("secret")
     running = start(engine)
     text = running.http.post(PATH, json={"input": "x", "stream": True}).text
@@ -263,7 +263,7 @@ def test_a_conversation_is_kept_while_a_request_may_be_as_long(
 ) -> None:
     """It grows with each response that goes on from the last."""
     monkeypatch.setattr(response_store, "MAX_BODY_BYTES", 500)
-    running = start(ScriptedEngine(max_model_len=100_000))
+    running = start(ScriptedTransport(max_model_len=100_000))
     last: dict[str, Any] = {}
     for number in range(10):
         if last:

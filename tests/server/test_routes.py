@@ -12,19 +12,20 @@ from fastapi.routing import APIRoute
 
 from tests.server.conftest import Running, error_of
 from vmserve import __version__
+from vmserve.client.client import Client
 from vmserve.errors import ConfigurationError
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
 from vmserve.server.routes.admin import ADMIN_PATHS, MODEL_PATHS
 from vmserve.server.routes.live import LIVE_PAGE_PATHS
 from vmserve.server.words.openapi_replies import REPLIES
-from vmserve.testing import ByteTokenizer, ScriptedEngine
+from vmserve.testing import ByteTokenizer, ScriptedTransport
 
 Start = Callable[..., Running]
 
 
 def every_route() -> list[tuple[str, str]]:
-    app = create_app(ScriptedEngine(), ServerConfig(served_model_names=("fake",)))
+    app = create_app(Client(ScriptedTransport()), ServerConfig(served_model_names=("fake",)))
     routes = []
     for route in app.routes:
         path = getattr(route, "path").replace("{model:path}", "fake")  # noqa: B009
@@ -78,7 +79,7 @@ def test_the_routes_of_the_contract_are_there() -> None:
 
 @pytest.fixture(scope="module")
 def keyed() -> Any:
-    running = Running(ScriptedEngine(), api_keys=("first", "second"), root_path="/llm")
+    running = Running(ScriptedTransport(), api_keys=("first", "second"), root_path="/llm")
     yield running
     running.close()
 
@@ -208,9 +209,9 @@ def test_status_routes(shared: Running) -> None:
 
 
 def test_a_dead_engine(start: Start) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
-    engine.errored = True
+    engine.facts.is_dead = True
     for path in ("/health", "/ready", "/ping"):
         response = server.http.get(path)
         assert response.status_code == 503
@@ -249,7 +250,7 @@ def test_a_slash_at_the_end_changes_nothing(shared: Running) -> None:
 
 @pytest.mark.parametrize("root", ["", "/llm"])
 def test_a_base_url_may_leave_out_the_version(start: Start, root: str) -> None:
-    running = start(ScriptedEngine(), api_keys=("k",), root_path=root)
+    running = start(ScriptedTransport(), api_keys=("k",), root_path=root)
     key = {"authorization": "Bearer k"}
     chat = {"messages": [{"role": "user", "content": "Hi"}]}
     for path, body in (

@@ -9,7 +9,7 @@ import pytest
 
 from tests.server.conftest import Body, Running, error_of
 from vmserve.errors import EngineDeadError, OutOfMemoryError
-from vmserve.testing import EOS, ByteTokenizer, ScriptedEngine, scripted
+from vmserve.testing import EOS, ByteTokenizer, ScriptedTransport, scripted
 
 Start = Callable[..., Running]
 COMPLETIONS = "/v1/completions"
@@ -44,7 +44,7 @@ def test_the_usual_chunks_say_what_others_say(
     start: Start, path: str, body: Body, more: Body
 ) -> None:
     """Chunks of text alone are written by another way than those that give token ids too."""
-    running = start(ScriptedEngine('a"\\\n\u00e4\U0001f600z'))
+    running = start(ScriptedTransport('a"\\\n\u00e4\U0001f600z'))
     usual = running.stream(path, {**body, **more})
     shown = running.stream(path, {**body, **more, "return_token_ids": True})
     assert len(usual) > 5
@@ -259,7 +259,7 @@ def test_errors_before_the_first_byte_are_http_errors(shared: Running, path: str
 def test_errors_after_the_first_byte_are_events(
     start: Start, path: str, fault: Exception, status: int
 ) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     engine.fail = fault
     engine.pause_after = 2
     body = {"prompt": ["x", "y"], "messages": CHAT_BODY["messages"]}
@@ -291,16 +291,16 @@ def test_the_official_client_reads_streams(shared: Running) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_every_chunk_has_the_fingerprint_of_the_whole_reply(start: Start, path: str) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     server = start(engine)
     body = {"prompt": "x", "messages": CHAT_BODY["messages"]}
     seen = set()
     for identity in ("one", "another"):
-        engine.identity = identity
+        engine.facts.identity = identity
         told = server.ok(path, body)["system_fingerprint"]
         chunks = server.stream(path, {**body, "stream_options": {"include_usage": True}})
         assert {chunk["system_fingerprint"] for chunk in chunks} == {told}
         seen.add(told)
     assert len(seen) == 2
-    engine.identity = ""
+    engine.facts.identity = ""
     assert server.ok(path, body)["system_fingerprint"] is None

@@ -194,7 +194,7 @@ def test_what_clients_left_is_not_compiled_and_what_waits_is_bounded(
     engine = AsyncLLM(kv_cache_memory="32MiB", max_model_len=256, max_num_seqs=4)
     keys = (ApiKey.of("a", "of-a"), ApiKey.of("b", "of-b"))
     running = Running(engine, named_keys=keys, max_queued_requests=8)
-    compiler = engine._engine.structured.compiler
+    compiler = engine.transport._engine.structured.compiler
 
     def send(number: int) -> socket.socket:
         grammar = {"grammar": f'start: "bomb {number}"'}

@@ -11,7 +11,7 @@ import pytest
 from tests.server.conftest import Body, Running
 from vmserve.errors import ConfigurationError
 from vmserve.server.config import ServerConfig
-from vmserve.testing import ByteTokenizer, ScriptedEngine
+from vmserve.testing import ByteTokenizer, ScriptedTransport
 
 CHAT = "/v1/chat/completions"
 MESSAGES: Any = [{"role": "user", "content": "Hi"}]
@@ -113,7 +113,7 @@ def test_calls(
 
 
 def test_what_is_enforced(start: Start) -> None:
-    engine = ScriptedEngine(FORCED, max_model_len=1024)
+    engine = ScriptedTransport(FORCED, max_model_len=1024)
     running = start(engine)
 
     def structured(**options: Any) -> Any:
@@ -173,7 +173,7 @@ def test_the_parser_comes_from_the_template_or_by_name(start: Start) -> None:
     text = '[TOOL_CALLS] [{"name": "now", "arguments": {}}]'
     [plain] = start(text).chat(tools=TOOLS)["choices"]
     assert plain["message"]["content"] == text
-    engine = ScriptedEngine(text)
+    engine = ScriptedTransport(text)
     for options in ({"tool_call_parser": "mistral"}, {"chat_template": "{{ tools }}[TOOL_CALLS]"}):
         running = start(engine, **options)
         [choice] = running.chat(tools=TOOLS)["choices"]
@@ -211,7 +211,7 @@ def test_calls_of_a_conversation_reach_the_template_as_they_are(
 
 def test_a_template_without_tools(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     """Calls are found as the prompt asks for them, whatever else the server was told."""
-    engine = ScriptedEngine(CALLS, max_model_len=1024)
+    engine = ScriptedTransport(CALLS, max_model_len=1024)
     caplog.set_level("INFO", "vmserve.server.models.dialect")
     running = start(engine, chat_template="plain", tool_call_parser="mistral")
     assert sum("shows no tools" in record.message for record in caplog.records) == 1
@@ -237,7 +237,7 @@ def test_a_template_without_tools(start: Start, caplog: pytest.LogCaptureFixture
 
 
 def test_thoughts_before_a_call_that_the_template_does_not_know(start: Start) -> None:
-    engine = ScriptedEngine("<think>hm</think>" + CALLS, max_model_len=1024)
+    engine = ScriptedTransport("<think>hm</think>" + CALLS, max_model_len=1024)
     running = start(engine, chat_template="plain", reasoning_parser="think")
     [choice] = running.chat(tools=TOOLS)["choices"]
     assert engine.requests[-1][1].structured_outputs is not None
@@ -252,7 +252,7 @@ def allowed(mode: str, *names: str) -> Body:
 
 def test_only_some_tools_may_be_called(start: Start) -> None:
     """All are shown, so that prompts begin alike; the others' calls are text."""
-    engine = ScriptedEngine(CALLS)
+    engine = ScriptedTransport(CALLS)
     running = start(engine)
     body = {"messages": MESSAGES, "tools": TOOLS}
     running.ok(CHAT, body)
@@ -270,7 +270,7 @@ def test_only_some_tools_may_be_called(start: Start) -> None:
 
 
 def test_only_some_tools_of_a_response(start: Start) -> None:
-    running = start(ScriptedEngine(CALLS))
+    running = start(ScriptedTransport(CALLS))
     tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
     choice = {
         "type": "allowed_tools",
@@ -293,7 +293,7 @@ def test_only_some_tools_of_a_response(start: Start) -> None:
     ],
 )
 def test_choices_among_tools_that_are_wrong(start: Start, choice: Body, told: str) -> None:
-    running = start(ScriptedEngine(CALLS))
+    running = start(ScriptedTransport(CALLS))
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice}
     error = running.error(CHAT, body)
     assert error["param"] == "tool_choice"

@@ -15,7 +15,7 @@ from tests.server.conftest import Body, Running
 from vmserve import ConfigurationError
 from vmserve.errors import OutOfMemoryError
 from vmserve.server.observe.tracing import Tracing, check_tracing
-from vmserve.testing import ScriptedEngine
+from vmserve.testing import ScriptedTransport
 
 Start = Callable[..., Running]
 COMPLETIONS = "/v1/completions"
@@ -82,7 +82,7 @@ def spans(running: Running, collector: Collector) -> list[Any]:
 
 
 def test_a_stream(start: Start, collector: Collector) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     engine.num_cached = 2
     running = start(engine, otlp_traces_endpoint=collector.url)
     body = {"prompt": "Hi", "request_id": "r", "max_tokens": 4, "seed": 7, "stop": ["zz"]}
@@ -133,7 +133,7 @@ def test_a_stream(start: Start, collector: Collector) -> None:
 
 
 def test_chats_without_a_parent(start: Start, collector: Collector) -> None:
-    running = start(ScriptedEngine(), otlp_traces_endpoint=f"{collector.url}/v1/traces")
+    running = start(ScriptedTransport(), otlp_traces_endpoint=f"{collector.url}/v1/traces")
     running.chat(n=2, max_tokens=3)
     running.http.get("/v1/models")
     [span] = spans(running, collector)
@@ -146,7 +146,7 @@ def test_chats_without_a_parent(start: Start, collector: Collector) -> None:
 
 
 def test_failures(start: Start, collector: Collector) -> None:
-    engine = ScriptedEngine()
+    engine = ScriptedTransport()
     running = start(engine, otlp_traces_endpoint=collector.url)
     running.error(COMPLETIONS, {"prompt": "Hi", "max_tokens": -1})
     engine.fail = OutOfMemoryError("no pages")
@@ -161,7 +161,7 @@ def test_failures(start: Start, collector: Collector) -> None:
 
 def test_a_collector_that_is_not_there_holds_nobody_up(start: Start, collector: Collector) -> None:
     collector.close()
-    running = start(ScriptedEngine(), otlp_traces_endpoint=collector.url)
+    running = start(ScriptedTransport(), otlp_traces_endpoint=collector.url)
     assert running.complete()["choices"][0]["text"] == "hello"
     running.close()
 

@@ -20,9 +20,9 @@ from vmserve.batch.lines import (
     reply_line,
 )
 from vmserve.batch.output import Output
+from vmserve.client.client import Client
 from vmserve.errors import EngineDeadError
 from vmserve.server.access.scope import gather
-from vmserve.server.models.engine_client import EngineClient
 from vmserve.server.wire import JSON_TYPE
 
 __all__ = ["Batch", "Figures", "default_concurrency"]
@@ -89,7 +89,7 @@ class Batch:
     def __init__(
         self,
         app: ASGIApp,
-        engine: EngineClient,
+        engine: Client,
         lines: Iterable[bytes],
         index: Index,
         output: Output,

@@ -27,8 +27,7 @@ from vmserve.batch.run import Batch, Figures, default_concurrency
 from vmserve.cli.engines import EngineChoice
 from vmserve.cli.options import ENGINE_OPTIONS, parameters_of, with_parameters
 from vmserve.cli.serve import ServeCommand, server_config
-from vmserve.client.fleet.fleet import FleetLLM
-from vmserve.client.process_llm import Supervision
+from vmserve.client.transports.supervised import Supervision
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.options import declared_options
@@ -180,8 +179,7 @@ def _run(
         )
     if name is not None and config.served_model_names == (EMBEDDED_NAME,):
         config = dataclasses.replace(config, served_model_names=(name,))
-    size = len(engine.members) if isinstance(engine, FleetLLM) else 1
-    most = size * default_concurrency(engine.resolved.max_num_seqs)
+    most = engine.facts.num_engines * default_concurrency(engine.resolved.max_num_seqs)
 
     async def answer() -> None:
         from vmserve.server.app import create_app  # noqa: PLC0415 - while the engine starts

@@ -82,7 +82,7 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 def _serve(options: dict[str, Any], listener: socket.socket, key: bytes) -> None:
-    from vmserve.client.remote.host import EngineHost  # noqa: PLC0415 - `--help` needs it not
+    from vmserve.client.host import EngineHost  # noqa: PLC0415 - `--help` needs it not
     from vmserve.config import EngineConfig  # noqa: PLC0415 - as above
     from vmserve.engine.engine import LLMEngine  # noqa: PLC0415 - as above
 

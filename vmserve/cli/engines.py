@@ -6,17 +6,16 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast, get_args
 
-from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.client.client import Client
+from vmserve.client.engines.local import start_engine
+from vmserve.client.transports.supervised import Progress, Supervision
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import is_embedded
 from vmserve.options import Bounds, Option, check_options, rules
 from vmserve.router.policy import Policy
 from vmserve.server.config import PROCESSES
-
-if TYPE_CHECKING:
-    from vmserve.client.fleet.fleet import FleetLLM
 
 __all__ = ["EngineChoice"]
 
@@ -160,20 +159,20 @@ class EngineChoice:
         options: Mapping[str, Any],
         *,
         supervision: Supervision,
-        progress: Callable[[str, int, int], None],
+        progress: Progress,
         meanwhile: Callable[[], None],
-    ) -> tuple[ProcessLLM | FleetLLM, str | None]:
+    ) -> tuple[Client, str | None]:
         """Start or find the engines; returns a client, and the model's name if engines said it.
 
         ``options``: those of an engine. Raises what loading and connecting raise.
         """
         policy = cast("Policy", self.router)
         if self.engines:
-            from vmserve.client.fleet.remote import connect_engines  # noqa: PLC0415 - as above
+            from vmserve.client.engines.remote import connect_engines  # noqa: PLC0415 - as above
 
             key, tokenizer = self._remote(options)
             logger.info("connecting to the engine at %s", ", ".join(self.engines))
-            found = connect_engines(
+            found, name = connect_engines(
                 self.engines,
                 key,
                 policy,
@@ -182,11 +181,11 @@ class EngineChoice:
                 wait_seconds=self.engine_wait,
             )
             meanwhile()
-            return found
+            return Client(found), name
         model = options.get("model")
         logger.info("loading %s", "the embedded model" if is_embedded(model) else model)
         if self.uses_ray:
-            from vmserve.client.fleet.on_ray import num_nodes, place_engines  # noqa: PLC0415
+            from vmserve.client.engines.on_ray import num_nodes, place_engines  # noqa: PLC0415
 
             placed = place_engines(
                 self.data_parallel_size or num_nodes(),
@@ -196,13 +195,13 @@ class EngineChoice:
                 **options,
             )
             meanwhile()
-            return placed, None
+            return Client(placed), None
         size = self.data_parallel_size or 1
         watched: dict[str, Any] = {
             "progress": progress, "supervision": supervision, "meanwhile": meanwhile
         }  # fmt: skip
         if size == 1:
-            return ProcessLLM(**options, **watched), None
-        from vmserve.client.fleet.local import load_fleet  # noqa: PLC0415 - most have one engine
+            return Client(start_engine(**options, **watched)), None
+        from vmserve.client.engines.local import start_engines  # noqa: PLC0415
 
-        return load_fleet(size, policy, **options, **watched), None
+        return Client(start_engines(size, policy, **options, **watched)), None

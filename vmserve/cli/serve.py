@@ -22,7 +22,8 @@ from typer.core import TyperCommand
 
 from vmserve.cli.engines import EngineChoice
 from vmserve.cli.options import ENGINE_OPTIONS, parameters_of, with_parameters
-from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.client.client import Client
+from vmserve.client.transports.supervised import Supervision
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.numbers.sizes import format_size
@@ -44,8 +45,6 @@ from vmserve.system.logs import LOG_FORMATS, configure_logging
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from vmserve.client.async_llm import AsyncLLM
-    from vmserve.client.fleet.fleet import FleetLLM
     from vmserve.client.lending import KVPool
     from vmserve.server.models.registry import Share
     from vmserve.server.models.served import ServedModel
@@ -420,7 +419,7 @@ async def _serve_several(
 
 def _start_engine(
     options: dict[str, Any], supervision: Supervision | None, engines: EngineChoice
-) -> tuple[AsyncLLM | ProcessLLM | FleetLLM, str | None]:
+) -> tuple[Client, str | None]:
     """As :meth:`EngineChoice.start`. Without ``supervision`` the engine runs here."""
     if supervision is None:
         # Imported here since the server's own process usually has no engine.
@@ -438,7 +437,7 @@ def _import_server() -> None:
 
 
 async def _serve_engine(
-    engine: AsyncLLM | ProcessLLM | FleetLLM,
+    engine: Client,
     config: ServerConfig,
     keys: KeyRing,
     listener: socket.socket,

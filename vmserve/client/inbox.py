@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
-from vmserve.client.messages import Add, FromEngine, Reply, StepUpdate
-from vmserve.client.transports.base import Future
+from vmserve.client.callers import Callers, Future
+from vmserve.client.messages import Add, FromEngine, Happened, Reply, StartOver, StepUpdate
+from vmserve.client.questions import Asked
 from vmserve.text.assembly import RequestAssembly
 from vmserve.text.update import RequestUpdate
 from vmserve.types import RequestOutput
@@ -20,25 +22,23 @@ class OpenRequest:
     Text is made when the reader takes it, of ``most_at_once`` steps at most, so that other readers
     are served in between. If the reader of a stream is slow, one output has several steps' tokens.
 
-    ``add``: the message that queues the request. ``new_future``: makes what the reader awaits;
-    ``turn``: lets other readers take theirs.
+    ``add``: the message that queues the request. ``new_assembly``: makes what makes its outputs.
     """
 
-    __slots__ = ("_assembly", "_error", "_future", "_most_at_once", "_new_future", "_outputs",
-                 "_received_at", "_turn", "_updates", "add")  # fmt: skip
+    __slots__ = ("_assembly", "_callers", "_error", "_future", "_most_at_once", "_new_assembly",
+                 "_outputs", "_received_at", "_updates", "add")  # fmt: skip
 
     def __init__(
         self,
         add: Add,
-        assembly: RequestAssembly,
-        new_future: Callable[[], Future],
+        new_assembly: Callable[[], RequestAssembly],
+        callers: Callers,
         most_at_once: int,
-        turn: Callable[[], Awaitable[None]],
     ) -> None:
         self.add = add
-        self._assembly = assembly
-        self._new_future = new_future
-        self._turn = turn
+        self._new_assembly = new_assembly
+        self._assembly = new_assembly()
+        self._callers = callers
         self._most_at_once = most_at_once
         self._outputs: list[RequestOutput] = []
         self._updates: list[RequestUpdate] = []
@@ -55,6 +55,11 @@ class OpenRequest:
         self._received_at = now
         if self.add.is_stream or update.finished or len(self._updates) >= self._most_at_once:
             self._wake()
+
+    def start_over(self) -> None:
+        """Forget all updates, of which the reader has been given nothing."""
+        self._updates.clear()
+        self._assembly = self._new_assembly()
 
     def fail(self, error: BaseException) -> None:
         """Raise ``error`` to the reader, once it has taken what came before."""
@@ -74,26 +79,29 @@ class OpenRequest:
             if self._updates:
                 updates = self._updates[: self._most_at_once]
                 del self._updates[: self._most_at_once]
-                for _ in self._assembly.take(updates, self._received_at):
-                    await self._turn()
-                output = self._assembly.tell()
+                assembly = self._assembly
+                for _ in assembly.take(updates, self._received_at):
+                    await self._callers.turn()
+                if assembly is not self._assembly:  # it started over meanwhile
+                    continue
+                output = assembly.tell()
                 if output is not None:
                     return output
                 if self._updates:  # others come first: it may be long
-                    await self._turn()
+                    await self._callers.turn()
             elif self._error is not None:
                 raise self._error
             else:
-                self._future = self._new_future()
+                self._future = self._callers.future()
                 await self._future
 
 
 class Inbox:
-    """The open requests (by handle) and questions (by serial) of the callers on one thread."""
+    """The open requests (by handle) and questions of the callers at one place."""
 
-    def __init__(self) -> None:
+    def __init__(self, callers: Callers, serials: itertools.count[int]) -> None:
         self.requests: dict[int, OpenRequest] = {}
-        self.questions: dict[int, Future] = {}
+        self.questions = Asked(callers, serials)
 
     def __bool__(self) -> bool:
         return bool(self.requests or self.questions)
@@ -102,19 +110,17 @@ class Inbox:
         requests = list(self.requests.values())
         return next((each for each in requests if each.add.request_id == request_id), None)
 
-    def take(self, message: FromEngine) -> None:
+    def take(self, message: FromEngine | Happened) -> None:
         """Give a message to the requests and questions that it is for; drop what is for no one."""
         match message:
             case StepUpdate():
                 self._take_step(message)
             case Reply():
-                answer = self.questions.get(message.serial)
-                if answer is None or answer.done():
-                    return
-                if message.error is not None:
-                    answer.set_exception(message.error)
-                else:
-                    answer.set_result(message.value)
+                self.questions.take(message)
+            case StartOver():
+                request = self.requests.get(message.handle)
+                if request is not None:
+                    request.start_over()
 
     def _take_step(self, news: StepUpdate) -> None:
         for handle in news.accepted:
@@ -138,6 +144,4 @@ class Inbox:
         for request in self.requests.values():
             request.fail(error)
         self.requests.clear()
-        for answer in self.questions.values():
-            if not answer.done():
-                answer.set_exception(error)
+        self.questions.fail(error)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from vmserve.client.core import ClientCore
+from vmserve.client.client import Client
 from vmserve.client.messages import Lend, MemoryReport
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.numbers.sizes import format_size, parse_size
@@ -61,7 +61,7 @@ class PoolMember:
 class _Loan:
     """One client's part in a pool."""
 
-    def __init__(self, pool: KVPool, name: str, client: ClientCore, least_bytes: int) -> None:
+    def __init__(self, pool: KVPool, name: str, client: Client, least_bytes: int) -> None:
         self._pool = pool
         self.name = name
         self.client = client
@@ -153,7 +153,7 @@ class KVPool:
     # -- members ------------------------------------------------------------------------
 
     @classmethod
-    async def around(cls, client: ClientCore, name: str) -> KVPool:
+    async def around(cls, client: Client, name: str) -> KVPool:
         """Make a pool of the memory that the engine of ``client`` has for itself.
 
         The engine goes on meanwhile. Raises :class:`~vmserve.errors.ConfigurationError` for one
@@ -175,7 +175,7 @@ class KVPool:
 
     async def join(
         self,
-        client: ClientCore,
+        client: Client,
         name: str,
         *,
         weight: float = 1.0,
@@ -197,11 +197,10 @@ class KVPool:
         least = await client.least_kv_bytes(pinned)
         with self._entered(client, name, least, weight, floor, cap, timeout) as granted:
             await asyncio.wait_for(asyncio.wrap_future(granted), timeout)
-            await client.pin_again()
 
     def join_now(
         self,
-        client: ClientCore,
+        client: Client,
         name: str,
         *,
         weight: float = 1.0,
@@ -217,7 +216,7 @@ class KVPool:
     @contextlib.contextmanager
     def _entered(
         self,
-        client: ClientCore,
+        client: Client,
         name: str,
         least_bytes: int,
         weight: float,
@@ -237,14 +236,14 @@ class KVPool:
 
     def _enter(
         self,
-        client: ClientCore,
+        client: Client,
         name: str,
         least_bytes: int,
         weight: float,
         floor: int | str | None,
         cap: int | str | None,
     ) -> _Loan:
-        rules.check({"lent_name": name, "lent_memory": client.config.kv_cache_memory})
+        rules.check({"lent_name": name, "lent_memory": client.facts.kv_cache_memory})
         floor_bytes = _raised(name, floor, least_bytes)
         cap_bytes = None if cap is None else parse_size(cap, "kv_cap")
         loan = _Loan(self, name, client, least_bytes)

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
-import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-from vmserve.client.core import ClientCore
+from vmserve.client.client import Client
 from vmserve.client.inbox import OpenRequest
 from vmserve.client.lending import KVPool
-from vmserve.client.process_llm import Supervision
+from vmserve.client.loop_thread import LoopThread
 from vmserve.client.transports.inline import InlineTransport
+from vmserve.client.transports.supervised import Supervision
 from vmserve.config import LEAST, EngineConfig
 from vmserve.engine.build import Progress
 from vmserve.engine.engine import LLMEngine
-from vmserve.errors import ConfigurationError, EngineDeadError, InvalidRequestError
+from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.options import rules
 from vmserve.router.policy import Policy
@@ -38,10 +37,6 @@ from vmserve.types import (
 )
 
 __all__ = ["LLM"]
-
-if TYPE_CHECKING:
-    from vmserve.client.fleet.blocking import BlockingFleet, OfflineRequest
-    from vmserve.client.fleet.fleet import FleetLLM
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -91,9 +86,8 @@ class LLM:
         **engine_options: Any,
     ) -> None:
         self._ids = itertools.count()
-        self._engine: LLMEngine | None = None
-        self._fleet: BlockingFleet | None = None
         self._pool = kv_pool
+        self._engine: LLMEngine | None = None
         is_one = data_parallel_size == 1 and distributed_executor == "process"
         rules.check(
             {
@@ -102,33 +96,26 @@ class LLM:
                 "own_kv_cache_memory": "kv_cache_memory" in engine_options,
             }
         )
+        #: What runs a call of the client to its end, in this thread or another one.
+        self._driver: InlineTransport | LoopThread
         if not is_one:
-            self._fleet = _several(
+            self._driver = driver = _several(
                 data_parallel_size, router, distributed_executor, ray_num_cpus,
                 {"model": model, "progress": progress, **engine_options},
             )  # fmt: skip
-            self._client: ClientCore | FleetLLM = self._fleet.client
+            self._client = Client(driver.transport)
             return
         if kv_pool is not None:
             engine_options["kv_cache_memory"] = LEAST
         config = EngineConfig.from_options({"model": model, **engine_options})
         self._engine = engine = LLMEngine(config, progress=progress)
-        self._client = core = ClientCore(
-            config,
-            engine.resolved,
-            engine.limits,
-            engine.tokenizer,
-            engine.model_config.default_sampling,
-        )
-        self._transport = InlineTransport(engine, self._obey_pool)
-        core.attach(self._transport)
-        #: Held while a thread steps the engine or closes it.
-        self._turn = threading.RLock()
+        self._driver = transport = InlineTransport(engine)
+        self._client = Client(transport)
         if kv_pool is not None:
             self._name = kv_pool.unused_name(Path(config.model or EMBEDDED_NAME).name)
             terms: dict[str, Any] = {"weight": kv_weight, "floor": kv_floor, "cap": kv_cap}
             try:
-                kv_pool.join_now(core, self._name, **terms)
+                kv_pool.join_now(self._client, self._name, **terms)
             except ConfigurationError:
                 engine.close()
                 raise
@@ -139,18 +126,15 @@ class LLM:
 
         Raises an error after :meth:`close`, and where there are several.
         """
-        if self._fleet is not None:
+        if self._engine is None:
             raise ConfigurationError("engine: the engines of this LLM are in other processes")
-        return self._opened()
+        self._driver.check_open()
+        return self._engine
 
     @property
     def _tokenizer(self) -> Tokenizer:
-        return self._opened().tokenizer if self._fleet is None else self._client.tokenizer
-
-    def _opened(self) -> LLMEngine:
-        if self._engine is None:
-            raise EngineDeadError("this LLM is closed: make a new one")
-        return self._engine
+        self._driver.check_open()
+        return self._client.tokenizer
 
     def generate(
         self,
@@ -299,21 +283,15 @@ class LLM:
 
     def stats(self) -> dict[str, float | int]:
         """The engine's metrics by name (``num_requests_running``, ``pages_mapped_total``, ...)."""
-        if self._fleet is not None:
-            return self._fleet.wait(self._fleet.client.fetch_stats)
-        return self.engine.stats()
+        self._driver.check_open()
+        if self._engine is None:
+            self._wait(self._client.refresh)
+        return self._client.stats()
 
     def close(self) -> None:
         """Free all memory. Any other call afterwards raises an error; closing twice does not."""
-        if self._fleet is not None:
-            self._fleet.close()
-            return
-        with self._turn:
-            if self._engine is not None:
-                self._engine.close()
-                self._engine = None
-                if self._pool is not None:
-                    self._pool.leave(self._name)
+        if self._driver.end() and self._pool is not None:
+            self._pool.leave(self._name)
 
     def __enter__(self) -> LLM:
         return self
@@ -326,32 +304,10 @@ class LLM:
     ) -> None:
         self.close()
 
-    @contextlib.contextmanager
-    def _in_turn(self) -> Iterator[LLMEngine]:
-        """Let this thread alone step the engine."""
-        try:
-            with self._turn:
-                yield self._opened()
-        finally:
-            self._obey_pool()
-
-    def _obey_pool(self) -> None:
-        """Carry out orders of the pool, unless another thread steps the engine and does it."""
-        while self._transport.has_posted and self._turn.acquire(blocking=False):
-            try:
-                if self._engine is None:
-                    return
-                self._transport.handle_posted()
-            finally:
-                self._turn.release()
-
     def _wait(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run one call of the client, and step the engine while it waits."""
-        if self._fleet is not None:
-            return self._fleet.wait(work)
-        with self._in_turn():
-            [result] = self._transport.run([work()])
-            return result
+        """Run one call of the client to its end."""
+        [result] = self._driver.run(lambda: [work()])
+        return result
 
     def _run(
         self,
@@ -369,32 +325,32 @@ class LLM:
         else:
             given = self.default_sampling_params() if params is None else params
             each_params = _one_each(given, SamplingParams, len(prompts), "sampling_params")
-        requests = [
-            (prompt, one, str(next(self._ids)), RequestTerms(priority=on))
-            for prompt, one, on in zip(prompts, each_params, each_priority, strict=True)
-        ]
-        with generation_progress(len(requests), show_progress) as report:
-            if self._fleet is not None:
-                return self._fleet.answer(requests, report)
-            return self._answer(requests, report)
 
-    def _answer(
-        self, requests: Sequence[OfflineRequest], report: Callable[[int], None]
-    ) -> list[RequestOutput]:
-        with self._in_turn() as engine:
+        def works() -> list[Coroutine[Any, Any, RequestOutput]]:
             # All requests are checked before the first is queued.
-            assert isinstance(self._client, ClientCore)
             opened = [
-                self._client.open(prompt, params, request_id=name, terms=terms)
-                for prompt, params, name, terms in requests
+                self._client.open(prompt, one, request_id=str(next(self._ids)), terms=terms)
+                for prompt, one, terms in asked
             ]
-            for _, params, _, _ in requests:
-                if params.structured_outputs is not None:
-                    engine.structured.check(params.structured_outputs)
-            return self._transport.run([self._complete(each, report) for each in opened])
+            if self._engine is not None:
+                for each in opened:
+                    if each.add.params.structured_outputs is not None:
+                        self._engine.structured.check(each.add.params.structured_outputs)
+            return [self._complete(each, report) for each in opened]
+
+        # Those of a lower number begin first, where they do not all begin at once.
+        order = sorted(range(len(prompts)), key=lambda place: each_priority[place])
+        asked = [
+            (prompts[place], each_params[place], RequestTerms(priority=each_priority[place]))
+            for place in order
+        ]
+        with generation_progress(len(prompts), show_progress) as report:
+            outputs = self._driver.run(works)
+        by_place = dict(zip(order, outputs, strict=True))
+        return [by_place[place] for place in range(len(prompts))]
 
     async def _complete(self, request: OpenRequest, report: Callable[[int], None]) -> RequestOutput:
-        assert isinstance(self._client, ClientCore)
+        await self._client.start()
         output = await self._client.complete(request)
         report(sum(len(choice.token_ids) for choice in output.outputs))
         return output
@@ -406,9 +362,8 @@ def _several(
     executor: Literal["process", "ray"],
     ray_num_cpus: int | None,
     options: dict[str, Any],
-) -> BlockingFleet:
-    from vmserve.client.fleet.blocking import BlockingFleet  # noqa: PLC0415 - most have one engine
-    from vmserve.client.fleet.local import load_fleet  # noqa: PLC0415 - as above
+) -> LoopThread:
+    from vmserve.client.engines.local import start_engines  # noqa: PLC0415 - most have one engine
 
     if not 1 <= size <= 1024:
         raise ConfigurationError(f"data_parallel_size: {size} is not between 1 and 1024")
@@ -416,13 +371,13 @@ def _several(
         raise ConfigurationError(f"router: {router!r} is not one of {', '.join(get_args(Policy))}")
     quiet = Supervision(log_level=logging.WARNING, restarts=_RESTARTS)
     if executor == "process":
-        return BlockingFleet(lambda: load_fleet(size, router, supervision=quiet, **options))
+        return LoopThread(lambda: start_engines(size, router, supervision=quiet, **options))
     if executor != "ray":
         raise ConfigurationError(f"distributed_executor: {executor!r} is not process or ray")
-    from vmserve.client.fleet.on_ray import place_engines  # noqa: PLC0415 - as above
+    from vmserve.client.engines.on_ray import place_engines  # noqa: PLC0415 - as above
 
     del options["progress"]
-    return BlockingFleet(
+    return LoopThread(
         lambda: place_engines(size, router, num_cpus=ray_num_cpus, supervision=quiet, **options)
     )
 

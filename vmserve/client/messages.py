@@ -18,25 +18,36 @@ from vmserve.text.update import RequestUpdate
 from vmserve.types import RequestTerms
 
 __all__ = [
+    "LINK_SERIAL",
     "Abort",
     "Add",
     "Ask",
+    "Ended",
     "FromEngine",
+    "Happened",
     "Launch",
     "Lend",
+    "Lost",
     "MemoryReport",
     "ModelFacts",
+    "Noted",
     "Ping",
     "Pong",
     "Progress",
     "Ready",
     "Refused",
     "Reply",
+    "Revived",
     "Shutdown",
+    "StartOver",
     "StepUpdate",
     "ToEngine",
     "Unpin",
 ]
+
+
+#: Serial of a :class:`Pong` that shows that the network works.
+LINK_SERIAL = -1
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -83,10 +94,7 @@ class Abort(_Message, frozen=True):
 
 
 class Ask(_Message, frozen=True):
-    """Ask a question by name, to be answered between two steps.
-
-    The names are those of ``QUESTIONS`` in :mod:`vmserve.client.service`.
-    """
+    """Ask one of :data:`vmserve.client.questions.QUESTIONS`, to be answered between two steps."""
 
     serial: int
     question: str
@@ -198,10 +206,37 @@ class MemoryReport(_Message, frozen=True):
 
 
 class Pong(_Message, frozen=True):
-    """Reply a :class:`Ping`."""
+    """Reply a :class:`Ping`. :data:`LINK_SERIAL`: the engine's machine does, also during a step."""
 
     serial: int
 
 
+# -- what happens on the way ---------------------------------------------------------------------
+
+
+class Lost(_Message, frozen=True):
+    """The engine has ended. What was sent before has no more answers."""
+
+
+class Ended(_Message, frozen=True):
+    """The engine that was lost is not started again."""
+
+
+class Revived(_Message, frozen=True):
+    """An engine was started in place of the last one. It has none of the last one's memory."""
+
+
+class Noted(_Message, frozen=True):
+    """The engine's facts have changed: it is suspected, or no longer."""
+
+
+class StartOver(_Message, frozen=True):
+    """Forget what came of a request of which nothing was given out: it begins again elsewhere."""
+
+    handle: int
+
+
 ToEngine = Launch | Add | Abort | Ask | Lend | Unpin | Ping | Shutdown
 FromEngine = Progress | Ready | Refused | StepUpdate | Reply | MemoryReport | Pong
+#: What transports say by themselves. It is never encoded.
+Happened = Lost | Ended | Revived | Noted | StartOver

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any, Final, TypeAlias
 
 from vmserve.client.messages import (
     Abort,
@@ -29,15 +30,41 @@ from vmserve.client.messages import (
     Unpin,
 )
 from vmserve.engine.engine import LLMEngine, StepResult
-from vmserve.errors import ConfigurationError, EngineDeadError, FrameTooLargeError, VmserveError
+from vmserve.errors import EngineDeadError, FrameTooLargeError, VmserveError
 from vmserve.models import resolve_model
+from vmserve.sampling.params import SamplingParams
 from vmserve.text.update import RequestUpdate
+from vmserve.types import RequestTerms
 
-__all__ = ["QUESTIONS", "EngineService", "check_question", "ready_message"]
+__all__ = ["EngineService", "ready_message"]
 
+logger = logging.getLogger(__name__)
 
 #: Seconds that a step without memory is put off for messages, one of which may bring some.
 _MEMORY_SECONDS = 0.01
+#: The request that computes a prefix.
+_ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+#: Value of an answer that comes later.
+_LATER: Final = object()
+
+#: Called with the number of tokens that are held, or with why none are.
+Then: TypeAlias = Callable[[int | Exception], None]
+
+
+@dataclass(slots=True)
+class _Pin:
+    """A prefix that is held, or computed to be held then.
+
+    ``held``: the engine's handle. ``request_id``: the request that computes it, after which
+    ``then`` is called.
+    """
+
+    token_ids: list[int]
+    cache_salt: str
+    isolation: str
+    held: int | None = None
+    request_id: str = ""
+    then: Then = lambda result: None
 
 
 def _nothing() -> None:
@@ -75,8 +102,9 @@ class EngineService:
         self._failures: list[tuple[int, Exception]] = []
         #: Running and waiting requests, as last sent.
         self._counts = (0, 0)
-        #: Handles of pinned prefixes, by the client's.
-        self._pins: dict[int, int] = {}
+        #: Pinned prefixes by the client's handles, and those by the requests that compute them.
+        self._pins: dict[int, _Pin] = {}
+        self._pinning: dict[str, int] = {}
         if engine.ranks is not None:
             engine.ranks.on_lost(self._rank_lost)
 
@@ -155,7 +183,7 @@ class EngineService:
             case Lend():
                 self.engine.lend(message.limit_bytes, reclaim=message.reclaim)
             case Unpin():
-                self._unpin(message.pin)
+                self.unpin(message.pin)
             case Ping():
                 self._send(Pong(message.serial))
             case _:
@@ -201,8 +229,9 @@ class EngineService:
     def start_over(self) -> None:
         """End all requests without a word: whoever sent them was interrupted, and so perhaps was
         any call here."""
-        self.engine.start_over(self._pins.values())
-        for kept in (self._ids, self._handles, self._started, self._awaited):
+        self._pins = {handle: pin for handle, pin in self._pins.items() if pin.held is not None}
+        self.engine.start_over([pin.held for pin in self._pins.values() if pin.held is not None])
+        for kept in (self._ids, self._handles, self._started, self._awaited, self._pinning):
             kept.clear()
         self._accepted, self._updates, self._failures = [], [], []
 
@@ -216,36 +245,95 @@ class EngineService:
 
     def _answer(self, message: Ask) -> None:
         try:
-            value = QUESTIONS[message.question](self, **message.arguments)
+            value = _ANSWERS[message.question](self, message.serial, **message.arguments)
         except (VmserveError, ValueError) as error:
             self._send(Reply(message.serial, None, error))
         else:
-            self._send(Reply(message.serial, value))
+            if value is not _LATER:
+                self._send(Reply(message.serial, value))
 
-    def hold_prefix(self, pin: int, token_ids: list[int], cache_salt: str, isolation: str) -> int:
-        """Keep a cached prefix under the client's handle; returns the number of tokens kept."""
-        self._unpin(pin)  # what was kept under it before
-        held = self.engine.hold_prefix(token_ids, cache_salt=cache_salt, isolation=isolation)
-        self._pins[pin] = held.handle
-        return held.num_tokens
+    def pin_prefix(
+        self, serial: int, pin: int, token_ids: list[int], cache_salt: str, isolation: str
+    ) -> object:
+        """Compute a prefix and keep it under the client's handle."""
 
-    def _unpin(self, pin: int) -> None:
-        if pin in self._pins:
-            self.engine.unpin_prefix(self._pins.pop(pin))
+        def reply(result: int | Exception) -> None:
+            if isinstance(result, Exception):
+                self._send(Reply(serial, None, result))
+            else:
+                self._send(Reply(serial, result))
+
+        self.unpin(pin)  # what was kept under it before
+        self._compute(pin, _Pin(token_ids, cache_salt, isolation), reply)
+        return _LATER
+
+    def _compute(self, handle: int, pin: _Pin, then: Then) -> None:
+        terms = RequestTerms(cache_salt=pin.cache_salt, isolation=pin.isolation)
+        pin.request_id, pin.then = f"pin-{uuid.uuid4().hex}", then
+        self.engine.add_request(pin.request_id, pin.token_ids, _ONE_TOKEN, terms)
+        self._pins[handle] = pin
+        self._pinning[pin.request_id] = handle
+
+    def _computed(self, request_id: str, error: Exception | None = None) -> None:
+        """Hold a prefix before another step can evict some of it."""
+        handle = self._pinning.pop(request_id)
+        pin = self._pins[handle]
+        result: int | Exception
+        try:
+            if error is not None:
+                raise error
+            held = self.engine.hold_prefix(
+                pin.token_ids, cache_salt=pin.cache_salt, isolation=pin.isolation
+            )
+        except (VmserveError, ValueError) as refusal:
+            del self._pins[handle]
+            result = refusal
+        else:
+            pin.held, result = held.handle, held.num_tokens
+        pin.then(result)
+
+    def unpin(self, handle: int) -> None:
+        pin = self._pins.pop(handle, None)
+        if pin is None:
+            return
+        if pin.held is not None:
+            self.engine.unpin_prefix(pin.held)
+        else:
+            del self._pinning[pin.request_id]
+            self.engine.abort(pin.request_id)
+            pin.then(0)
 
     def unpin_all(self) -> None:
         """Let all pinned prefixes be evicted again: the client has gone."""
-        for pin in list(self._pins):
-            self._unpin(pin)
+        for handle in list(self._pins):
+            self.unpin(handle)
 
-    def reset_prefix_cache(self) -> None:
-        self._pins.clear()
+    def reset_prefix_cache(self, serial: int) -> object:
+        """Forget every cached prefix, and compute pinned ones again."""
         self.engine.reset_prefix_cache()
+        again = {handle: pin for handle, pin in self._pins.items() if pin.held is not None}
+        num_left = len(again)
+
+        def count(result: int | Exception) -> None:
+            nonlocal num_left
+            num_left -= 1
+            if isinstance(result, Exception):  # it can be served without
+                logger.error("a pinned prefix could not be pinned again: %s", result)
+            if not num_left:
+                self._send(Reply(serial, None))
+
+        for handle, pin in again.items():
+            pin.held = None
+            self._compute(handle, pin, count)
+        return _LATER if again else None
 
     # -- updates ------------------------------------------------------------------------
 
     def _publish(self, result: StepResult) -> None:
         for update in result.outputs:
+            if update.request_id in self._pinning:
+                self._computed(update.request_id)
+                continue
             handle = self._handles[update.request_id]
             if not (update.outputs or update.finished):
                 self._accept(handle)  # its grammar took a while to compile
@@ -254,7 +342,9 @@ class EngineService:
             if update.finished:
                 self._forget(update.request_id)
         for failure in result.failures:
-            if failure.request_id in self._handles:  # else it ended in start_over()
+            if failure.request_id in self._pinning:
+                self._computed(failure.request_id, failure.error)
+            elif failure.request_id in self._handles:  # else it ended in start_over()
                 self._failures.append((self._handles[failure.request_id], failure.error))
                 self._forget(failure.request_id)
         self.flush()
@@ -316,53 +406,12 @@ def ready_message(engine: LLMEngine) -> Ready:
     )
 
 
-#: Questions of a client, by name. Answers are plain data.
-QUESTIONS: Mapping[str, Callable[..., Any]] = {
-    "kv_bounds": lambda service, pinned=(): service.engine.kv_bounds(pinned),
-    "hold_prefix": EngineService.hold_prefix,
+#: What :data:`vmserve.client.questions.QUESTIONS` are answered with.
+_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "kv_bounds": lambda service, serial, pinned=(): service.engine.kv_bounds(pinned),
+    "pin_prefix": EngineService.pin_prefix,
     "reset_prefix_cache": EngineService.reset_prefix_cache,
-    "set_kv_cache_memory": lambda service, size: service.engine.set_kv_cache_memory(size),
-    "snapshot": lambda service: service.engine.snapshot(),
-    "stats": lambda service: service.engine.stats(),
+    "set_kv_cache_memory": lambda service, serial, size: service.engine.set_kv_cache_memory(size),
+    "snapshot": lambda service, serial: service.engine.snapshot(),
+    "stats": lambda service, serial: service.engine.stats(),
 }
-
-
-class _HoldPrefix(msgspec.Struct, forbid_unknown_fields=True):
-    pin: int
-    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]]
-    cache_salt: str
-    isolation: str
-
-
-class _SetMemory(msgspec.Struct, forbid_unknown_fields=True):
-    size: int | str
-
-
-class _Bounds(msgspec.Struct, forbid_unknown_fields=True):
-    pinned: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]] = []
-
-
-class _Nothing(msgspec.Struct, forbid_unknown_fields=True):
-    pass
-
-
-_ARGUMENTS: Mapping[str, type[msgspec.Struct]] = {
-    "hold_prefix": _HoldPrefix,
-    "kv_bounds": _Bounds,
-    "set_kv_cache_memory": _SetMemory,
-}
-
-
-def check_question(message: Ask) -> None:
-    """Check what comes from another machine: a bad question must not end the engine.
-
-    Raises :class:`~vmserve.errors.ConfigurationError`.
-    """
-    if message.question not in QUESTIONS:
-        raise ConfigurationError(
-            f"{message.question[:64]!r} is no question; known: {', '.join(sorted(QUESTIONS))}"
-        )
-    try:
-        msgspec.convert(message.arguments, _ARGUMENTS.get(message.question, _Nothing))
-    except msgspec.ValidationError as error:
-        raise ConfigurationError(f"{message.question}: {error}") from error

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.client.client import Client
+from vmserve.client.engines.local import load_engine
 from vmserve.config import EngineConfig
 from vmserve.errors import ConfigurationError, EngineDeadError
 from vmserve.models.hub import EMBEDDED_NAME
@@ -33,7 +34,7 @@ class ServedEngine:
         self._model = model
         self._config = config
         self._engine_options = engine_options
-        self._engine: ProcessLLM | None = None
+        self._engine: Client | None = None
         self._app: ASGIApp | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -44,9 +45,7 @@ class ServedEngine:
             await self._app(scope, receive, send)
 
     async def _live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._engine = engine = await ProcessLLM.load(
-            self._model, supervision=Supervision(), **self._engine_options
-        )
+        self._engine = engine = Client(await load_engine(self._model, **self._engine_options))
 
         async def tell(message: Message) -> None:
             # The caller that learns that all has ended ends this process, or its event loop.

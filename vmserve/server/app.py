@@ -10,13 +10,13 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vmserve.client.client import Client
 from vmserve.server.access.origins import Cors, OriginPolicy
 from vmserve.server.access.scope import route_path
 from vmserve.server.auth import KeyRing
 from vmserve.server.config import ServerConfig
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import error_response
-from vmserve.server.models.engine_client import EngineClient
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ServedModel
 from vmserve.server.observe.tracing import Traced
@@ -54,7 +54,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(
-    engine: EngineClient | Models, config: ServerConfig, keys: KeyRing | None = None
+    engine: Client | Models, config: ServerConfig, keys: KeyRing | None = None
 ) -> FastAPI:
     """Make the application for one engine or several models, which it neither starts nor stops.
 

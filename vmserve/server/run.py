@@ -101,8 +101,8 @@ async def serve(
     sys.setswitchinterval(_SWITCH_SECONDS)
     gc.set_threshold(*_GC_THRESHOLDS)
     with contextlib.closing(listener):
-        await _serve(app, context, listener, stop, ready)
-    if context.models.errored:
+        has_died = await _serve(app, context, listener, stop, ready)
+    if has_died:
         raise EngineDeadError("the engine has died: restart the server")
 
 
@@ -112,7 +112,8 @@ async def _serve(
     listener: socket.socket,
     stop: asyncio.Event,
     ready: Callable[[], None],
-) -> None:
+) -> bool:
+    """Returns whether the engines were dead at the end."""
     config, models, lifecycle = context.config, context.models, context.lifecycle
     server = _Server(
         uvicorn.Config(
@@ -141,8 +142,10 @@ async def _serve(
         if lifecycle.num_active:
             logger.info("draining: %d requests are being served", lifecycle.num_active)
         await lifecycle.until_idle(config.shutdown_timeout)
+        has_died = models.errored
         await models.shutdown()
         await lifecycle.until_idle(FLUSH_SECONDS)
+        return has_died
     finally:
         server.leave()
         try:

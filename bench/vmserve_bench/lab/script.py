@@ -70,7 +70,7 @@ def in_new_process(script: str, *arguments: object) -> Any:
 async def answers(
     llm: Any, prompts: Iterable[Any], params: Any, *, stream: bool = False
 ) -> list[float]:
-    """Have an AsyncLLM or a ProcessLLM answer all at once; the instants of first outputs."""
+    """Have a client answer all at once; the instants of first outputs."""
 
     async def first(prompt: Any) -> float:
         instant = 0.0

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from typing import Any, TypeVar
 
+from vmserve.client.callers import Callers, Future
 from vmserve.client.messages import Lend, ToEngine
 from vmserve.client.service import EngineService
-from vmserve.client.transports.base import Lost, Receive
+from vmserve.client.transports.base import Receive
+from vmserve.client.transports.here import facts_of
 from vmserve.engine.engine import LLMEngine
-from vmserve.errors import VmserveError
+from vmserve.errors import EngineDeadError, VmserveError
 
 __all__ = ["InlineTransport"]
 
@@ -53,49 +56,92 @@ class _InlineFuture:
         return self._result
 
 
-class InlineTransport:
-    """Handles messages when they are sent. :meth:`run` steps the engine. For one thread.
+class _Callers(Callers):
+    """The coroutines that :meth:`InlineTransport.run` runs: no other task is in a hurry."""
 
-    ``posted`` is called when another thread may have sent something: orders of a pool.
+    def __init__(self, woken: deque[int]) -> None:
+        self._woken = woken
+
+    def future(self) -> Future:
+        return _InlineFuture(self._woken)
+
+    async def turn(self) -> None:
+        pass
+
+
+class InlineTransport:
+    """Handles messages when they are sent. :meth:`run` steps the engine. For one thread at a time.
+
+    Other threads may send orders of a pool, which :meth:`run` carries out too.
     """
 
-    def __init__(self, engine: LLMEngine, posted: Callable[[], None]) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._posted = posted
+        self.facts = facts_of(engine)
+        self.facts.latest = engine.stats  # of this moment
         self._woken: deque[int] = deque()
+        self.callers = _Callers(self._woken)
         #: Whether a run has begun and not ended.
         self._is_halfway = False
+        #: Held while a thread steps the engine or closes it.
+        self._turn = threading.RLock()
+        self._is_closed = False
 
-    def on(self, receive: Receive, lost: Lost) -> None:
+    def on(self, receive: Receive) -> None:
         self._service = EngineService(self._engine, receive)
 
     def send(self, message: ToEngine) -> None:
         if isinstance(message, Lend):
             self._service.post(message)
-            self._posted()
+            self._obey()
         else:
             self._service.handle(message)
 
-    @property
-    def has_posted(self) -> bool:
-        """Whether orders wait for :meth:`handle_posted`, or for the next step of :meth:`run`."""
-        return self._service.has_posted
+    async def start(self, *, again: bool = False) -> None:
+        if again:
+            raise EngineDeadError("an engine in this process is not started again")
 
-    def handle_posted(self) -> None:
-        self._service.handle_posted()
+    async def close(self) -> None:
+        self.end()
 
-    def future(self) -> _InlineFuture:
-        return _InlineFuture(self._woken)
+    def end(self) -> bool:
+        """Free the engine's memory. False: that was done before."""
+        with self._turn:
+            was_closed, self._is_closed = self._is_closed, True
+            if not was_closed:
+                self._engine.close()
+        return not was_closed
 
-    async def turn(self) -> None:
-        """Nothing: no other task is in a hurry."""
+    def check_open(self) -> None:
+        """Raises :class:`~vmserve.errors.EngineDeadError` after :meth:`end`."""
+        if self._is_closed:
+            raise EngineDeadError("this LLM is closed: make a new one")
 
-    def run(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Run coroutines to their ends, and step the engine while all of them wait.
+    def _obey(self) -> None:
+        """Carry out orders of a pool, unless another thread steps the engine and does it."""
+        while self._service.has_posted and self._turn.acquire(blocking=False):
+            try:
+                if self._is_closed:
+                    return
+                self._service.handle_posted()
+            finally:
+                self._turn.release()
+
+    def run(self, works: Callable[[], Sequence[Coroutine[Any, Any, T]]]) -> list[T]:
+        """Run the coroutines that ``works`` makes to their ends, and step the engine meanwhile.
 
         Returns their results in order. If one raises, closes the others and raises the same. An
-        interrupt ends all requests, at the latest in the next run.
+        interrupt ends all requests, at the latest in the next run. Raises
+        :class:`~vmserve.errors.EngineDeadError` after :meth:`end`.
         """
+        try:
+            with self._turn:
+                self.check_open()
+                return self._run(works())
+        finally:
+            self._obey()
+
+    def _run(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         if self._is_halfway:  # what ended the last run was interrupted, too
             self._service.start_over()
         self._is_halfway = True

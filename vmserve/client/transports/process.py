@@ -10,25 +10,24 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from pathlib import Path
+from typing import Any, cast
 
 from vmserve.client.codec import decode_from_engine, encode
-from vmserve.client.messages import Launch, Progress, Ready, Refused, ToEngine
-from vmserve.client.transports.base import Lost, Receive
+from vmserve.client.messages import FromEngine, Launch, Progress, Ready, Refused, ToEngine
+from vmserve.client.transports.base import Facts
 from vmserve.client.transports.framing import FrameReader, frame, receive_frame, send_frame
-from vmserve.errors import EngineDeadError
+from vmserve.client.transports.restarts import RESTART_WINDOW_SECONDS, RestartBudget
+from vmserve.client.transports.supervised import Channel, Supervision
+from vmserve.config import LEAST, EngineConfig
+from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
+from vmserve.models.hub import is_embedded, resolve_model
+from vmserve.models.pullable import PULLABLE
 from vmserve.system.processes import child_environment, describe_end
+from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = [
-    "RESTART_WINDOW_SECONDS",
-    "Channel",
-    "EngineProcess",
-    "ProcessTransport",
-    "RestartBudget",
-]
+__all__ = ["EngineProcess", "ProcessSource", "SocketLink"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,28 +35,6 @@ logger = logging.getLogger(__name__)
 _SOCKET_BUFFER_BYTES = 4 << 20
 #: Seconds in which a killed process has ended, unless the system is stuck.
 _KILLED_SECONDS = 10.0
-#: Age up to which restarts count: an engine that dies once a week is not in a loop.
-RESTART_WINDOW_SECONDS = 3600.0
-#: The first and the longest pause before a restart, in seconds. It doubles with each restart in the
-#: window.
-_RESTART_SECONDS, _LONGEST_RESTART_SECONDS = 0.5, 30.0
-
-
-class Channel(Protocol):
-    """An engine outside this process, and the way to it."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def wait_ready(self, progress: Callable[[str, int, int], None]) -> Ready: ...
-
-    def transport(self) -> ProcessTransport: ...
-
-    def kill(self) -> None: ...
-
-    def reap(self, seconds: float) -> int: ...
-
-    def close(self) -> None: ...
 
 
 class EngineProcess:
@@ -99,6 +76,10 @@ class EngineProcess:
     def pid(self) -> int:
         return self._popen.pid
 
+    @property
+    def address(self) -> str:
+        return f"process {self.pid}"
+
     def wait_ready(self, progress: Callable[[str, int, int], None]) -> Ready:
         """Wait while the engine loads.
 
@@ -126,8 +107,8 @@ class EngineProcess:
         except ConnectionResetError:
             return None
 
-    def transport(self) -> ProcessTransport:
-        return ProcessTransport(self.sock)
+    def link(self) -> SocketLink:
+        return SocketLink(self.sock)
 
     def kill(self) -> None:
         """Send SIGKILL, which also ends a process that is stopped or stuck."""
@@ -151,7 +132,7 @@ class EngineProcess:
         self.reap(_KILLED_SECONDS)
 
 
-class ProcessTransport(asyncio.Protocol):
+class SocketLink(asyncio.Protocol):
     """Sends messages through a socket, on the event loop on which :meth:`connect` was awaited."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -159,7 +140,7 @@ class ProcessTransport(asyncio.Protocol):
         self._frames = FrameReader()
         self._stream: asyncio.Transport | None = None
 
-    def on(self, receive: Receive, lost: Lost) -> None:
+    def on(self, receive: Callable[[FromEngine], None], lost: Callable[[], None]) -> None:
         self._receive, self._lost = receive, lost
 
     async def connect(self) -> None:
@@ -171,12 +152,6 @@ class ProcessTransport(asyncio.Protocol):
         if self._stream is None:
             raise EngineDeadError("the engine has stopped")
         self._stream.write(frame(encode(message)))
-
-    def future(self) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().create_future()
-
-    async def turn(self) -> None:
-        await asyncio.sleep(0)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not asyncio's class in other event loops (uvloop).
@@ -191,26 +166,132 @@ class ProcessTransport(asyncio.Protocol):
         self._lost()
 
 
-class RestartBudget:
-    """Limits restarts of an engine to ``most`` in each window. ``clock``: seconds."""
+class ProcessSource:
+    """Engines in processes of their own, with options of :class:`vmserve.EngineConfig`."""
 
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._most = most
-        self._clock = clock
-        self._recent: deque[float] = deque()
+    most_cut = None
 
-    @property
-    def left(self) -> int:
-        """Number of restarts that are possible now."""
-        while self._recent and self._recent[0] <= self._clock() - RESTART_WINDOW_SECONDS:
-            self._recent.popleft()
-        return self._most - len(self._recent)
+    def __init__(self, options: dict[str, Any], supervision: Supervision) -> None:
+        self._config = config = EngineConfig.from_options(options)
+        # As ``config`` has them: a ``Path`` cannot be in a message.
+        self._options = {name: getattr(config, name) for name in options}
+        self._supervision = supervision
+        self._budget = RestartBudget(supervision.restarts)
 
-    def take(self) -> float | None:
-        """Count a restart; returns the pause before it in seconds, or None if none is left."""
-        if self.left <= 0:
-            return None
-        doublings = min(len(self._recent), 16)  # a float could not hold the power of more
-        pause = min(_RESTART_SECONDS * 2.0**doublings, _LONGEST_RESTART_SECONDS)
-        self._recent.append(self._clock())
+    def kv_cache_memory(self) -> int | str | None:
+        return self._config.kv_cache_memory
+
+    def open(self, facts: Facts | None = None) -> EngineProcess:
+        """Start a process. It is killed when the thread that calls this ends."""
+        again = {} if facts is None else _kept(facts)
+        watched = self._supervision
+        return EngineProcess(
+            {**self._options, **again}, watched.log_level, watched.log_format, watched.cpus
+        )
+
+    def load(
+        self,
+        channel: Channel,
+        progress: Callable[[str, int, int], None],
+        meanwhile: Callable[[], None],
+        known: dict[str, Tokenizer],
+    ) -> tuple[Ready, Tokenizer]:
+        meanwhile()
+        early = None if known else _early_tokenizer(self._config)
+        ready = channel.wait_ready(progress)
+        tokenizer = known.get(ready.tokenizer) or early or load_tokenizer(ready.tokenizer)
+        tokenizer.prepare_chat()
+        known[ready.tokenizer] = tokenizer
+        self._tokenizer_files = _stamps(Path(ready.tokenizer))
+        return ready, tokenizer
+
+    def check_same(self, facts: Facts, first: Ready, ready: Ready) -> None:
+        """Weights may have changed; what requests that wait were encoded and checked by has not."""
+        if (ready.model, ready.limits) != (first.model, first.limits):
+            raise ConfigurationError(
+                f"{self._config.model} has been replaced by a model of another shape: restart the "
+                "server, or remove the model and add it again"
+            )
+        path = Path(ready.tokenizer)
+        stamps = _stamps(path)
+        if stamps == self._tokenizer_files:
+            return
+        read = load_tokenizer(path)
+        for now, before in (
+            (read.fingerprint, facts.tokenizer.fingerprint),
+            (read.chat_template_text, facts.tokenizer.chat_template_text),
+        ):
+            if now != before:
+                raise ConfigurationError(
+                    f"{path} has another tokenizer or chat template than before: restart the "
+                    "server, or remove the model and add it again"
+                )
+        self._tokenizer_files = stamps
+
+    def end_silent(self, channel: Channel, seconds: float, hang_timeout: float) -> None:
+        logger.error(
+            "the engine hangs: nothing was heard of it for %g s; killing its process %d",
+            seconds,
+            channel.pid,
+        )
+        channel.kill()
+
+    def has_ended(self, channel: Channel) -> None:
+        status = channel.reap(_KILLED_SECONDS)
+        logger.error("the engine's process has ended (%s)", describe_end(status))
+
+    def pause(self) -> float | None:
+        pause = self._budget.take()
+        if pause is not None:
+            logger.info(
+                "starting the engine again in %g s (%d more times if it dies again within %g "
+                "minutes)",
+                pause,
+                self._budget.left,
+                RESTART_WINDOW_SECONDS / 60,
+            )
         return pause
+
+    def failed(self, error: VmserveError) -> None:
+        logger.error("the engine did not start again: %s", error)
+
+    def is_back(self) -> None:
+        logger.info("the engine serves again")
+
+    async def leave(self) -> None:
+        """There is nothing to give back."""
+
+
+def _kept(facts: Facts) -> dict[str, Any]:
+    """Options of an engine that takes another one's place: what was changed as it ran."""
+    if facts.kv_cache_memory is None:
+        return {}
+    kept: dict[str, Any] = {"kv_cache_memory": facts.kv_cache_memory}
+    if facts.kv_cache_memory == LEAST:  # without memory of its own it might choose others
+        kept["max_model_len"] = facts.resolved.max_model_len
+        kept["max_num_seqs"] = facts.resolved.max_num_seqs
+    return kept
+
+
+def _stamps(path: Path) -> dict[str, tuple[int, int, int]]:
+    """What changes with a tokenizer's files: a GGUF file, or those of a directory but weights."""
+    files = path.iterdir() if path.is_dir() else [path]
+    found = {
+        file.name: file.stat()
+        for file in files
+        if file.suffix != ".safetensors" and file.is_file()  # a link may lead nowhere
+    }
+    return {name: (each.st_size, each.st_mtime_ns, each.st_ino) for name, each in found.items()}
+
+
+def _early_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """Load the tokenizer while the engine loads; None if only the engine can find or refuse it."""
+    source = config.tokenizer or config.model
+    is_here = source in PULLABLE or Path(str(source)).expanduser().exists()
+    if not is_embedded(source) and not is_here:
+        return None
+    with contextlib.suppress(VmserveError):
+        tokenizer = load_tokenizer(resolve_model(source))
+        tokenizer.prepare_chat()
+        return tokenizer
+    return None

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
-from typing import Any
+from collections.abc import Mapping
 
-from vmserve.client.messages import ToEngine
+from vmserve.client.callers import CallersOfAnyLoop
+from vmserve.client.messages import Lost, Shutdown, ToEngine
 from vmserve.client.service import EngineService
-from vmserve.client.transports.base import Lost, Receive
+from vmserve.client.transports.base import Receive
+from vmserve.client.transports.here import facts_of
 from vmserve.engine.engine import LLMEngine
+from vmserve.errors import EngineDeadError
 
 __all__ = ["ThreadTransport"]
 
@@ -18,42 +22,44 @@ logger = logging.getLogger(__name__)
 
 
 class ThreadTransport:
-    """Calls ``receive`` and ``lost`` in the engine's thread. Futures belong to the running loop.
-
-    ``stats``: the engine's metrics as of its last step.
-    """
+    """Calls ``receive`` in the engine's thread, which begins with :meth:`on`."""
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self.stats = engine.stats()
+        self.facts = facts_of(engine)
+        self.facts.latest = lambda: self._stats
+        self.callers = CallersOfAnyLoop()
+        self._note()
         self._thread = threading.Thread(target=self._run, name="vmserve-engine", daemon=True)
 
-    def on(self, receive: Receive, lost: Lost) -> None:
-        self._service = EngineService(self._engine, receive, self._read_stats)
-        self._lost = lost
+    def on(self, receive: Receive) -> None:
+        self._receive = receive
+        self._service = EngineService(self._engine, receive, self._note)
         self._thread.start()
 
     def send(self, message: ToEngine) -> None:
         self._service.post(message)
 
-    def future(self) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().create_future()
+    async def start(self, *, again: bool = False) -> None:
+        if again:
+            raise EngineDeadError("an engine in this process is not started again")
 
-    async def turn(self) -> None:
-        await asyncio.sleep(0)
-
-    def join(self) -> None:
-        """Wait until the thread ends, which it does after a :class:`Shutdown`."""
-        self._thread.join()
+    async def close(self) -> None:
+        with contextlib.suppress(EngineDeadError):
+            self.send(Shutdown())
+        await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
         try:
             self._service.run()
         except BaseException:  # the thread's boundary: nothing above it handles exceptions
             logger.exception("the engine stopped")
-            self._lost()
+            self.facts.is_dead = self.facts.is_ended = True
+            self._receive(Lost())
         finally:
             self._engine.close()
 
-    def _read_stats(self) -> None:
-        self.stats = self._engine.stats()
+    def _note(self) -> None:
+        """Note the engine's metrics, after a step."""
+        self._stats: Mapping[str, float | int] = self._engine.stats()
+        self.facts.num_running = int(self._stats["num_requests_running"])

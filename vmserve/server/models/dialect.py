@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vmserve.errors import ChatTemplateError, InvalidRequestError
 from vmserve.server.config import ServerConfig
-from vmserve.server.models.engine_client import TokenizerLike
+from vmserve.text.tokenizer import Tokenizer
 from vmserve.tools import described
 from vmserve.tools.reasoning import template_thinks
 from vmserve.tools.registry import parser_for_template
@@ -44,7 +44,7 @@ class ChatDialect:
         return cls(parser, describes_tools, thinks)
 
 
-def check_template(tokenizer: TokenizerLike, chat_template: str | None) -> None:
+def check_template(tokenizer: Tokenizer, chat_template: str | None) -> None:
     """Render a short chat, so that a broken template is reported at start.
 
     Raises :class:`~vmserve.errors.ChatTemplateError` for the ``chat_template`` given. The model's

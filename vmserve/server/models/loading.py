@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from vmserve.client.client import Client
+from vmserve.client.engines.local import load_engine
 from vmserve.client.lending import KVPool
-from vmserve.client.process_llm import ProcessLLM, Supervision
+from vmserve.client.transports.supervised import Supervision
 from vmserve.config import CPU_KV_SHARE, LEAST, EngineConfig, default_kv_bytes
 from vmserve.engine.choose import model_weight_bytes
 from vmserve.memory.limits import available_memory
@@ -82,11 +84,13 @@ class ModelLoader:
     def _served(self, spec: ModelSpec) -> ServedModel:
         """Make a model that sleeps until it is needed first."""
 
-        async def load() -> ProcessLLM:
+        async def load() -> Client:
             logger.info("loading %s", spec.name)
             began = time.monotonic()
-            engine = await ProcessLLM.load(
-                **{**spec.engine, "kv_cache_memory": LEAST}, supervision=self._supervision
+            engine = Client(
+                await load_engine(
+                    **{**spec.engine, "kv_cache_memory": LEAST}, supervision=self._supervision
+                )
             )
             resolved = engine.resolved
             logger.info(
@@ -120,9 +124,7 @@ async def share_memory(served: ServedModel) -> KVPool:
     """
     with served.serving():
         await served.awake()
-        client: object = served.engine
-        assert isinstance(client, ProcessLLM)
-        pool = await KVPool.around(client, served.name)
+        pool = await KVPool.around(served.engine, served.name)
     served.memory = PoolShare(pool, served.name)
     logger.info("%s are a pool now, which other models share", format_size(pool.size_bytes))
     return pool

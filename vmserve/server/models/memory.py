@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vmserve.client.core import ClientCore
+from vmserve.client.client import Client
 from vmserve.client.lending import KVPool, PoolMember
 from vmserve.numbers.sizes import parse_size
 
@@ -32,12 +32,11 @@ class PoolShare:
         #: Bytes that the model needed when it was last awake; 0: it never was.
         self._least_bytes = 0
 
-    async def join(self, client: object, pinned: Sequence[int] = ()) -> None:
+    async def join(self, client: Client, pinned: Sequence[int] = ()) -> None:
         """Borrow for the engine of ``client``, which will have so many tokens ``pinned``.
 
         Raises :class:`~vmserve.errors.ConfigurationError` if the floors of all do not fit.
         """
-        assert isinstance(client, ClientCore)
         await self.pool.join(client, self._name, pinned=pinned, **self._terms)
 
     def leave(self) -> None:

@@ -6,26 +6,17 @@ import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
+from vmserve.client.client import Client
 from vmserve.errors import ConfigurationError
 from vmserve.options import read_text
 from vmserve.server.auth import KeyRing
-from vmserve.server.models.engine_client import TokenizerLike
-from vmserve.types import PinnedPrefix
+from vmserve.text.tokenizer import Tokenizer
 
-__all__ = ["Pinner", "Prefixes", "read_prefixes"]
+__all__ = ["Prefixes", "read_prefixes"]
 
 logger = logging.getLogger(__name__)
-
-
-@runtime_checkable
-class Pinner(Protocol):
-    """An engine that keeps prefixes."""
-
-    async def pin_prefix(
-        self, token_ids: list[int], *, cache_salt: str = "", isolation: str = ""
-    ) -> PinnedPrefix: ...
 
 
 def read_prefixes(paths: Iterable[Path]) -> dict[Path, str]:
@@ -41,7 +32,7 @@ class Prefixes:
         self._texts = texts
         self._callers = {caller.isolation: caller for caller in keys.callers}.values()
 
-    def tokens(self, tokenizer: TokenizerLike, chat_template: str | None) -> dict[Path, list[int]]:
+    def tokens(self, tokenizer: Tokenizer, chat_template: str | None) -> dict[Path, list[int]]:
         """Their tokens; messages are rendered by the chat template.
 
         Raises :class:`~vmserve.errors.ConfigurationError` for what are no messages.
@@ -55,7 +46,7 @@ class Prefixes:
         """Tokens of each prefix that will be pinned."""
         return [len(each) for each in tokens.values() for _ in self._callers]
 
-    async def pin(self, engine: Pinner, tokens: Mapping[Path, list[int]]) -> None:
+    async def pin(self, engine: Client, tokens: Mapping[Path, list[int]]) -> None:
         """Compute and pin them. Raises what pinning raises."""
         for path, token_ids in tokens.items():
             for caller in self._callers:
@@ -68,9 +59,7 @@ class Prefixes:
                 )
 
 
-def _encode(
-    path: Path, text: str, tokenizer: TokenizerLike, chat_template: str | None
-) -> list[int]:
+def _encode(path: Path, text: str, tokenizer: Tokenizer, chat_template: str | None) -> list[int]:
     if path.suffix != ".json":
         return tokenizer.encode(text)
     try:

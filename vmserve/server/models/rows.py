@@ -14,8 +14,8 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 
-from vmserve.client.fleet.fleet import MemberState
 from vmserve.client.lending import PoolMember
+from vmserve.client.transports.fleet import MemberState
 from vmserve.server.models.registry import Models
 from vmserve.server.models.served import ModelState, ServedModel
 
@@ -90,7 +90,7 @@ def engine_rows(served: ServedModel) -> list[dict[str, Any]]:
     """How each of its engines stands; empty for a model that has one."""
     members = [] if served.fleet is None else served.fleet.members
     return [
-        _engine_row(each.name, each.state, len(each.requests), each.client.stats())
+        _engine_row(each.name, each.state, len(each.requests), each.facts.latest())
         for each in members
     ]
 
@@ -129,10 +129,10 @@ def engine_figures(served: ServedModel) -> dict[str, dict[str, float | int]]:
     members = [] if served.fleet is None else served.fleet.members
     return {
         each.name: {
-            **each.client.stats(),
+            **each.facts.latest(),
             "engine_up": int(each.state != "down"),
             "engine_draining": int(each.is_draining),
-            "engine_suspect": int(each.client.is_suspect),
+            "engine_suspect": int(each.facts.is_suspect),
         }
         for each in members
     }

@@ -11,18 +11,18 @@ import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from typing import Any, Final, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Literal
 
-from vmserve.client.fleet.fleet import FleetLLM
+from vmserve.client.client import Client
+from vmserve.client.transports.fleet import Fleet
 from vmserve.errors import EngineDeadError, VmserveError
 from vmserve.server.access.admission import Admission
 from vmserve.server.config import ServerConfig
 from vmserve.server.errors import ApiError
 from vmserve.server.lifecycle import Lifecycle
 from vmserve.server.models.dialect import ChatDialect
-from vmserve.server.models.engine_client import EngineClient
 from vmserve.server.models.memory import PoolShare
-from vmserve.server.models.prefixes import Pinner, Prefixes
+from vmserve.server.models.prefixes import Prefixes
 from vmserve.server.observe.telemetry import Histogram, Telemetry
 from vmserve.version import __version__
 
@@ -31,7 +31,7 @@ __all__ = ["ModelState", "ServedModel"]
 logger = logging.getLogger(__name__)
 
 ModelState = Literal["asleep", "waking", "ready", "failed", "leaving"]
-Load = Callable[[], Awaitable[EngineClient]]
+Load = Callable[[], Awaitable[Client]]
 
 #: First and longest pause before a model that did not start is tried again.
 _RETRY_SECONDS: Final = 1.0
@@ -39,15 +39,6 @@ _LONGEST_RETRY_SECONDS: Final = 60.0
 #: The directories of a path; "and/or" and URLs have none.
 _DIRECTORIES: Final = re.compile(r"(?<![\w.~/:])(?:~|\.{1,2})?/(?:[^\s/'\",;:()]+/)*(?=[^\s/])")
 _WAKE_BOUNDS: Final = (0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300)
-
-
-@runtime_checkable
-class _Sleeper(Protocol):
-    """An engine whose process can be ended and started again."""
-
-    async def sleep(self, timeout: float = 0.0) -> None: ...
-
-    async def wake(self) -> None: ...
 
 
 class ServedModel:
@@ -61,7 +52,7 @@ class ServedModel:
     def __init__(
         self,
         config: ServerConfig,
-        engine: EngineClient | None,
+        engine: Client | None,
         load: Load | None = None,
         memory: PoolShare | None = None,
         prefixes: Prefixes | None = None,
@@ -119,16 +110,17 @@ class ServedModel:
         return self.config.model_name
 
     @property
-    def engine(self) -> EngineClient:
+    def engine(self) -> Client:
         """Raises ``RuntimeError`` if it was never loaded: :meth:`awake` loads it."""
         if self._engine is None:
             raise RuntimeError(f"the model {self.name} was never loaded")
         return self._engine
 
     @property
-    def fleet(self) -> FleetLLM | None:
+    def fleet(self) -> Fleet | None:
         """Its engines, if it may have several."""
-        return self._engine if isinstance(self._engine, FleetLLM) else None
+        transport = None if self._engine is None else self._engine.transport
+        return transport if isinstance(transport, Fleet) else None
 
     @property
     def fingerprint(self) -> str | None:
@@ -183,7 +175,7 @@ class ServedModel:
     async def refresh(self) -> None:
         """Ask the engine for its figures, or all engines, if it is awake."""
         if self.is_awake:
-            await (self.fleet.refresh() if self.fleet else self.engine.fetch_stats())
+            await self.engine.refresh()
 
     def own_stats(self) -> dict[str, float | int]:
         """The engine's figures as last known; where there may be several, those of no single
@@ -254,18 +246,13 @@ class ServedModel:
     @property
     def can_sleep(self) -> bool:
         """Whether the engine can be ended and started again."""
-        return self._engine is None or isinstance(self._engine, _Sleeper)
+        return self._engine is None or self._engine.can_sleep
 
     async def _end(self, timeout: float) -> None:
         """End the engine's process, and then give its memory to others."""
-        await self._sleeper().sleep(timeout)
+        await self.engine.sleep(timeout)
         if self.memory is not None:
             self.memory.leave()
-
-    def _sleeper(self) -> _Sleeper:
-        engine: object = self._engine
-        assert isinstance(engine, _Sleeper)
-        return engine
 
     def forgive(self) -> None:
         """Let the next request try again to start a model that failed."""
@@ -307,7 +294,7 @@ class ServedModel:
             self._run(self._watch(self._engine))
         self._arm()
 
-    async def _watch(self, engine: EngineClient) -> None:
+    async def _watch(self, engine: Client) -> None:
         await engine.until_dead()
         self._is_watched = False
         self._state = "failed"
@@ -338,7 +325,7 @@ class ServedModel:
         else:
             self._run(self.sleep())
 
-    def _take(self, engine: EngineClient) -> None:
+    def _take(self, engine: Client) -> None:
         """Use ``engine`` from now on."""
         self._engine = engine
         self._dialect = ChatDialect.of(engine.tokenizer.chat_template_text, self.config)
@@ -364,7 +351,7 @@ class ServedModel:
                     assert self._load is not None
                     self._take(await self._load())
                 else:
-                    await self._sleeper().wake()
+                    await self._engine.wake()
                 await self._borrow()
             except asyncio.CancelledError:
                 self._state = "asleep"
@@ -393,7 +380,6 @@ class ServedModel:
             if self.memory is not None:
                 await self.memory.join(engine, lengths)
             if prefixes is not None:
-                assert isinstance(engine, Pinner)
                 await prefixes.pin(engine, tokens)
                 self._unpinned = None
         except BaseException:

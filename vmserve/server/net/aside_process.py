@@ -20,10 +20,10 @@ import msgspec
 
 from vmserve.client.transports.framing import receive_frame, send_frame
 from vmserve.errors import InvalidRequestError, VmserveError
-from vmserve.server.models.engine_client import TokenizerLike
 from vmserve.server.net.workers import stopped_by
 from vmserve.server.wire import parse_json
 from vmserve.system.processes import child_environment
+from vmserve.text.tokenizer import Tokenizer
 
 __all__ = ["MOST_BYTES_IN_THREAD", "MOST_CHARS_IN_THREAD", "AsideProcesses", "Tokens"]
 
@@ -71,7 +71,7 @@ class AsideProcesses:
 
     def tokenize(
         self,
-        tokenizer: TokenizerLike,
+        tokenizer: Tokenizer,
         text: str,
         add_special_tokens: bool,
         with_strings: bool = False,
@@ -132,7 +132,7 @@ class AsideProcesses:
 
 class _Process:
     def __init__(self) -> None:
-        self.tokenizer: TokenizerLike | None = None
+        self.tokenizer: Tokenizer | None = None
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             self._popen = subprocess.Popen(

@@ -8,7 +8,7 @@ from typing import Any, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vmserve.client.fleet.fleet import FleetLLM
+from vmserve.client.transports.fleet import Fleet
 from vmserve.errors import ConfigurationError, EngineDeadError, InvalidRequestError
 from vmserve.server.context import ServerContext
 from vmserve.server.errors import ApiError
@@ -136,7 +136,7 @@ class AdminService:
         await fleet.leave(engine, self._drain_seconds)
         return self._engines(request, lambda: None)
 
-    def _engine(self, request: Request) -> tuple[FleetLLM, str]:
+    def _engine(self, request: Request) -> tuple[Fleet, str]:
         """The engines that the request is about, of the model in its query, and the one's id."""
         served = self._models.find(request.query_params.get("model"))
         fleet, engine = served.fleet, request.path_params["engine"]

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 from starlette.requests import Request
 from starlette.responses import Response
 
+from vmserve.client.client import Client
 from vmserve.errors import EngineDeadError
 from vmserve.server.auth import Caller
 from vmserve.server.context import ServerContext
-from vmserve.server.models.engine_client import EngineClient
 from vmserve.server.models.rows import engine_rows, group_rows, model_row, pool_row
 from vmserve.server.models.served import ServedModel
 from vmserve.server.wire import JSON_TYPE, dump_json
@@ -56,7 +56,7 @@ _HEADERS: Final = {
 class _Snapshots:
     """One snapshot for all who look on, at most every :data:`REFRESH_SECONDS`."""
 
-    def __init__(self, engine: EngineClient) -> None:
+    def __init__(self, engine: Client) -> None:
         self._engine = engine
         self._taken: tuple[float, EngineSnapshot] | None = None
         self._asked: asyncio.Task[EngineSnapshot] | None = None

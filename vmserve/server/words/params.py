@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from vmserve.client.client import Client
 from vmserve.errors import InvalidRequestError, PromptTooLongError
 from vmserve.options import declared_options
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams
 from vmserve.sampling.tokens import token_list
 from vmserve.server.errors import not_implemented
 from vmserve.server.limits import MAX_CONTEXTS, MAX_REPEATED
-from vmserve.server.models.engine_client import EngineClient
 from vmserve.server.words.protocol import EmbeddingRequest, GenerationRequest
 from vmserve.server.words.structured import structured_outputs
 from vmserve.structured.spec import StructuredOutputsParams
@@ -46,7 +46,7 @@ _BEAM_FIELDS: Final = (
 
 def sampling_params(
     request: GenerationRequest,
-    engine: EngineClient,
+    engine: Client,
     *,
     max_tokens: int | None,
     logprobs: int | None,
@@ -91,7 +91,7 @@ def sampling_params(
     return encode_params(params, engine.tokenizer)
 
 
-def _predicted_tokens(prediction: Any, engine: EngineClient) -> list[int]:
+def _predicted_tokens(prediction: Any, engine: Client) -> list[int]:
     """Encode OpenAI's ``prediction``. What no answer has room for is left out.
 
     Raises :class:`InvalidRequestError`.
@@ -119,7 +119,7 @@ def _predicted_tokens(prediction: Any, engine: EngineClient) -> list[int]:
 
 def _beam_params(
     request: GenerationRequest,
-    engine: EngineClient,
+    engine: Client,
     max_tokens: int | None,
     logprobs: int | None,
     structured: StructuredOutputsParams | None,

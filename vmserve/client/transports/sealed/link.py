@@ -15,7 +15,7 @@ import msgspec
 
 from vmserve.client.codec import decode_from_engine, encode
 from vmserve.client.messages import Ask, FromEngine, Ready, Reply, ToEngine
-from vmserve.client.transports.process import ProcessTransport
+from vmserve.client.transports.process import SocketLink
 from vmserve.client.transports.sealed.handshake import (
     HANDSHAKE_SECONDS,
     CutShortError,
@@ -28,7 +28,7 @@ from vmserve.client.transports.sealed.identity import MOST_TOKENIZER_BYTES, Sent
 from vmserve.client.transports.sealed.stream import BrokenSealError, Opener, Sealer
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
 
-__all__ = ["Place", "SealedLink", "parse_address", "prepare_socket"]
+__all__ = ["Place", "SealedChannel", "parse_address", "prepare_socket"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def prepare_socket(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
-class SealedLink:
+class SealedChannel:
     """One connection, made by :meth:`wait_ready`: what a process is to an engine on one machine."""
 
     pid = 0
@@ -146,9 +146,11 @@ class SealedLink:
             raise EngineDeadError(f"the connection failed: {error}") from error
         return self._received.popleft()
 
-    def transport(self) -> LinkTransport:
+    def link(self) -> SealedSocketLink:
         assert self._sock is not None
-        return LinkTransport(self._sock, self.address, self._sealer, self._opener, self._received)
+        return SealedSocketLink(
+            self._sock, self.address, self._sealer, self._opener, self._received
+        )
 
     def kill(self) -> None:
         """End the connection; the event loop then sees its end."""
@@ -170,7 +172,7 @@ def _ends(keys: SessionKeys) -> tuple[Sealer, Opener]:
     return Sealer(keys.to_engine), Opener(keys.from_engine)
 
 
-class LinkTransport(ProcessTransport):
+class SealedSocketLink(SocketLink):
     """Sends messages in sealed frames. A frame that was changed on its way ends the connection."""
 
     def __init__(

@@ -1,7 +1,8 @@
 """Engines of one model that Ray places on its nodes, starts, and starts again when they end.
 
 Each is an actor that loads the engine and listens on its node's address. What is asked and
-answered goes over our own connections (:mod:`vmserve.client.remote`), with a key of this run.
+answered goes over our own connections (:mod:`vmserve.client.transports.sealed`), with a key of this
+run.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from functools import partial
 from typing import Any, Final
 
 from vmserve.client.codec import decode_from_engine, encode
-from vmserve.client.fleet.fleet import FleetLLM
-from vmserve.client.fleet.remote import join_engines
+from vmserve.client.engines.remote import join_engines
+from vmserve.client.host import EngineHost
 from vmserve.client.messages import Refused
-from vmserve.client.process_llm import Supervision
-from vmserve.client.remote.host import EngineHost
-from vmserve.client.remote.remote_llm import RemoteLLM
+from vmserve.client.transports.fleet import Fleet
+from vmserve.client.transports.sealed.source import SealedSource
+from vmserve.client.transports.supervised import Channel, Supervised, Supervision
 from vmserve.config import EngineConfig, default_kv_bytes
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
@@ -83,7 +84,7 @@ def place_engines(
     num_cpus: int | None = None,
     supervision: Supervision | None = None,
     **options: Any,
-) -> RemoteLLM | FleetLLM:
+) -> Supervised | Fleet:
     """Have Ray start ``size`` engines, spread over its nodes, and connect to them.
 
     ``num_cpus``: what Ray reserves for each, which is its number of threads; None: an equal part of
@@ -112,11 +113,11 @@ def place_engines(
         each.ask()  # all load at once
     tokenizers: dict[str, Tokenizer] = {}
     connecting = {
-        f"engine {index}": partial(RayLLM, each, key, supervision, tokenizers)
+        f"engine {index}": partial(_connect, each, key, supervision, tokenizers)
         for index, each in enumerate(replicas)
     }
     try:
-        return join_engines(connecting, policy)
+        return join_engines(connecting, policy)[0]
     except BaseException:
         group.remove()
         raise
@@ -243,27 +244,29 @@ class _Replica:
         self._group.leave()
 
 
-class RayLLM(RemoteLLM):
-    """A client of the engine of ``replica``, wherever Ray has started it."""
+def _connect(
+    replica: _Replica,
+    key: bytes,
+    supervision: Supervision | None,
+    tokenizers: dict[str, Tokenizer],
+) -> Supervised:
+    replica.load()
+    return Supervised(_RaySource(replica, key), supervision, tokenizers=tokenizers)
 
-    def __init__(
-        self,
-        replica: _Replica,
-        key: bytes,
-        supervision: Supervision | None,
-        tokenizers: dict[str, Tokenizer],
-    ) -> None:
+
+class _RaySource(SealedSource):
+    """The engine of ``replica``, wherever Ray has started it."""
+
+    def __init__(self, replica: _Replica, key: bytes) -> None:
+        super().__init__(replica.find, key)
         self._replica = replica
-        replica.load()
-        super().__init__(replica.find, key, supervision=supervision, tokenizers=tokenizers)
 
-    def _end_silent(self, seconds: float) -> None:
-        super()._end_silent(seconds)
-        if seconds > self._supervision.hang_timeout:
+    def end_silent(self, channel: Channel, seconds: float, hang_timeout: float) -> None:
+        super().end_silent(channel, seconds, hang_timeout)
+        if seconds > hang_timeout:
             self._replica.restart()
 
-    async def shutdown(self, timeout: float = 0.0) -> None:
-        await super().shutdown(timeout)
+    async def leave(self) -> None:
         await asyncio.to_thread(self._replica.leave)
 
 

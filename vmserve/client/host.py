@@ -16,6 +16,7 @@ import msgspec
 
 from vmserve.client.codec import decode_to_engine, encode
 from vmserve.client.messages import (
+    LINK_SERIAL,
     Abort,
     Add,
     Ask,
@@ -26,8 +27,8 @@ from vmserve.client.messages import (
     Shutdown,
     Unpin,
 )
-from vmserve.client.remote.remote_llm import LINK_SERIAL
-from vmserve.client.service import EngineService, check_question, ready_message
+from vmserve.client.questions import check_question
+from vmserve.client.service import EngineService, ready_message
 from vmserve.client.transports.sealed.handshake import (
     HandshakeError,
     SessionKeys,

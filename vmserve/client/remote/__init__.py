@@ -1,1 +1,0 @@
-"""Engines on other machines: the messages of :mod:`vmserve.client.messages` over TCP."""
