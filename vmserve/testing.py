@@ -446,6 +446,8 @@ class ScriptedTransport:
 
     def _say(self, **news: Any) -> None:
         self._count()
+        if self.facts.is_dead:
+            return  # nobody hears it
         fields = {"accepted": [], "updates": [], "failures": [], **news}
         self._receive(StepUpdate(self.facts.num_running, self.num_waiting, **fields))
 

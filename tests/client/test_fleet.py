@@ -169,13 +169,18 @@ def test_without_a_live_engine_a_request_fails_and_with_one_it_is_served() -> No
     run(test)
 
 
-def test_a_restarted_engine_is_not_expected_to_have_anything() -> None:
+@pytest.mark.parametrize("why", ["death", "reset"])
+def test_an_engine_that_lost_its_cache_is_not_expected_to_have_anything(why: str) -> None:
     async def test() -> None:
         one, other = Engine(), Engine()
         fleet = fleet_of(one, other)
         await text_of(ask(fleet, [5] * 40))
-        one.lose()
-        one.revive()
+        if why == "reset":
+            await fleet.reset_prefix_cache()
+            assert [one.num_resets, other.num_resets] == [1, 1]
+        else:
+            one.lose()
+            one.revive()
         before = fleet.stats()["router_expected_hit_tokens_total"]
         await text_of(ask(fleet, [5] * 40))
         assert fleet.stats()["router_expected_hit_tokens_total"] == before
