@@ -43,17 +43,14 @@ from vmserve.system.imports import import_quickly
 from vmserve.system.logs import LOG_FORMATS, configure_logging
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from vmserve.client.lending import KVPool
-    from vmserve.server.models.registry import Share
+    from vmserve.server.models.registry import Models
     from vmserve.server.models.served import ServedModel
     from vmserve.server.models.specs import ModelSpec
 
 __all__ = ["SERVE_OPTIONS", "ServeCommand", "serve_command", "server_config"]
 
 logger = logging.getLogger(__name__)
-
 
 _GROUPS = (NETWORK, API, LIMITS, PROCESSES)
 
@@ -313,36 +310,44 @@ def _run(
             )
         if several:
             assert supervision is not None
-            asyncio.run(
-                _serve_several(
-                    several, config, keys, engine_options, supervision, listener, show_tokenizer
-                )
+            make = _several_models(
+                several, config, keys, engine_options, supervision, show_tokenizer
             )
         else:
-            _serve_one(
-                config,
-                keys,
-                engine_options,
-                prefixes,
-                show_tokenizer,
-                supervision,
-                listener,
-                engines,
+            config, make = _one_model(
+                config, keys, engine_options, prefixes, show_tokenizer, supervision, engines
             )
+        asyncio.run(_serve(make, config, keys, listener))
     logger.info("stopped")
 
 
-def _serve_one(
+def _several_models(
+    specs: Sequence[ModelSpec],
+    config: ServerConfig,
+    keys: KeyRing,
+    shared: dict[str, Any],
+    supervision: Supervision,
+    show_tokenizer: bool,
+) -> Callable[[], Awaitable[Models]]:
+    """Load models on the event loop."""
+    from vmserve.server.models.loading import ModelLoader  # noqa: PLC0415 - see _import_server
+
+    loader = ModelLoader(
+        config, keys, shared, supervision, show_tokenizer=show_tokenizer, specs=specs
+    )
+    return loader.load_all
+
+
+def _one_model(
     config: ServerConfig,
     keys: KeyRing,
     engine_options: dict[str, Any],
     prefixes: Prefixes,
     show_tokenizer: bool,
     supervision: Supervision | None,
-    listener: socket.socket,
     engines: EngineChoice,
-) -> None:
-    """Load one model, with its prefixes, and serve it."""
+) -> tuple[ServerConfig, Callable[[], Awaitable[Models]]]:
+    """Load one model now, and pin its prefixes on the event loop. Others may join it."""
     from vmserve.server.models.tokenizer_info import with_tokenizer  # noqa: PLC0415 - see _import_server
 
     began = time.monotonic()
@@ -365,7 +370,6 @@ def _serve_one(
     except BaseException:
         asyncio.run(engine.shutdown())
         raise
-    _freeze()
 
     async def share(served: ServedModel) -> tuple[Callable[..., ServedModel], KVPool]:
         from vmserve.server.models.loading import (  # noqa: PLC0415 - most servers have one model
@@ -382,39 +386,18 @@ def _serve_one(
 
     may_share = share if supervision is not None and engines.is_one_process else None
 
-    async def pin() -> None:
-        await prefixes.pin(engine, tokens)
+    async def make() -> Models:
+        from vmserve.server.models.registry import Models  # noqa: PLC0415 - see _import_server
+        from vmserve.server.models.served import ServedModel  # noqa: PLC0415 - as above
 
-    asyncio.run(_serve_engine(engine, config, keys, listener, pin, may_share))
+        try:
+            await prefixes.pin(engine, tokens)
+        except BaseException:
+            await engine.shutdown()
+            raise
+        return Models([ServedModel(config, engine)], share=may_share)
 
-
-def _freeze() -> None:
-    """Keep the garbage collector from visiting loaded objects, which stay until the end."""
-    gc.collect()
-    gc.freeze()
-
-
-async def _serve_several(
-    specs: Sequence[ModelSpec],
-    config: ServerConfig,
-    keys: KeyRing,
-    shared: dict[str, Any],
-    supervision: Supervision,
-    listener: socket.socket,
-    show_tokenizer: bool,
-) -> None:
-    from vmserve.server.app import create_app  # noqa: PLC0415 - see _import_server
-    from vmserve.server.models.loading import ModelLoader  # noqa: PLC0415 - as above
-    from vmserve.server.run import stop_on_signals  # noqa: PLC0415 - as above
-
-    loader = ModelLoader(
-        config, keys, shared, supervision, show_tokenizer=show_tokenizer, specs=specs
-    )
-    models = await loader.load_all()
-    _freeze()
-    stop = asyncio.Event()
-    with stop_on_signals(stop):
-        await _serve(create_app(models, config, keys), config, listener, stop)
+    return config, make
 
 
 def _start_engine(
@@ -436,44 +419,30 @@ def _import_server() -> None:
     import_quickly("vmserve.server.run")
 
 
-async def _serve_engine(
-    engine: Client,
+async def _serve(
+    make: Callable[[], Awaitable[Models]],
     config: ServerConfig,
     keys: KeyRing,
     listener: socket.socket,
-    pin: Callable[[], Awaitable[None]],
-    share: Share | None,
 ) -> None:
     from vmserve.server.app import create_app  # noqa: PLC0415 - see _import_server
-    from vmserve.server.models.registry import Models  # noqa: PLC0415 - as above
-    from vmserve.server.models.served import ServedModel  # noqa: PLC0415 - as above
-    from vmserve.server.run import stop_on_signals  # noqa: PLC0415 - as above
+    from vmserve.server.run import serve, stop_on_signals  # noqa: PLC0415 - as above
 
+    models = await make()
+    # The garbage collector need not visit loaded objects, which stay until the end.
+    gc.collect()
+    gc.freeze()
     stop = asyncio.Event()
-    app = create_app(Models([ServedModel(config, engine)], share=share), config, keys)
-    with stop_on_signals(stop):
-        try:
-            await pin()
-        except BaseException:
-            await engine.shutdown()
-            raise
-        await _serve(app, config, listener, stop)
-
-
-async def _serve(
-    app: FastAPI, config: ServerConfig, listener: socket.socket, stop: asyncio.Event
-) -> None:
-    from vmserve.server.run import serve  # noqa: PLC0415 - see _import_server
-
-    names = ", ".join(app.state.context.models.names)
+    names = ", ".join(models.names)
     url = url_of(listener, tls=config.ssl_certfile is not None)
     page = "in a browser: figures and a chat; " if config.uds is None else ""
-    await serve(
-        app,
-        listener,
-        stop,
-        lambda: logger.info("ready: serving %s at %s (%sCtrl-C stops)", names, url, page),
-    )
+    with stop_on_signals(stop):
+        await serve(
+            create_app(models, config, keys),
+            listener,
+            stop,
+            lambda: logger.info("ready: serving %s at %s (%sCtrl-C stops)", names, url, page),
+        )
 
 
 @contextlib.contextmanager
