@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -590,5 +591,32 @@ def test_running_requests_are_counted_where_they_change() -> None:
         await asyncio.gather(*tasks)
         assert fleet.num_running == sum(each.facts.num_running for each in fleet.members) == 0
         assert fleet.max_num_running == 3 * 128
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_turns", range(1, 7))
+def test_whoever_waits_for_an_answer_when_all_engines_end_is_told(num_turns: int) -> None:
+    async def test() -> None:
+        unheard: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: unheard.append(what))
+        dead, mute = Engine(), Engine()
+        fleet = fleet_of(dead, mute)
+        await fleet.start()
+        dead.lose()
+        mute.is_mute = True
+        asking = [
+            asyncio.create_task(each)
+            for each in (fleet.snapshot(), fleet.pin_prefix([5] * 12), fleet.reset_prefix_cache())
+        ]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await fleet.shutdown()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        assert {type(answer) for answer in answers} == {EngineDeadError}
+        await asyncio.sleep(0)
+        del asking, answers
+        gc.collect()
+        assert unheard == []
 
     run(test)

@@ -361,9 +361,9 @@ class Fleet:
             case Ask():
                 if message.question == "pin_prefix":
                     self._pins[message.arguments["pin"]] = message.arguments
-                task = asyncio.ensure_future(self._answer(message))
+                task = asyncio.ensure_future(self._ask_all(message.question, message.arguments))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(partial(self._answer, message.serial))
             case Unpin():
                 self._pins.pop(message.pin, None)
                 for member in self.members:
@@ -514,16 +514,16 @@ class Fleet:
 
     # -- questions ----------------------------------------------------------------------
 
-    async def _answer(self, ask: Ask) -> None:
+    def _answer(self, serial: int, task: asyncio.Future[Any]) -> None:
+        """Reply with the outcome, also of a task that was cancelled before it began."""
+        self._tasks.discard(task)
         try:
-            value = await self._ask_all(ask.question, ask.arguments)
+            reply = Reply(serial, task.result())
         except asyncio.CancelledError:  # all engines end
-            self._receive(Reply(ask.serial, None, EngineDeadError("the engines have stopped")))
-            raise
+            reply = Reply(serial, None, EngineDeadError("the engines have stopped"))
         except Exception as error:  # noqa: BLE001  whoever asked gets it
-            self._receive(Reply(ask.serial, None, error))
-        else:
-            self._receive(Reply(ask.serial, value))
+            reply = Reply(serial, None, error)
+        self._receive(reply)
 
     async def _ask_all(self, question: str, arguments: Arguments) -> Any:
         """Ask all members; one that is down or dies meanwhile has no answer.
@@ -542,7 +542,13 @@ class Fleet:
                 for member in members[first : first + _ASKED_AT_ONCE]
             ]
             works += some
-            await asyncio.wait(some, timeout=_TURN_SECONDS)
+            try:
+                await asyncio.wait(some, timeout=_TURN_SECONDS)
+            except asyncio.CancelledError:  # all engines end
+                for each in works:
+                    each.cancel()
+                await asyncio.gather(*works, return_exceptions=True)
+                raise
         answers = await asyncio.gather(*works, return_exceptions=True)
         for answer in answers:
             is_missing = isinstance(answer, EngineDeadError) and not asked.needs_all
