@@ -208,6 +208,21 @@ def test_an_engine_that_drains_finishes_what_it_has_and_gets_no_more() -> None:
     run(test)
 
 
+def test_an_engine_that_leaves_while_memory_is_set_is_forgotten() -> None:
+    async def test() -> None:
+        leaving, slow = Engine(), Engine()
+        fleet = fleet_of(leaving, slow)
+        slow.is_mute = True
+        setting = asyncio.create_task(fleet.set_kv_cache_memory("8KiB"))
+        await until(lambda: bool(slow.unanswered))
+        await fleet.transport.leave("0", 0)
+        slow.speak()
+        assert await setting == 2 * 4096
+        assert set(fleet.transport._router.members) == {"1"}
+
+    run(test)
+
+
 def test_pins_are_kept_by_all_also_by_those_that_were_down_or_join() -> None:
     async def test() -> None:
         one, other, late = Engine(), Engine(), Engine()

@@ -558,7 +558,7 @@ class Fleet:
         if not given:
             raise EngineDeadError("the engines have stopped")
         if question == "set_kv_cache_memory":
-            for member in members:
+            for member in self.members:  # some may have left
                 self._enter(member)
                 self._note(member)
         return asked.merge(given)
