@@ -208,6 +208,25 @@ def test_an_engine_that_drains_finishes_what_it_has_and_gets_no_more() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("happens", [Engine.lose, Engine.suspect])
+def test_a_request_that_was_aborted_begins_nowhere_else(happens: Callable[[Engine], None]) -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        one.pause, one.pause_after = asyncio.Event(), 0
+        fleet = fleet_of(one, other)
+        reading = asyncio.create_task(text_of(ask(fleet, name="x")))
+        await until(lambda: bool(one.running))
+        await fleet.abort("x")
+        happens(one)  # before it has said so
+        for _ in range(9):
+            await asyncio.sleep(0)
+        one.pause.set()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert other.requests == []
+
+    run(test)
+
+
 def test_an_engine_that_leaves_while_memory_is_set_is_forgotten() -> None:
     async def test() -> None:
         leaving, slow = Engine(), Engine()

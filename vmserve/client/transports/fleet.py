@@ -68,7 +68,8 @@ class _Placed:
 
     ``add``: as the client sent it. ``is_accepted`` and ``has_begun``: whether the client was told
     that it is queued, and has been given some of it. ``has_passed``: whether tokens were passed on,
-    of which its reader has been given nothing. ``ends_at``: its deadline in monotonic seconds.
+    of which its reader has been given nothing. ``is_aborted``: its member was told to end it.
+    ``ends_at``: its deadline in monotonic seconds.
     """
 
     add: Add
@@ -78,12 +79,15 @@ class _Placed:
     is_accepted: bool = False
     has_begun: bool = False
     has_passed: bool = False
+    is_aborted: bool = False
     num_deaths: int = 0
     num_moves: int = 0
 
     @property
     def may_move(self) -> bool:
-        return self.num_moves < (_MOST_MOVES if self.add.is_stream else _MOST_MOVES_WHOLE)
+        return not self.is_aborted and self.num_moves < (
+            _MOST_MOVES if self.add.is_stream else _MOST_MOVES_WHOLE
+        )
 
     def again(self, member: FleetEngine, handle: int) -> Add:
         """The message that queues it at another member."""
@@ -425,7 +429,8 @@ class Fleet:
         while True:
             placed.num_deaths += error is not None
             placed.num_moves += error is None
-            is_lost = placed.has_begun or placed.num_deaths == _MOST_DEATHS or self._is_closing
+            is_over = placed.has_begun or placed.is_aborted or self._is_closing
+            is_lost = is_over or placed.num_deaths == _MOST_DEATHS
             if is_lost or not self._states[self._takers]:
                 del self._placed[placed.add.handle]
                 dead = error or EngineDeadError(_SILENT)
@@ -455,6 +460,7 @@ class Fleet:
 
     def _abort(self, placed: _Placed, *, tell: bool) -> None:
         """End a request at its member, whose last update is passed on if ``tell``."""
+        placed.is_aborted = True
         if not tell:
             self._forget(placed)
         placed.member.transport.send(Abort(placed.handle, tell))
