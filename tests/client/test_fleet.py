@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
@@ -208,6 +209,40 @@ def test_an_engine_that_drains_finishes_what_it_has_and_gets_no_more() -> None:
         assert one.stopped
         assert len(one.requests) == 1
         assert [member.name for member in fleet.members] == ["1"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("happens", [Engine.lose, Engine.suspect])
+def test_a_request_that_was_aborted_begins_nowhere_else(happens: Callable[[Engine], None]) -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        one.pause, one.pause_after = asyncio.Event(), 0
+        fleet = fleet_of(one, other)
+        reading = asyncio.create_task(text_of(ask(fleet, name="x")))
+        await until(lambda: bool(one.running))
+        await fleet.abort("x")
+        happens(one)  # before it has said so
+        for _ in range(9):
+            await asyncio.sleep(0)
+        one.pause.set()
+        await asyncio.gather(reading, return_exceptions=True)
+        assert other.requests == []
+
+    run(test)
+
+
+def test_an_engine_that_leaves_while_memory_is_set_is_forgotten() -> None:
+    async def test() -> None:
+        leaving, slow = Engine(), Engine()
+        fleet = fleet_of(leaving, slow)
+        slow.is_mute = True
+        setting = asyncio.create_task(fleet.set_kv_cache_memory("8KiB"))
+        await until(lambda: bool(slow.unanswered))
+        await fleet.transport.leave("0", 0)
+        slow.speak()
+        assert await setting == 2 * 4096
+        assert set(fleet.transport._router.members) == {"1"}
 
     run(test)
 
@@ -595,5 +630,32 @@ def test_running_requests_are_counted_where_they_change() -> None:
         await asyncio.gather(*tasks)
         assert fleet.num_running == sum(each.facts.num_running for each in fleet.members) == 0
         assert fleet.max_num_running == 3 * 128
+
+    run(test)
+
+
+@pytest.mark.parametrize("num_turns", range(1, 7))
+def test_whoever_waits_for_an_answer_when_all_engines_end_is_told(num_turns: int) -> None:
+    async def test() -> None:
+        unheard: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: unheard.append(what))
+        dead, mute = Engine(), Engine()
+        fleet = fleet_of(dead, mute)
+        await fleet.start()
+        dead.lose()
+        mute.is_mute = True
+        asking = [
+            asyncio.create_task(each)
+            for each in (fleet.snapshot(), fleet.pin_prefix([5] * 12), fleet.reset_prefix_cache())
+        ]
+        for _ in range(num_turns):
+            await asyncio.sleep(0)
+        await fleet.shutdown()
+        answers = await asyncio.gather(*asking, return_exceptions=True)
+        assert {type(answer) for answer in answers} == {EngineDeadError}
+        await asyncio.sleep(0)
+        del asking, answers
+        gc.collect()
+        assert unheard == []
 
     run(test)

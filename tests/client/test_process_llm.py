@@ -299,6 +299,25 @@ def test_an_engine_that_is_started_again() -> None:
     on_engine(test, Supervision(restarts=1))
 
 
+def test_an_engine_that_is_woken_before_it_is_started_again_is_started_once(
+    before: set[psutil.Process],
+) -> None:
+    async def test(engine: ProcessClient) -> None:
+        await engine.start()
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda: engine.retry_seconds is not None)
+        for _ in range(3):
+            await engine.refresh()
+        assert engine.transport._asked == {}  # nobody answers
+        await engine.wake()
+        assert {each.pid for each in children() - before} == {engine.pid}
+        assert not engine.errored
+        # Nothing is left that would start another.
+        assert len(engine.transport._tasks) == 1
+
+    on_engine(test, Supervision(restarts=9))
+
+
 def test_sleep_and_wake(tmp_path: Path) -> None:
     """The same tokens and pins after a sleep; what has become of the files is noticed."""
     model = tmp_path / "model"

@@ -180,6 +180,60 @@ def test_pins_in_messages(service: EngineService, sent: list[FromEngine]) -> Non
     assert num_pinned() == 0
 
 
+def test_a_cache_that_is_reset_has_the_pins_that_are_halfway_computed() -> None:
+    """Also those that another reset, or an interrupted one, has computed anew."""
+    sent: list[FromEngine] = []
+    engine = LLMEngine(EngineConfig(**OPTIONS, max_num_batched_tokens=64))
+    service = EngineService(engine, sent.append)
+
+    def finish() -> list[Reply]:
+        while engine.has_unfinished:
+            service.step()
+        return [each for each in taken(sent) if isinstance(each, Reply)]
+
+    def num_held() -> int:
+        assert engine.stats()["pinned_prefixes"] == len(service._pins)
+        return len(service._pins)
+
+    pin = {"pin": 4, "token_ids": list(range(5, 405)), "cache_salt": "", "isolation": ""}
+    service.handle(Ask(1, "pin_prefix", pin))
+    for serial in (2, 3):
+        service.step()
+        service.handle(Ask(serial, "reset_prefix_cache", {}))
+    service.step()
+    assert finish() == [Reply(1, 400), Reply(2, None), Reply(3, None)]
+    for serial in (4, 5):
+        service.handle(Ask(serial, "reset_prefix_cache", {}))
+        service.step()
+    assert finish() == [Reply(4, None), Reply(5, None)]
+    assert num_held() == 1
+    service.handle(Ask(6, "reset_prefix_cache", {}))
+    service.step()
+    service.start_over()
+    assert finish() == []
+    assert num_held() == 1
+    service.handle(Ask(7, "reset_prefix_cache", {}))
+    service.handle(Unpin(4))
+    assert finish() == [Reply(7, None)]
+    assert num_held() == 0
+    engine.close()
+
+
+def test_a_pin_that_is_halfway_computed_when_its_thread_ends_fails() -> None:
+    async def test() -> None:
+        llm = AsyncLLM(**OPTIONS, max_num_batched_tokens=64)
+        await llm.snapshot()
+        pinning = asyncio.create_task(llm.pin_prefix(list(range(5, 405))))
+        await asyncio.sleep(0)
+        llm.transport.send(Shutdown())  # read with the pin, or a few steps later
+        with pytest.raises(EngineDeadError):
+            await pinning
+        await llm.shutdown()
+        assert not llm.errored
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 def test_event_loops_hear_of_their_own_requests() -> None:
     llm = AsyncLLM(**OPTIONS)
 

@@ -28,6 +28,9 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._loaded = threading.Event()
         self._error: BaseException | None = None
+        #: Held to give the loop work; once the end has begun, it gets no more.
+        self._giving = threading.Lock()
+        self._is_ended = False
         self._thread = threading.Thread(target=self._live, name="vmserve-fleet", daemon=True)
         self._thread.start()
         self._loaded.wait()
@@ -44,6 +47,10 @@ class LoopThread:
             self._loaded.set()
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         self._loop.close()
 
     def run(self, works: Callable[[], Sequence[Coroutine[Any, Any, T]]]) -> list[T]:
@@ -54,7 +61,12 @@ class LoopThread:
         """
         self.check_open()
         made = works()
-        running = asyncio.run_coroutine_threadsafe(self._all(made), self._loop)
+        with self._giving:
+            if self._is_ended:
+                for each in made:
+                    each.close()
+            self.check_open()
+            running = asyncio.run_coroutine_threadsafe(self._all(made), self._loop)
         try:
             return running.result()
         except CancelledError:
@@ -64,7 +76,7 @@ class LoopThread:
 
     def check_open(self) -> None:
         """Raises :class:`~vmserve.errors.EngineDeadError` after :meth:`end`."""
-        if not self._thread.is_alive():
+        if self._is_ended:
             raise EngineDeadError("this LLM is closed: make a new one")
 
     async def _all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -90,10 +102,20 @@ class LoopThread:
         return [results[place] for place in range(len(works))]
 
     def end(self) -> bool:
-        """End all engines and the thread. False: that was done before."""
-        if not self._thread.is_alive():
-            return False
-        self.run(lambda: [self.transport.close()])
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        return True
+        """End all engines and the thread. False: another call did that."""
+        with self._giving:
+            was_ended, self._is_ended = self._is_ended, True
+            if not was_ended:
+                closing = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
+        try:
+            if not was_ended:
+                closing.result()
+        finally:
+            self._thread.join()
+        return not was_ended
+
+    async def _close(self) -> None:
+        try:
+            await self.transport.close()
+        finally:
+            self._loop.stop()

@@ -51,12 +51,16 @@ _LATER: Final = object()
 Then: TypeAlias = Callable[[int | Exception], None]
 
 
+def _nobody(result: int | Exception) -> None:
+    """Nobody waits for it."""
+
+
 @dataclass(slots=True)
 class _Pin:
     """A prefix that is held, or computed to be held then.
 
     ``held``: the engine's handle. ``request_id``: the request that computes it, after which
-    ``then`` is called.
+    ``then`` is called. ``is_new``: the client does not know yet that it is held.
     """
 
     token_ids: list[int]
@@ -64,7 +68,8 @@ class _Pin:
     isolation: str
     held: int | None = None
     request_id: str = ""
-    then: Then = lambda result: None
+    then: Then = _nobody
+    is_new: bool = True
 
 
 def _nothing() -> None:
@@ -228,12 +233,15 @@ class EngineService:
 
     def start_over(self) -> None:
         """End all requests without a word: whoever sent them was interrupted, and so perhaps was
-        any call here."""
-        self._pins = {handle: pin for handle, pin in self._pins.items() if pin.held is not None}
+        any call here. Prefixes that were pinned before are computed again in later steps."""
         self.engine.start_over([pin.held for pin in self._pins.values() if pin.held is not None])
         for kept in (self._ids, self._handles, self._started, self._awaited, self._pinning):
             kept.clear()
         self._accepted, self._updates, self._failures = [], [], []
+        self._pins = {handle: pin for handle, pin in self._pins.items() if not pin.is_new}
+        for handle, pin in self._pins.items():
+            if pin.held is None:
+                self._compute(handle, pin, _nobody)
 
     def _forget(self, request_id: str) -> None:
         handle = self._handles.pop(request_id)
@@ -289,8 +297,9 @@ class EngineService:
             del self._pins[handle]
             result = refusal
         else:
-            pin.held, result = held.handle, held.num_tokens
-        pin.then(result)
+            pin.held, pin.is_new, result = held.handle, False, held.num_tokens
+        then, pin.then = pin.then, _nobody
+        then(result)
 
     def unpin(self, handle: int) -> None:
         pin = self._pins.pop(handle, None)
@@ -299,9 +308,13 @@ class EngineService:
         if pin.held is not None:
             self.engine.unpin_prefix(pin.held)
         else:
-            del self._pinning[pin.request_id]
-            self.engine.abort(pin.request_id)
+            self._leave(pin)
             pin.then(0)
+
+    def _leave(self, pin: _Pin) -> None:
+        """Compute a prefix no further."""
+        del self._pinning[pin.request_id]
+        self.engine.abort(pin.request_id)
 
     def unpin_all(self) -> None:
         """Let all pinned prefixes be evicted again: the client has gone."""
@@ -309,23 +322,32 @@ class EngineService:
             self.unpin(handle)
 
     def reset_prefix_cache(self, serial: int) -> object:
-        """Forget every cached prefix, and compute pinned ones again."""
-        self.engine.reset_prefix_cache()
-        again = {handle: pin for handle, pin in self._pins.items() if pin.held is not None}
-        num_left = len(again)
+        """Forget every cached prefix, and compute pinned ones again.
 
-        def count(result: int | Exception) -> None:
-            nonlocal num_left
-            num_left -= 1
-            if isinstance(result, Exception):  # it can be served without
-                logger.error("a pinned prefix could not be pinned again: %s", result)
-            if not num_left:
-                self._send(Reply(serial, None))
+        Those that are being computed too: what is left of them is in no cache.
+        """
+        pins, num_left = dict(self._pins), len(self._pins)
 
-        for handle, pin in again.items():
+        def counted(pin: _Pin, then: Then) -> Then:
+            def count(result: int | Exception) -> None:
+                nonlocal num_left
+                num_left -= 1
+                if isinstance(result, Exception) and not pin.is_new:  # it can be served without
+                    logger.error("a pinned prefix could not be pinned again: %s", result)
+                then(result)
+                if not num_left:
+                    self._send(Reply(serial, None))
+
+            return count
+
+        for pin in pins.values():
+            if pin.held is None:
+                self._leave(pin)
             pin.held = None
-            self._compute(handle, pin, count)
-        return _LATER if again else None
+        self.engine.reset_prefix_cache()
+        for handle, pin in pins.items():
+            self._compute(handle, pin, counted(pin, pin.then))
+        return _LATER if pins else None
 
     # -- updates ------------------------------------------------------------------------
 

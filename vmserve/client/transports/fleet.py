@@ -68,7 +68,8 @@ class _Placed:
 
     ``add``: as the client sent it. ``is_accepted`` and ``has_begun``: whether the client was told
     that it is queued, and has been given some of it. ``has_passed``: whether tokens were passed on,
-    of which its reader has been given nothing. ``ends_at``: its deadline in monotonic seconds.
+    of which its reader has been given nothing. ``is_aborted``: its member was told to end it.
+    ``ends_at``: its deadline in monotonic seconds.
     """
 
     add: Add
@@ -78,12 +79,15 @@ class _Placed:
     is_accepted: bool = False
     has_begun: bool = False
     has_passed: bool = False
+    is_aborted: bool = False
     num_deaths: int = 0
     num_moves: int = 0
 
     @property
     def may_move(self) -> bool:
-        return self.num_moves < (_MOST_MOVES if self.add.is_stream else _MOST_MOVES_WHOLE)
+        return not self.is_aborted and self.num_moves < (
+            _MOST_MOVES if self.add.is_stream else _MOST_MOVES_WHOLE
+        )
 
     def again(self, member: FleetEngine, handle: int) -> Add:
         """The message that queues it at another member."""
@@ -361,9 +365,9 @@ class Fleet:
             case Ask():
                 if message.question == "pin_prefix":
                     self._pins[message.arguments["pin"]] = message.arguments
-                task = asyncio.ensure_future(self._answer(message))
+                task = asyncio.ensure_future(self._ask_all(message.question, message.arguments))
                 self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                task.add_done_callback(partial(self._answer, message.serial))
             case Unpin():
                 self._pins.pop(message.pin, None)
                 for member in self.members:
@@ -425,7 +429,8 @@ class Fleet:
         while True:
             placed.num_deaths += error is not None
             placed.num_moves += error is None
-            is_lost = placed.has_begun or placed.num_deaths == _MOST_DEATHS or self._is_closing
+            is_over = placed.has_begun or placed.is_aborted or self._is_closing
+            is_lost = is_over or placed.num_deaths == _MOST_DEATHS
             if is_lost or not self._states[self._takers]:
                 del self._placed[placed.add.handle]
                 dead = error or EngineDeadError(_SILENT)
@@ -455,6 +460,7 @@ class Fleet:
 
     def _abort(self, placed: _Placed, *, tell: bool) -> None:
         """End a request at its member, whose last update is passed on if ``tell``."""
+        placed.is_aborted = True
         if not tell:
             self._forget(placed)
         placed.member.transport.send(Abort(placed.handle, tell))
@@ -514,16 +520,16 @@ class Fleet:
 
     # -- questions ----------------------------------------------------------------------
 
-    async def _answer(self, ask: Ask) -> None:
+    def _answer(self, serial: int, task: asyncio.Future[Any]) -> None:
+        """Reply with the outcome, also of a task that was cancelled before it began."""
+        self._tasks.discard(task)
         try:
-            value = await self._ask_all(ask.question, ask.arguments)
+            reply = Reply(serial, task.result())
         except asyncio.CancelledError:  # all engines end
-            self._receive(Reply(ask.serial, None, EngineDeadError("the engines have stopped")))
-            raise
+            reply = Reply(serial, None, EngineDeadError("the engines have stopped"))
         except Exception as error:  # noqa: BLE001  whoever asked gets it
-            self._receive(Reply(ask.serial, None, error))
-        else:
-            self._receive(Reply(ask.serial, value))
+            reply = Reply(serial, None, error)
+        self._receive(reply)
 
     async def _ask_all(self, question: str, arguments: Arguments) -> Any:
         """Ask all members; one that is down or dies meanwhile has no answer.
@@ -542,7 +548,13 @@ class Fleet:
                 for member in members[first : first + _ASKED_AT_ONCE]
             ]
             works += some
-            await asyncio.wait(some, timeout=_TURN_SECONDS)
+            try:
+                await asyncio.wait(some, timeout=_TURN_SECONDS)
+            except asyncio.CancelledError:  # all engines end
+                for each in works:
+                    each.cancel()
+                await asyncio.gather(*works, return_exceptions=True)
+                raise
         answers = await asyncio.gather(*works, return_exceptions=True)
         for answer in answers:
             is_missing = isinstance(answer, EngineDeadError) and not asked.needs_all
@@ -552,7 +564,7 @@ class Fleet:
         if not given:
             raise EngineDeadError("the engines have stopped")
         if question == "set_kv_cache_memory":
-            for member in members:
+            for member in self.members:  # some may have left
                 self._enter(member)
                 self._note(member)
         return asked.merge(given)

@@ -260,20 +260,17 @@ class Supervised:
         self._receive = receive
 
     def send(self, message: ToEngine) -> None:
-        if isinstance(message, Ask):
-            self._note_question(message)
-        elif isinstance(message, Unpin):
-            self._pins.pop(message.pin, None)
+        match message:  # also while there is no engine: the next one has the pins
+            case Ask(_, "pin_prefix", arguments):
+                self._pins[arguments["pin"]] = arguments
+            case Unpin():
+                self._pins.pop(message.pin, None)
         self._send_now(message)
-        if self._are_pins_due and isinstance(message, Lend):
-            self._pinning = self._begin(self._pin_again())
-
-    def _note_question(self, message: Ask) -> None:
-        match message.question:
-            case "pin_prefix":
-                self._pins[message.arguments["pin"]] = message.arguments
-            case "stats" | "snapshot" | "set_kv_cache_memory":
-                self._asked[message.serial] = message
+        match message:
+            case Ask(serial, "stats" | "snapshot" | "set_kv_cache_memory"):
+                self._asked[serial] = message
+            case Lend() if self._are_pins_due:
+                self._pinning = self._begin(self._pin_again())
 
     def _hear(self, message: FromEngine) -> None:
         self._num_cut = 0
@@ -318,6 +315,8 @@ class Supervised:
 
     async def start(self, *, again: bool = False) -> None:
         if again:
+            await self._stop()  # it may be about to start one by itself
+            self.facts.is_dead = False
             await self._restart()
         elif self._connecting is None:
             self._connecting = asyncio.ensure_future(self._connect())
@@ -330,10 +329,7 @@ class Supervised:
         """End the engine until :meth:`start` again. What it said of requests comes before."""
         if not self._is_ending and not self._is_lost:
             await self.start()
-        self._is_ending = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stop()
         if self._link is not None and not self._is_lost:
             self._link.send(Shutdown())
             await asyncio.to_thread(self._channel.reap, _END_SECONDS)
@@ -343,6 +339,13 @@ class Supervised:
         await asyncio.to_thread(self._channel.close)
         self.facts.is_dead = False  # nor is it started again by itself
         await self.source.leave()
+
+    async def _stop(self) -> None:
+        """Watch no engine and start none by itself."""
+        self._is_ending = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _connect(self) -> None:
         self._link = link = self._channel.link()

@@ -55,9 +55,11 @@ class ThreadTransport:
         except BaseException:  # the thread's boundary: nothing above it handles exceptions
             logger.exception("the engine stopped")
             self.facts.is_dead = self.facts.is_ended = True
-            self._receive(Lost())
         finally:
-            self._engine.close()
+            try:
+                self._engine.close()
+            finally:
+                self._receive(Lost())  # also when it was meant: a pin may not have been computed
 
     def _note(self) -> None:
         """Note the engine's metrics, after a step."""
