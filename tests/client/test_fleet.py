@@ -87,6 +87,20 @@ def test_its_identity_is_that_of_all_engines_that_may_answer() -> None:
     assert mixed == fleet_of(*reversed(engines)).identity
     assert mixed not in {engine.facts.identity for engine in engines}
 
+    async def test() -> None:
+        fleet = fleet_of(*engines)
+        engines[0].lose()
+        engines[0].facts.identity = "another processor"  # it was started again elsewhere
+        engines[0].revive()
+        assert fleet.identity == "another processor"
+        engines[0].lose()
+        engines[0].facts.identity = "a third"
+        engines[0].revive()
+        await fleet.transport.leave("1", 0)
+        assert fleet.identity == "a third"
+
+    run(test)
+
 
 def test_a_conversation_stays_with_its_engine_and_others_spread() -> None:
     async def test() -> None:
