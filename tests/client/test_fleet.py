@@ -297,6 +297,27 @@ def test_pins_that_come_and_go_while_an_engine_joins_are_those_that_it_has() -> 
     run(test)
 
 
+def test_all_engines_wake_or_none() -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        fleet = fleet_of(one, other)
+        await fleet.start()
+        await fleet.sleep()
+        assert one.stopped
+        assert other.stopped
+        other.fail_to_wake = ConfigurationError("its files have gone")
+        with pytest.raises(ConfigurationError, match="its files have gone"):
+            await fleet.wake()
+        assert one.stopped
+        with pytest.raises(EngineDeadError):
+            await text_of(ask(fleet))
+        other.fail_to_wake = None
+        await fleet.wake()
+        assert await text_of(ask(fleet)) == "hello"
+
+    run(test)
+
+
 def test_a_pin_whose_caller_leaves_at_once_is_nowhere() -> None:
     async def test(num_turns: int) -> None:
         engines = [Engine() for _ in range(40)]
