@@ -297,6 +297,20 @@ def test_pins_that_come_and_go_while_an_engine_joins_are_those_that_it_has() -> 
     run(test)
 
 
+def test_memory_is_changed_in_all_engines_or_in_none() -> None:
+    async def test() -> None:
+        one, other = Engine(), Engine()
+        fleet = fleet_of(one, other)
+        assert await fleet.set_kv_cache_memory("4MiB") == 2 * 4096
+        assert [one.kv_cache_memory, other.kv_cache_memory] == [2 << 20] * 2
+        other.lose()
+        with pytest.raises(EngineDeadError, match="nothing was changed"):
+            await fleet.set_kv_cache_memory("8MiB")
+        assert one.kv_cache_memory == 2 << 20
+
+    run(test)
+
+
 def test_all_engines_wake_or_none() -> None:
     async def test() -> None:
         one, other = Engine(), Engine()

@@ -336,6 +336,7 @@ def test_sleep_and_wake(tmp_path: Path) -> None:
 
         try:
             await engine.pin_prefix(prefix)
+            given_up = await engine.pin_prefix(prefix[:16])
             expected = await text()
             first = engine.pid
             await engine.sleep()
@@ -343,6 +344,7 @@ def test_sleep_and_wake(tmp_path: Path) -> None:
             assert not engine.errored
             with pytest.raises(EngineDeadError):
                 await text()
+            await engine.unpin_prefix(given_up.handle)
             weights = model / "model.safetensors"
             weights.touch()
             await engine.wake()

@@ -473,4 +473,4 @@ class Client:
         """Let the prefix be evicted again. Raises ``ValueError`` for an unknown handle."""
         if self._pins.pop(handle, None) is None:
             raise ValueError(f"no prefix is pinned with the handle {handle}")
-        self._send(Unpin(handle))
+        self._send_quietly(Unpin(handle))  # an engine that is dead or sleeps holds nothing

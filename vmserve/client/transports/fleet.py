@@ -537,6 +537,8 @@ class Fleet:
         Raises :class:`~vmserve.errors.EngineDeadError` if there are none.
         """
         members, asked = self.members, QUESTIONS[question]
+        if asked.needs_all and any(member.facts.is_dead for member in members):
+            raise EngineDeadError("an engine is down: nothing was changed")
         part = asked.split(arguments, len(members))
         if question == "reset_prefix_cache":
             for member in members:

@@ -407,6 +407,8 @@ class Supervised:
             except VmserveError as error:
                 self.source.failed(error)
             else:
+                if self._is_lost:  # again, as it pinned: that has begun to start another
+                    return
                 self._num_restarts += 1
                 self._stats["engine_restarts_total"] = self._num_restarts
                 self.source.is_back()
