@@ -32,7 +32,10 @@ from tests.chaos.harness import ENGINE_OPTIONS, MAIN, Disturbance, Server, until
 __all__ = ["WAYS", "Kills", "kill"]
 
 #: The pause before a restart grows to half a minute, which would be most of the time here.
-_AT_ONCE = "from vmserve.client.transports import process; process._LONGEST_RESTART_SECONDS = 0.1; "
+_AT_ONCE = (
+    "from vmserve.client.transports import restarts; assert restarts._LONGEST_RESTART_SECONDS; "
+    "restarts._LONGEST_RESTART_SECONDS = 0.1; "
+)
 _RESTARTS = ("--engine-restarts", "1000000", "--engine-hang-timeout", "10")
 _ENGINE = [sys.executable, "-c", MAIN, "engine"]
 _LONGEST_STOP = 2.5

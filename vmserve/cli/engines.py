@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
 from vmserve.client.client import Client
-from vmserve.client.engines.local import start_engine
-from vmserve.client.transports.supervised import Progress, Supervision
+from vmserve.client.engines.local import start_engine, start_engines
+from vmserve.client.transports.supervised import Supervision
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import is_embedded
+from vmserve.models.loader import Progress
 from vmserve.options import Bounds, Option, check_options, rules
 from vmserve.router.policy import Policy
 from vmserve.server.config import PROCESSES
@@ -202,6 +203,4 @@ class EngineChoice:
         }  # fmt: skip
         if size == 1:
             return Client(start_engine(**options, **watched)), None
-        from vmserve.client.engines.local import start_engines  # noqa: PLC0415
-
         return Client(start_engines(size, policy, **options, **watched)), None

@@ -8,8 +8,8 @@ from typing import Any
 from vmserve.client.client import Client
 from vmserve.client.transports.thread import ThreadTransport
 from vmserve.config import EngineConfig
-from vmserve.engine.build import Progress
 from vmserve.engine.engine import LLMEngine
+from vmserve.models.loader import Progress
 
 __all__ = ["AsyncLLM"]
 

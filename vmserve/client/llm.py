@@ -17,10 +17,10 @@ from vmserve.client.loop_thread import LoopThread
 from vmserve.client.transports.inline import InlineTransport
 from vmserve.client.transports.supervised import Supervision
 from vmserve.config import LEAST, EngineConfig
-from vmserve.engine.build import Progress
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.models.hub import EMBEDDED_NAME
+from vmserve.models.loader import Progress
 from vmserve.options import rules
 from vmserve.router.policy import Policy
 from vmserve.sampling import BeamSearchParams, GenerationParams, SamplingParams

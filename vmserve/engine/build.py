@@ -25,6 +25,7 @@ from vmserve.models import LoadedModel, resolve_model
 from vmserve.models.config import ModelConfig
 from vmserve.models.content import fingerprint
 from vmserve.models.gguf.reader import GgufModel
+from vmserve.models.loader import Progress
 from vmserve.options import rules
 from vmserve.parallel.launched import placement
 from vmserve.parallel.ranks import Ranks
@@ -43,7 +44,7 @@ from vmserve.speculation.prompt_lookup import PromptLookup
 from vmserve.system.heap import trim_memory
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["EngineParts", "Progress", "build"]
+__all__ = ["EngineParts", "build"]
 
 #: Free pages that an idle engine keeps, so that the next short request waits for no page fault.
 IDLE_BYTES = 16 << 20
@@ -53,7 +54,6 @@ SCORED_LOGITS = 1 << 25
 #: weights: little, so that it is tried.
 _HOPED = 0.5
 #: ``progress(phase, done, total)``: called while loading; units depend on the phase.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import numpy as np
 
 from vmserve.config import EngineConfig
 from vmserve.engine.accept import TokenAcceptor
-from vmserve.engine.build import SCORED_LOGITS, EngineParts, Progress, build
+from vmserve.engine.build import SCORED_LOGITS, EngineParts, build
 from vmserve.engine.deadlines import Deadlines, too_late
 from vmserve.engine.drafts import Drafts
 from vmserve.engine.grammars import StructuredRequests
@@ -33,6 +33,7 @@ from vmserve.errors import (
 from vmserve.memory.base import Health, Regime
 from vmserve.memory.longest import LongestSequence
 from vmserve.memory.manager import MemoryManager
+from vmserve.models.loader import Progress
 from vmserve.numbers.sizes import format_size, parse_size
 from vmserve.numbers.values import step_value
 from vmserve.pool.shares import Holding

@@ -11,9 +11,10 @@ from typing import Any, Final
 
 from vmserve.client.transports.fleet import Fleet
 from vmserve.client.transports.process import EngineProcess, ProcessSource
-from vmserve.client.transports.supervised import Progress, Supervised, Supervision
+from vmserve.client.transports.supervised import Supervised, Supervision
 from vmserve.config import default_kv_bytes
 from vmserve.memory.limits import available_memory
+from vmserve.models.loader import Progress
 from vmserve.numbers.sizes import format_size, parse_size
 from vmserve.options import rules
 from vmserve.router.policy import Policy

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from vmserve.client.transports.fleet import Fleet
-from vmserve.client.transports.restarts import pauses
+from vmserve.client.transports.restarts import Reconnecting
 from vmserve.client.transports.sealed.handshake import TakenError
 from vmserve.client.transports.sealed.link import Place
 from vmserve.client.transports.sealed.source import SealedSource
@@ -150,14 +150,12 @@ def _joining(
 
 async def _until_connected(connect: Callable[[], Awaitable[None]]) -> None:
     """Call ``connect``, after pauses that grow, until it raises no error of ours."""
-    logged = ""
-    for pause in pauses():
-        await asyncio.sleep(pause)
+    attempts = Reconnecting()
+    while True:
+        await asyncio.sleep(attempts.pause())
         try:
             await connect()
         except VmserveError as error:
-            if str(error) != logged:
-                logged = str(error)
-                logger.warning("not connected yet: %s", error)
+            attempts.failed(error)
         else:
             return

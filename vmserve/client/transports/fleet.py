@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+import msgspec
+
 from vmserve.client.callers import Callers
 from vmserve.client.messages import (
     Abort,
@@ -95,8 +97,7 @@ class _Placed:
         terms = self.add.terms
         if self.ends_at is not None:
             terms = replace(terms, timeout=max(0.001, self.ends_at - time.monotonic()))
-        add = self.add
-        return Add(handle, add.request_id, add.prompt_token_ids, add.params, terms, add.is_stream)
+        return msgspec.structs.replace(self.add, handle=handle, terms=terms)
 
 
 @dataclass(eq=False)
@@ -413,8 +414,6 @@ class Fleet:
             self._send(placed, add)
         except EngineDeadError as error:
             self._place_again(placed, error)
-            if placed.add.handle not in self._placed:
-                raise
 
     def _send(self, placed: _Placed, add: Add) -> None:
         placed.member.transport.send(add)

@@ -11,7 +11,7 @@ from vmserve.client.callers import Callers, Future
 from vmserve.client.messages import Lend, ToEngine
 from vmserve.client.service import EngineService
 from vmserve.client.transports.base import Receive
-from vmserve.client.transports.here import facts_of
+from vmserve.client.transports.here import Here
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import EngineDeadError, VmserveError
 
@@ -69,15 +69,14 @@ class _Callers(Callers):
         pass
 
 
-class InlineTransport:
+class InlineTransport(Here):
     """Handles messages when they are sent. :meth:`run` steps the engine. For one thread at a time.
 
     Other threads may send orders of a pool, which :meth:`run` carries out too.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
-        self.facts = facts_of(engine)
+        super().__init__(engine)
         self.facts.latest = engine.stats  # of this moment
         self._woken: deque[int] = deque()
         self.callers = _Callers(self._woken)
@@ -96,10 +95,6 @@ class InlineTransport:
             self._obey()
         else:
             self._service.handle(message)
-
-    async def start(self, *, again: bool = False) -> None:
-        if again:
-            raise EngineDeadError("an engine in this process is not started again")
 
     async def close(self) -> None:
         self.end()

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-__all__ = ["RESTART_WINDOW_SECONDS", "RestartBudget", "pauses"]
+from vmserve.errors import VmserveError
+
+__all__ = ["RESTART_WINDOW_SECONDS", "Reconnecting", "RestartBudget"]
+
+logger = logging.getLogger(__name__)
 
 #: Age up to which restarts count: an engine that dies once a week is not in a loop.
 RESTART_WINDOW_SECONDS = 3600.0
@@ -42,9 +47,19 @@ class RestartBudget:
         return pause
 
 
-def pauses() -> Iterator[float]:
-    """Seconds before each attempt to connect again, without an end."""
-    pause = _FIRST_PAUSE_SECONDS
-    while True:
-        yield pause
-        pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+class Reconnecting:
+    """Attempts to connect, without an end: pauses grow, and a failure is logged if it is news."""
+
+    def __init__(self) -> None:
+        self._pause = _FIRST_PAUSE_SECONDS
+        self._logged = ""
+
+    def pause(self) -> float:
+        """Seconds before the next attempt."""
+        pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+        return pause
+
+    def failed(self, error: VmserveError) -> None:
+        if str(error) != self._logged:
+            self._logged = str(error)
+            logger.warning("not connected yet: %s", error)

@@ -38,13 +38,13 @@ from vmserve.client.transports.base import Facts, Receive
 from vmserve.client.transports.pulse import Pulse
 from vmserve.config import LEAST, ResolvedConfig
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
+from vmserve.models.loader import Progress
 from vmserve.text.tokenizer import Tokenizer
 
-__all__ = ["Channel", "Link", "Progress", "Source", "Supervised", "Supervision"]
+__all__ = ["Channel", "Link", "Source", "Supervised", "Supervision"]
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str, int, int], None]
 #: Part of the time before an engine is killed after which it is suspected at the latest.
 _SUSPECT_PART = 0.5
 #: Seconds that an engine has to end after :class:`Shutdown`.

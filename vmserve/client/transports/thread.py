@@ -12,7 +12,7 @@ from vmserve.client.callers import CallersOfAnyLoop
 from vmserve.client.messages import Lost, Shutdown, ToEngine
 from vmserve.client.service import EngineService
 from vmserve.client.transports.base import Receive
-from vmserve.client.transports.here import facts_of
+from vmserve.client.transports.here import Here
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import EngineDeadError
 
@@ -21,12 +21,11 @@ __all__ = ["ThreadTransport"]
 logger = logging.getLogger(__name__)
 
 
-class ThreadTransport:
+class ThreadTransport(Here):
     """Calls ``receive`` in the engine's thread, which begins with :meth:`on`."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
-        self.facts = facts_of(engine)
+        super().__init__(engine)
         self.facts.latest = lambda: self._stats
         self.callers = CallersOfAnyLoop()
         self._note()
@@ -39,10 +38,6 @@ class ThreadTransport:
 
     def send(self, message: ToEngine) -> None:
         self._service.post(message)
-
-    async def start(self, *, again: bool = False) -> None:
-        if again:
-            raise EngineDeadError("an engine in this process is not started again")
 
     async def close(self) -> None:
         with contextlib.suppress(EngineDeadError):

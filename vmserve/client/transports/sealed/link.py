@@ -27,6 +27,7 @@ from vmserve.client.transports.sealed.handshake import (
 from vmserve.client.transports.sealed.identity import MOST_TOKENIZER_BYTES, SentFile, digest_of
 from vmserve.client.transports.sealed.stream import BrokenSealError, Opener, Sealer
 from vmserve.errors import ConfigurationError, EngineDeadError, VmserveError
+from vmserve.models.loader import Progress
 
 __all__ = ["Place", "SealedChannel", "parse_address", "prepare_socket"]
 
@@ -73,7 +74,7 @@ class SealedChannel:
         self._is_closed = False
         self._received: deque[FromEngine] = deque()
 
-    def wait_ready(self, progress: Callable[[str, int, int], None]) -> Ready:
+    def wait_ready(self, progress: Progress) -> Ready:
         """Connect, prove the key and receive what the model is.
 
         A handshake that is cut short, as where many connect at once, is tried again. Raises

@@ -6,16 +6,17 @@ import logging
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from vmserve.client.messages import Ready
 from vmserve.client.transports.base import Facts
-from vmserve.client.transports.restarts import pauses
+from vmserve.client.transports.restarts import Reconnecting
 from vmserve.client.transports.sealed.identity import write_files
 from vmserve.client.transports.sealed.link import Place, SealedChannel
 from vmserve.client.transports.supervised import Channel
 from vmserve.errors import ConfigurationError, VmserveError
+from vmserve.models.loader import Progress
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = ["SealedSource"]
@@ -41,8 +42,7 @@ class SealedSource:
         self._place = place
         self._key = key
         self._tokenizer = tokenizer
-        self._pauses: Iterator[float] = pauses()
-        self._logged = ""
+        self._attempts = Reconnecting()
 
     def kv_cache_memory(self) -> int | str | None:
         return None
@@ -59,7 +59,7 @@ class SealedSource:
     def load(
         self,
         channel: Channel,
-        progress: Callable[[str, int, int], None],
+        progress: Progress,
         meanwhile: Callable[[], None],
         known: dict[str, Tokenizer],
     ) -> tuple[Ready, Tokenizer]:
@@ -101,15 +101,13 @@ class SealedSource:
 
     def has_ended(self, channel: Channel) -> None:
         logger.error("lost the engine at %s; connecting again", self.address)
-        self._pauses, self._logged = pauses(), ""
+        self._attempts = Reconnecting()
 
     def pause(self) -> float | None:
-        return next(self._pauses)
+        return self._attempts.pause()
 
     def failed(self, error: VmserveError) -> None:
-        if str(error) != self._logged:
-            self._logged = str(error)
-            logger.warning("not connected yet: %s", error)
+        self._attempts.failed(error)
 
     def is_back(self) -> None:
         logger.info("connected to the engine at %s again", self.address)
