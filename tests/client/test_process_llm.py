@@ -290,11 +290,15 @@ def test_an_engine_that_is_started_again() -> None:
         assert stats["limit_pages"] * stats["page_bytes"] == limit
         assert await engine.set_kv_cache_memory("64MiB") == 64 << 20
         await engine.unpin_prefix(pin.handle)
-        # What is no message ends it too.
+        # What is no message ends it too. The pause before the last restart is not said again.
+        said: list[float | None] = []
+        source: Any = engine.transport.source
+        source.has_ended = lambda channel: said.append(engine.retry_seconds)
         stream: Any = engine.transport._link
         stream._stream.write(frame(b"\xc1"))
         await engine.until_dead()
         assert engine.errored
+        await until(lambda: said == [None])
 
     on_engine(test, Supervision(restarts=1))
 

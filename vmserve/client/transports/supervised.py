@@ -394,6 +394,7 @@ class Supervised:
         self.facts.is_suspect = False
         if not self._is_ending:
             self.facts.is_dead = True
+            self.facts.retry_seconds = None  # that of the death before
             self._begin(self._after_death())
         self._receive(Lost())
 
