@@ -397,9 +397,43 @@ class StoreDirectory:
 #: (kind, sequence, num_tokens, first_token, other sequence, view)
 _Op = tuple[OpKind, int, int, int, int, View]
 
-class _Memory:
-    """What memories of one kind of layers and of several have in common."""
+class KVMemory:
+    """``kinds``: of each its ``driver`` and options of its own; others are common to all."""
 
+    num_kinds: Final[int]
+    closed: Final[bool]
+    def __init__(
+        self,
+        kinds: Sequence[dict[str, Any]],
+        limit_pages: int,
+        *,
+        num_groups: int = ...,
+        block_tokens: int = ...,
+        blocks_per_page: int = ...,
+        token_bytes: int = ...,
+        max_seqs: int = ...,
+        num_slots: int = ...,
+        max_len: int = ...,
+        max_pages: int = ...,
+        window: int = 0,
+        state_bytes: int = 0,
+        checkpoint_tokens: int = 0,
+        read_slack: int = 0,
+        grow_pages: int = 1,
+        ready_pages: int = 0,
+        zero_policy: ZeroPolicy = ...,
+        prefix_caching: bool = True,
+        null_page: bool = False,
+        deferred_reclamation: bool = True,
+        seal_read_only: bool = True,
+        access_under_readers: bool = True,
+        swap_blocks: int = 0,
+        mapper: MapperMode = ...,
+        lookahead_tokens: int = 0,
+        eager_slots: int = 0,
+        eager_pages: int = 0,
+        reclaim_share: float = 0.1,
+    ) -> None: ...
     def open(
         self, tenant: int = 0, view: View = ..., salt: bytes = b"", tokens: Sequence[int] = ()
     ) -> int | None: ...
@@ -449,69 +483,24 @@ class _Memory:
     def fingerprint(self) -> int: ...
     def require_usable(self) -> None: ...
     def close(self) -> None: ...
-
-class KVMemory(_Memory):
-    def __init__(
-        self,
-        driver: PageDriver,
-        *,
-        num_groups: int,
-        block_tokens: int,
-        blocks_per_page: int,
-        token_bytes: int,
-        max_seqs: int,
-        num_slots: int,
-        max_len: int,
-        limit_pages: int,
-        max_pages: int,
-        state_bytes: int = 0,
-        checkpoint_tokens: int = 0,
-        read_slack: int = 0,
-        grow_pages: int = 1,
-        ready_pages: int = 0,
-        zero_policy: ZeroPolicy = ...,
-        prefix_caching: bool = True,
-        null_page: bool = False,
-        deferred_reclamation: bool = True,
-        seal_read_only: bool = True,
-        access_under_readers: bool = True,
-        swap_blocks: int = 0,
-        mapper: MapperMode = ...,
-        lookahead_tokens: int = 0,
-        eager_slots: int = 0,
-        eager_pages: int = 0,
-        reclaim_share: float = 0.1,
-    ) -> None: ...
     def compact(self) -> int: ...
-    def persist_to(self, store: PageStore, touch_seconds: float = 60) -> None: ...
+    def persist_to(self, stores: Sequence[PageStore], touch_seconds: float = 60) -> None: ...
     def run_mapper(self, max_commands: int) -> int: ...
     def run_store(self, max_jobs: int) -> int: ...
-    def blocks(self, seq: int) -> NDArray[np.int32]: ...
-    def slot_pages(self, slot: int) -> NDArray[np.int32]: ...
     def length(self, seq: int) -> int: ...
     def sealed(self, seq: int) -> int: ...
     def view(self, seq: int) -> View: ...
     def swapped(self, seq: int) -> bool: ...
     def slot(self, seq: int) -> int | None: ...
     def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]: ...
-    def block_refs(self, block: int) -> int: ...
-    @property
-    def block_tables(self) -> NDArray[np.int32]: ...
-    def slots_buffer(self, group: int) -> NDArray[np.uint8]: ...
-    def arena_buffer(self, group: int) -> NDArray[np.uint8]: ...
-    def shadow_buffer(self, group: int) -> NDArray[np.uint8]: ...
-    @property
-    def closed(self) -> bool: ...
-
-class KindsMemory(_Memory):
-    def __init__(
-        self, kinds: Sequence[tuple[PageDriver, int, dict[str, Any]]], limit_pages: int
-    ) -> None:
-        """kinds: driver, window (0: none) and arguments of :class:`KVMemory`, of each."""
-
-    def persist_to(self, store: Sequence[PageStore], touch_seconds: float = 60) -> None: ...
-    @property
-    def kinds(self) -> list[KVMemory]: ...
+    def blocks(self, seq: int, kind: int = 0) -> NDArray[np.int32]: ...
+    def slot_pages(self, slot: int, kind: int = 0) -> NDArray[np.int32]: ...
+    def block_refs(self, block: int, kind: int = 0) -> int: ...
+    def kind_stats(self) -> list[MemoryStats]: ...
+    def block_tables(self, kind: int = 0) -> NDArray[np.int32]: ...
+    def slots_buffer(self, group: int, kind: int = 0) -> NDArray[np.uint8]: ...
+    def arena_buffer(self, group: int, kind: int = 0) -> NDArray[np.uint8]: ...
+    def shadow_buffer(self, group: int, kind: int = 0) -> NDArray[np.uint8]: ...
 
 #: (address, dtype, shape, strides in elements)
 _TensorTuple = tuple[int, str, Sequence[int], Sequence[int]]

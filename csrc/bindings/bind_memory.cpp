@@ -12,7 +12,6 @@
 
 #include "bindings.h"
 #include "vmserve/errors.h"
-#include "vmserve/kinds_memory.h"
 #include "vmserve/kv_memory.h"
 
 namespace py = pybind11;
@@ -69,33 +68,35 @@ py::array_t<std::uint8_t> buffer(std::shared_ptr<AddressSpace> space, Address ad
                                    reinterpret_cast<const std::uint8_t*>(addr), base);
 }
 
-void check_group(const KVMemory& memory, std::int32_t group) {
-  const std::int32_t num_groups = memory.config().num_groups;
+void check_group(const KVMemory& memory, std::int32_t group, std::size_t kind) {
+  const std::int32_t num_groups = memory.config(kind).num_groups;
   if (group < 0 || group >= num_groups) {
     throw MisuseError("group " + std::to_string(group) + " is outside 0 .. " +
                       std::to_string(num_groups - 1));
   }
 }
 
-py::array_t<std::uint8_t> slots_buffer(const KVMemory& memory, std::int32_t group) {
-  check_group(memory, group);
-  const auto space = memory.address_space();
+py::array_t<std::uint8_t> slots_buffer(const KVMemory& memory, std::int32_t group,
+                                       std::size_t kind) {
+  check_group(memory, group, kind);
+  const auto space = memory.address_space(kind);
   return buffer(space, space->slot(group), space->shape().num_slots, space->slot_bytes());
 }
 
-py::array_t<std::uint8_t> arena_buffer(const KVMemory& memory, std::int32_t group) {
-  check_group(memory, group);
-  const auto space = memory.address_space();
+py::array_t<std::uint8_t> arena_buffer(const KVMemory& memory, std::int32_t group,
+                                       std::size_t kind) {
+  check_group(memory, group, kind);
+  const auto space = memory.address_space(kind);
   return buffer(space, space->arena(group), space->shape().max_pages, space->page_bytes());
 }
 
-py::array_t<std::uint8_t> shadow_buffer(KVMemory& memory, std::int32_t group) {
-  check_group(memory, group);
+py::array_t<std::uint8_t> shadow_buffer(KVMemory& memory, std::int32_t group, std::size_t kind) {
+  check_group(memory, group, kind);
   {
     const py::gil_scoped_release unlocked;
-    memory.enable_shadow();
+    memory.enable_shadow(kind);
   }
-  const auto space = memory.address_space();
+  const auto space = memory.address_space(kind);
   auto array = buffer(space, space->shadow(group), space->shape().num_slots, space->slot_bytes());
   array.attr("setflags")(py::arg("write") = false);
   return array;
@@ -142,7 +143,7 @@ void bind_enums(py::module_& m) {
 py::dict as_dict(const MemoryStats& stats) {
   py::dict values;
 #define VMSERVE_GAUGE(type, name, rule, what) values[#name] = stats.name;
-#define VMSERVE_COUNTER(type, name, what) values[#name "_total"] = stats.name##_total;
+#define VMSERVE_COUNTER(type, name, rule, what) values[#name "_total"] = stats.name##_total;
 #include "vmserve/stats.def"
   return values;
 }
@@ -164,7 +165,7 @@ void bind_stats(py::module_& m) {
   stats.def_readonly("health", &MemoryStats::health);
   stats.def("as_dict", &as_dict);
 #define VMSERVE_GAUGE(type, name, rule, what) stats.def_readonly(#name, &MemoryStats::name, what);
-#define VMSERVE_COUNTER(type, name, what) \
+#define VMSERVE_COUNTER(type, name, rule, what) \
   stats.def_readonly(#name "_total", &MemoryStats::name##_total, what);
 #include "vmserve/stats.def"
 }
@@ -180,9 +181,12 @@ py::tuple as_tuple(const MemoryMap& map) {
   return py::make_tuple(map.num_pages, map.pages_per_cell, cells, map.counts, slots);
 }
 
-MemoryConfig as_config(const py::dict& kwargs) {
-  MemoryConfig config;
-  py::dict left(kwargs);
+// `own`: options of one kind, with its driver; `common`: of all kinds.
+KindConfig as_kind(const py::dict& own, const py::dict& common) {
+  KindConfig kind;
+  MemoryConfig& config = kind.memory;
+  py::dict left = py::cast<py::dict>(common.attr("copy")());
+  for (const auto& [name, value] : own) left[name] = value;
   const auto take = [&](const char* name, auto& value, bool is_required = false) {
     if (!left.contains(name)) {
       if (is_required) throw py::type_error(std::string("missing argument: ") + name);
@@ -191,6 +195,7 @@ MemoryConfig as_config(const py::dict& kwargs) {
     value = py::cast<std::decay_t<decltype(value)>>(left[name]);
     left.attr("pop")(name);
   };
+  take("driver", kind.driver, true);
   take("num_groups", config.num_groups, true);
   take("block_tokens", config.block_tokens, true);
   take("blocks_per_page", config.blocks_per_page, true);
@@ -198,8 +203,8 @@ MemoryConfig as_config(const py::dict& kwargs) {
   take("max_seqs", config.max_seqs, true);
   take("num_slots", config.num_slots, true);
   take("max_len", config.max_len, true);
-  take("limit_pages", config.limit_pages, true);
   take("max_pages", config.max_pages, true);
+  take("window", config.window);
   take("state_bytes", config.state_bytes);
   take("checkpoint_tokens", config.checkpoint_tokens);
   take("read_slack", config.read_slack);
@@ -220,17 +225,15 @@ MemoryConfig as_config(const py::dict& kwargs) {
   if (!left.empty()) {
     throw py::type_error("unknown argument: " + py::cast<std::string>(*left.begin()->first));
   }
-  return config;
+  return kind;
 }
 
-// Methods that KVMemory and KindsMemory have in common.
-template <typename Memory>
-void bind_sequences(py::class_<Memory>& memory) {
+void bind_sequences(py::class_<KVMemory>& memory) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
   memory
       .def(
           "open",
-          [](Memory& self, Tenant tenant, View view, const py::bytes& salt,
+          [](KVMemory& self, Tenant tenant, View view, const py::bytes& salt,
              const std::vector<std::int32_t>& tokens) {
             const std::string salt_bytes = salt;
             const py::gil_scoped_release no_gil;
@@ -238,20 +241,20 @@ void bind_sequences(py::class_<Memory>& memory) {
           },
           py::arg("tenant") = 0, py::arg("view") = View::kVirtual, py::arg("salt") = py::bytes(),
           py::arg("tokens") = std::vector<std::int32_t>())
-      .def("match", &Memory::match, py::arg("seq"), unlocked())
+      .def("match", &KVMemory::match, py::arg("seq"), unlocked())
       .def(
           "plan",
-          [](Memory& self, const std::vector<OpTuple>& ops) { return self.plan(as_ops(ops)); },
+          [](KVMemory& self, const std::vector<OpTuple>& ops) { return self.plan(as_ops(ops)); },
           py::arg("ops"), unlocked())
       .def(
           "apply",
-          [](Memory& self, const std::vector<OpTuple>& ops, std::uint64_t version) {
+          [](KVMemory& self, const std::vector<OpTuple>& ops, std::uint64_t version) {
             return self.apply(as_ops(ops), version);
           },
           py::arg("ops"), py::arg("version"), unlocked())
       .def(
           "plan_step",
-          [](Memory& self, const Ints& grows, const std::vector<OpTuple>& tuples) {
+          [](KVMemory& self, const Ints& grows, const std::vector<OpTuple>& tuples) {
             std::vector<Op> ops = as_ops(tuples);
             append_grows(ops, grows);
             const py::gil_scoped_release no_gil;
@@ -260,7 +263,7 @@ void bind_sequences(py::class_<Memory>& memory) {
           py::arg("grows"), py::arg("ops") = std::vector<OpTuple>())
       .def(
           "apply_step",
-          [](Memory& self, const Ints& grows, std::uint64_t version,
+          [](KVMemory& self, const Ints& grows, std::uint64_t version,
              const std::vector<OpTuple>& tuples) {
             std::vector<Op> ops = as_ops(tuples);
             append_grows(ops, grows);
@@ -270,7 +273,7 @@ void bind_sequences(py::class_<Memory>& memory) {
           py::arg("grows"), py::arg("version"), py::arg("ops") = std::vector<OpTuple>())
       .def(
           "keep",
-          [](Memory& self, const Ints& seqs, const Ints& lengths) {
+          [](KVMemory& self, const Ints& seqs, const Ints& lengths) {
             const std::vector<SeqId> ids = narrow(seqs);
             const std::vector<std::int64_t> ends{lengths.data(), lengths.data() + lengths.size()};
             const py::gil_scoped_release no_gil;
@@ -279,54 +282,54 @@ void bind_sequences(py::class_<Memory>& memory) {
           py::arg("seqs"), py::arg("lengths"))
       .def(
           "append_tokens",
-          [](Memory& self, const Ints& seqs, const Ints& tokens) {
+          [](KVMemory& self, const Ints& seqs, const Ints& tokens) {
             const std::vector<SeqId> ids = narrow(seqs);
             const std::vector<std::int32_t> names = narrow(tokens);
             const py::gil_scoped_release no_gil;
             self.append_tokens(ids, names);
           },
           py::arg("seqs"), py::arg("tokens"))
-      .def("open_seqs", &Memory::open_seqs, unlocked())
-      .def("release", &Memory::release, py::arg("seq"), unlocked())
-      .def("complete", &Memory::complete, py::arg("epoch"), unlocked())
-      .def("abandon_epoch", &Memory::abandon_epoch, py::arg("epoch"), unlocked())
-      .def("launched", &Memory::launched, py::arg("epoch"), unlocked())
-      .def("finish_copies", &Memory::finish_copies, unlocked())
-      .def("is_copying", &Memory::is_copying, unlocked())
-      .def_property_readonly("begun_epoch", &Memory::begun_epoch)
-      .def_property_readonly("completed_epoch", &Memory::completed_epoch);
+      .def("open_seqs", &KVMemory::open_seqs, unlocked())
+      .def("release", &KVMemory::release, py::arg("seq"), unlocked())
+      .def("complete", &KVMemory::complete, py::arg("epoch"), unlocked())
+      .def("abandon_epoch", &KVMemory::abandon_epoch, py::arg("epoch"), unlocked())
+      .def("launched", &KVMemory::launched, py::arg("epoch"), unlocked())
+      .def("finish_copies", &KVMemory::finish_copies, unlocked())
+      .def("is_copying", &KVMemory::is_copying, unlocked())
+      .def_property_readonly("begun_epoch", &KVMemory::begun_epoch)
+      .def_property_readonly("completed_epoch", &KVMemory::completed_epoch);
 }
 
-template <typename Memory>
-void bind_pool(py::class_<Memory>& memory) {
+void bind_pool(py::class_<KVMemory>& memory) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
   memory
       .def(
           "restore",
-          [](Memory& self, SeqId seq, const std::vector<OpTuple>& beside) {
+          [](KVMemory& self, SeqId seq, const std::vector<OpTuple>& beside) {
             return self.restore(seq, as_ops(beside));
           },
           py::arg("seq"), py::arg("beside") = std::vector<OpTuple>(), unlocked())
-      .def("finish_restores", &Memory::finish_restores, unlocked())
-      .def("write_when_idle", &Memory::write_when_idle, unlocked())
-      .def("flush", &Memory::flush, py::arg("seconds"), unlocked())
-      .def("persist_message", &Memory::persist_message, unlocked())
-      .def("persist_to", &Memory::persist_to, py::arg("store"),
+      .def("finish_restores", &KVMemory::finish_restores, unlocked())
+      .def("write_when_idle", &KVMemory::write_when_idle, unlocked())
+      .def("flush", &KVMemory::flush, py::arg("seconds"), unlocked())
+      .def("persist_message", &KVMemory::persist_message, unlocked())
+      .def("persist_to", &KVMemory::persist_to, py::arg("stores"),
            py::arg("touch_seconds") = kTouchSeconds, unlocked())
-      .def("clear_cache", &Memory::clear_cache, unlocked())
-      .def("trim", &Memory::trim, py::arg("keep_pages") = 0, py::arg("drop_idle") = false,
+      .def("clear_cache", &KVMemory::clear_cache, unlocked())
+      .def("trim", &KVMemory::trim, py::arg("keep_pages") = 0, py::arg("drop_idle") = false,
            unlocked())
-      .def("set_limit", &Memory::set_limit, py::arg("limit_pages"), unlocked())
-      .def("settle_mapper", &Memory::settle_mapper, unlocked())
-      .def("require_usable", &Memory::require_usable, unlocked())
-      .def("close", &Memory::close, unlocked())
-      .def("stats", &Memory::stats, unlocked())
-      .def("last_error", &Memory::last_error, unlocked())
-      .def("check", &Memory::check, unlocked())
-      .def("fingerprint", &Memory::fingerprint, unlocked())
+      .def("set_limit", &KVMemory::set_limit, py::arg("limit_pages"), unlocked())
+      .def("settle_mapper", &KVMemory::settle_mapper, unlocked())
+      .def("require_usable", &KVMemory::require_usable, unlocked())
+      .def("close", &KVMemory::close, unlocked())
+      .def("stats", &KVMemory::stats, unlocked())
+      .def("kind_stats", &KVMemory::kind_stats, unlocked())
+      .def("last_error", &KVMemory::last_error, unlocked())
+      .def("check", &KVMemory::check, unlocked())
+      .def("fingerprint", &KVMemory::fingerprint, unlocked())
       .def(
           "memory_map",
-          [](Memory& self, std::int64_t max_cells) {
+          [](KVMemory& self, std::int64_t max_cells) {
             MemoryMap map;
             {
               const py::gil_scoped_release no_gil;
@@ -337,16 +340,19 @@ void bind_pool(py::class_<Memory>& memory) {
           py::arg("max_cells"));
 }
 
+// Block tables of all sequences, which share the memory's ownership.
+py::array_t<BlockId> block_tables(const py::object& self, std::size_t kind) {
+  const auto& memory = py::cast<const KVMemory&>(self);
+  py::array_t<BlockId> tables({static_cast<py::ssize_t>(memory.config(kind).max_seqs),
+                               static_cast<py::ssize_t>(memory.blocks_per_row(kind))},
+                              memory.block_tables(kind), self);
+  tables.attr("setflags")(py::arg("write") = false);
+  return tables;
+}
+
 void bind_reading(py::class_<KVMemory>& memory) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
-  memory
-      .def(
-          "blocks", [](const KVMemory& self, SeqId seq) { return as_array(self.blocks(seq)); },
-          py::arg("seq"))
-      .def(
-          "slot_pages",
-          [](const KVMemory& self, SlotId slot) { return as_array(self.slot_pages(slot)); },
-          py::arg("slot"))
+  memory.def_property_readonly("num_kinds", &KVMemory::num_kinds)
       .def("length", &KVMemory::length, py::arg("seq"), unlocked())
       .def("sealed", &KVMemory::sealed, py::arg("seq"), unlocked())
       .def("view", &KVMemory::view, py::arg("seq"), unlocked())
@@ -358,20 +364,23 @@ void bind_reading(py::class_<KVMemory>& memory) {
             return as_array(self.slots({seqs.data(), seqs.data() + seqs.size()}));
           },
           py::arg("seqs"))
-      .def("block_refs", &KVMemory::block_refs, py::arg("block"), unlocked())
-      .def_property_readonly("block_tables",
-                             [](const py::object& self) {
-                               const auto& memory = py::cast<const KVMemory&>(self);
-                               py::array_t<BlockId> tables(
-                                   {static_cast<py::ssize_t>(memory.config().max_seqs),
-                                    static_cast<py::ssize_t>(memory.blocks_per_row())},
-                                   memory.block_tables(), self);
-                               tables.attr("setflags")(py::arg("write") = false);
-                               return tables;
-                             })
-      .def("slots_buffer", &slots_buffer, py::arg("group"))
-      .def("arena_buffer", &arena_buffer, py::arg("group"))
-      .def("shadow_buffer", &shadow_buffer, py::arg("group"));
+      .def(
+          "blocks",
+          [](const KVMemory& self, SeqId seq, std::size_t kind) {
+            return as_array(self.blocks(seq, kind));
+          },
+          py::arg("seq"), py::arg("kind") = 0)
+      .def(
+          "slot_pages",
+          [](const KVMemory& self, SlotId slot, std::size_t kind) {
+            return as_array(self.slot_pages(slot, kind));
+          },
+          py::arg("slot"), py::arg("kind") = 0)
+      .def("block_refs", &KVMemory::block_refs, py::arg("block"), py::arg("kind") = 0, unlocked())
+      .def("block_tables", &block_tables, py::arg("kind") = 0)
+      .def("slots_buffer", &slots_buffer, py::arg("group"), py::arg("kind") = 0)
+      .def("arena_buffer", &arena_buffer, py::arg("group"), py::arg("kind") = 0)
+      .def("shadow_buffer", &shadow_buffer, py::arg("group"), py::arg("kind") = 0);
 }
 
 }  // namespace
@@ -390,12 +399,14 @@ void bind_memory(py::module_& m) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
   py::class_<KVMemory> memory(m, "KVMemory");
   memory
-      .def(py::init([](std::shared_ptr<PageDriver> driver, const py::kwargs& kwargs) {
-             const MemoryConfig config = as_config(kwargs);
+      .def(py::init([](const std::vector<py::dict>& kinds, std::int64_t limit_pages,
+                       const py::kwargs& common) {
+             std::vector<KindConfig> configs;
+             for (const py::dict& own : kinds) configs.push_back(as_kind(own, common));
              const py::gil_scoped_release no_gil;
-             return std::make_unique<KVMemory>(std::move(driver), config);
+             return std::make_unique<KVMemory>(std::move(configs), limit_pages);
            }),
-           py::arg("driver"))
+           py::arg("kinds"), py::arg("limit_pages"))
       .def("compact", &KVMemory::compact, unlocked())
       .def("run_mapper", &KVMemory::run_mapper, py::arg("max_commands"), unlocked())
       .def("run_store", &KVMemory::run_store, py::arg("max_jobs"), unlocked())
@@ -403,31 +414,6 @@ void bind_memory(py::module_& m) {
   bind_sequences(memory);
   bind_pool(memory);
   bind_reading(memory);
-  py::class_<KindsMemory> kinds(m, "KindsMemory");
-  kinds
-      .def(
-          py::init(
-              [](const std::vector<std::tuple<std::shared_ptr<PageDriver>, std::int64_t, py::dict>>&
-                     described,
-                 std::int64_t limit_pages) {
-                std::vector<KindConfig> configs;
-                for (const auto& [driver, window, options] : described) {
-                  configs.push_back({driver, as_config(options), window});
-                }
-                const py::gil_scoped_release no_gil;
-                return std::make_unique<KindsMemory>(configs, limit_pages);
-              }),
-          py::arg("kinds"), py::arg("limit_pages"))
-      // The kinds' own memories, only for reading.
-      .def_property_readonly("kinds", [](const py::object& self) {
-        py::list kinds_of;
-        for (const auto& kind : py::cast<const KindsMemory&>(self).kinds()) {
-          kinds_of.append(py::cast(kind.get(), py::return_value_policy::reference_internal, self));
-        }
-        return kinds_of;
-      });
-  bind_sequences(kinds);
-  bind_pool(kinds);
 }
 
 }  // namespace vmserve

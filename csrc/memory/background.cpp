@@ -26,81 +26,18 @@ constexpr double kLongestStep = 1.0;
 
 }  // namespace
 
-void Background::complete(Epoch epoch, bool sealed) {
-  if (epoch <= ledger_.completed) return;
-  ledger_.completed = epoch;
-  pool_.complete(epoch);
+void Background::end_epochs(const EpochRecord& ended) {
   std::vector<SeqId> grown;
-  std::vector<WrittenRange> ended;
-  while (!ledger_.records.empty() && ledger_.records.front().epoch <= epoch) {
-    const EpochRecord record = std::move(ledger_.records.front());
-    ledger_.records.pop_front();
-    for (const WrittenRange& written : record.written) {
-      Sequence& seq = seqs_[written.seq];
-      if (!seq.open || seq.generation != written.generation) continue;
-      if (!sealed) {
-        // The kernels failed: positions from here on, and all computed from them, must never be
-        // sealed.
-        if (written.start < written.length) {
-          seq.kv.seal_limit = std::min(seq.kv.seal_limit, written.start);
-        }
-        continue;
-      }
-      ledger_.seal(written.seq, written.length);
-      grown.push_back(written.seq);
-      if (written.first_seen > 0) ended.push_back(written);
-    }
-  }
-  if (ledger_.drop_unseen(ended)) ++ledger_.version;
-  if (config_.seal_read_only && work_.failure.empty()) seal_slots(grown);
+  for (const WrittenRange& written : ended.written) grown.push_back(written.seq);
+  if (ledger_.drop_unseen(ended)) ++books_.version;
+  seal_slots(grown);
   restore_write_access();
 }
 
-void Background::keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths) {
-  std::vector<SeqId> ended;  // whose writing epochs have ended
-  for (std::size_t i = 0; i < seqs.size(); ++i) {
-    seqs_[seqs[i]].kv.length = lengths[i];
-    if (keep_in_record(seqs[i], lengths[i])) continue;
-    ledger_.seal(seqs[i], lengths[i]);
-    ended.push_back(seqs[i]);
-  }
-  if (config_.seal_read_only && work_.failure.empty()) seal_slots(ended);
-}
-
-// False if the epoch that wrote them has ended.
-bool Background::keep_in_record(SeqId id, std::int64_t length) {
-  for (auto record = ledger_.records.rbegin(); record != ledger_.records.rend(); ++record) {
-    for (WrittenRange& written : record->written) {
-      if (written.seq != id || written.generation != seqs_[id].generation) continue;
-      written.length = length;
-      return true;
-    }
-  }
-  return false;
-}
-
 void Background::apply_finished_work() {
-  if (!marks_.empty()) apply_reached_marks();
   if (!copies_in_flight_.empty()) apply_finished_copies();
   for (Outcome& outcome : work_.mapper->take_outcomes()) apply_outcome(std::move(outcome));
   if (persistence_ != nullptr) persistence_->apply_finished();
-}
-
-void Background::apply_reached_marks() {
-  while (!marks_.empty()) {
-    bool reached = false;
-    try {
-      const auto driving = work_.lock();
-      reached = work_.driver->reached(marks_.front().second);
-    } catch (const Error& error) {
-      work_.fail_if_sticky(error);
-      break;
-    }
-    if (!reached) break;
-    const Epoch epoch = marks_.front().first;
-    marks_.pop_front();
-    complete(epoch, /*sealed=*/true);
-  }
 }
 
 void Background::apply_finished_copies() {
@@ -167,7 +104,7 @@ void Background::drain_mapper(bool is_waited_for) {
   do {
     settled = work_.mapper->last_id();
     work_.mapper->wait(settled, is_waited_for);
-    apply_finished_work();  // completed epochs submit kSeal commands
+    apply_finished_work();
   } while (work_.mapper->last_id() != settled);
 }
 
@@ -177,7 +114,7 @@ void Background::schedule_work(const std::vector<Op>& grows) {
   if (config_.lookahead_tokens > 0) {
     const std::int64_t ahead = lookahead_tokens(num_growing);
     for (const Op& op : grows) {
-      if (seqs_[op.seq].kv.view == View::kVirtual) map_lookahead(op.seq, op.num_tokens, ahead);
+      if (ledger_.slot_of(seqs_[op.seq]) != kNoSlot) map_lookahead(op.seq, op.num_tokens, ahead);
     }
   }
   update_recent_demand();
@@ -204,7 +141,6 @@ std::int64_t Background::lookahead_tokens(std::int64_t num_growing) {
 
 void Background::map_lookahead(SeqId id, std::int64_t target, std::int64_t least) {
   const Sequence& seq = seqs_[id];
-  if (seq.kv.slot == kNoSlot) return;
   const Slot& slot = slots_[seq.kv.slot];
   if (slot.num_pending > 0 || slot.in_repair) return;
   // Decoding grows by one token per step. A prompt computed in chunks grows by chunks of the same
@@ -314,7 +250,7 @@ void Background::map_eager_slots() {
     const Slot& slot = slots_[id];
     if (slot.active() || slot.in_repair) continue;
     if (slot.empty()) {
-      if (slot.retire <= ledger_.completed) empty.push_back(id);
+      if (slot.retire <= books_.completed) empty.push_back(id);
     } else if (slot.size() >= pages && is_free_for_newcomer(slot)) {
       --missing;
     } else if (learns && ledger_.can_unmap(slot)) {
@@ -472,7 +408,7 @@ std::vector<PageId> Background::detach_pages(SlotId id, std::int64_t first) {
     pages.push_back(slot.entries[i].page);
   }
   ledger_.remove_entries(id, first, slot.size() - first);
-  ++ledger_.version;
+  ++books_.version;
   return pages;
 }
 
@@ -496,12 +432,13 @@ void Background::apply_unmap(Outcome& outcome) {
 // Makes fully sealed pages read-only in the slot: a stray write then traps instead of corrupting
 // another sequence's result.
 void Background::seal_slots(const std::vector<SeqId>& seqs) {
+  if (!config_.seal_read_only || !work_.failure.empty()) return;
   Command command;
   command.kind = Command::Kind::kSeal;
   const std::size_t bytes = work_.space->page_bytes();
   for (const SeqId id : seqs) {
     const Sequence& seq = seqs_[id];
-    if (seq.kv.view != View::kVirtual || seq.kv.slot == kNoSlot) continue;
+    if (ledger_.slot_of(seq) == kNoSlot) continue;
     Slot& slot = slots_[seq.kv.slot];
     if (slot.in_repair) continue;
     const std::int64_t stop =
@@ -555,14 +492,14 @@ void Background::seal_now(const Command& command) {
 void Background::restore_write_access() {
   if (config_.seal_read_only || !work_.failure.empty()) return;
   if (!ledger_.may_restore_access && !pool_.has_unpublished()) return;
-  if (!config_.access_under_readers && ledger_.completed != ledger_.begun) return;
+  if (!config_.access_under_readers && books_.completed != books_.begun) return;
   ledger_.may_restore_access = false;
   pool_.clear_has_unpublished();
   std::vector<std::pair<SlotId, std::int64_t>> reopened;
   std::vector<AccessRun> runs;
   for (SlotId id = 0; id < config_.num_slots; ++id) {
     const Slot& slot = slots_[id];
-    const std::int64_t size = slot.active() ? ledger_.num_pages(seqs_[slot.seq]) : 0;
+    const std::int64_t size = slot.active() ? ledger_.num_pages(slot.seq) : 0;
     if (slot.in_repair) {  // the repair may still make it read-only
       ledger_.may_restore_access = true;
       continue;

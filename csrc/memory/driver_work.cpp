@@ -117,7 +117,7 @@ std::vector<CopyRun> DriverWork::copy_runs(const Change& change) const {
   std::vector<CopyRun> runs;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const BlockCopy& copy : change.copies) {
-      const BlockId block = seqs_[copy.seq].kv.blocks[copy.index];
+      const BlockId block = held_[copy.seq].blocks[copy.index];
       append(runs, {space->arena(group) + static_cast<std::size_t>(block) * block_bytes,
                     space->arena(group) + static_cast<std::size_t>(copy.source) * block_bytes,
                     static_cast<std::size_t>(config_.bytes_of(copy.num_tokens))});
@@ -162,7 +162,7 @@ std::vector<AccessRun> DriverWork::access_runs(const Change& change, bool writab
 }
 
 void DriverWork::execute(Change& change) {
-  for (SwapCopy& copy : change.swap_in) copy.block = seqs_[copy.seq].kv.blocks[copy.index];
+  for (SwapCopy& copy : change.swap_in) copy.block = held_[copy.seq].blocks[copy.index];
   std::vector<AddressRun> zeros;
   for (std::int32_t group = 0; group < config_.num_groups; ++group) {
     for (const PageId page : change.zero_pages) {
@@ -269,7 +269,7 @@ RemovedEntries DriverWork::remove_entries(SlotId id, std::int64_t first, std::in
   const auto begin = slots_[id].entries.begin() + first;
   RemovedEntries removed{id, {begin, begin + count}, entry_ranges(id, first, count)};
   ledger_.remove_entries(id, first, count);
-  ++ledger_.version;
+  ++books_.version;
   return removed;
 }
 

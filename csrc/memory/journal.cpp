@@ -15,7 +15,7 @@ void Change::add_ref(BlockId block) {
 }
 
 void Change::save(SeqId id) {
-  saved_kv.emplace_back(id, seqs_[id].kv);
+  saved.emplace_back(id, held_[id]);
   touched.push_back(id);
 }
 
@@ -53,11 +53,11 @@ void Change::make_read_only(SlotId slot, std::int64_t index) {
 // The slot's pages stay mapped: running epochs may read them, and if the change fails the sequence
 // keeps the slot.
 void Change::leave_slot(SeqId id) {
-  const SlotId slot = std::exchange(seqs_[id].kv.slot, kNoSlot);
+  const SlotId slot = ledger_.slot_of(seqs_[id]);
   if (slot == kNoSlot) return;
   saved_slot(slot);
   slots_[slot].seq = kNoSeq;
-  slots_[slot].retire = ledger_.begun + 1;
+  slots_[slot].retire = books_.begun + 1;
 }
 
 }  // namespace vmserve

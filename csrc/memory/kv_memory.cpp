@@ -1,130 +1,74 @@
-// Sequences, epochs and the public interface: planning and applying ops.
+// The public interface: sequences, plans, epochs and the pool, over the books and all kinds.
 #include "vmserve/kv_memory.h"
 
 #include <unistd.h>
 
 #include <algorithm>
-#include <chrono>
 
+#include "vmserve/memory/op_rules.h"
 #include "vmserve/memory/require.h"
+#include "vmserve/mix.h"
 #include "vmserve/text.h"
 
 namespace vmserve {
 namespace {
 
-void check_sizes(const MemoryConfig& config) {
-  require(config.num_groups > 0 && config.num_slots > 0 && config.max_seqs > 0 &&
-              config.block_tokens > 0 && config.blocks_per_page > 0 && config.token_bytes > 0 &&
-              config.max_len > 0 && config.grow_pages > 0,
-          [&] {
+void require_alike(const MemoryConfig& kind, const MemoryConfig& first) {
+  require(first.sees_all() && (!kind.has_state() || kind.window == 0), [] {
+    return std::string("the first kind of several sees all positions, and a state has no window");
+  });
+  require(kind.block_tokens == first.block_tokens &&
+              (kind.has_state() || (kind.blocks_per_page == first.blocks_per_page &&
+                                    kind.null_page == first.null_page)) &&
+              kind.max_seqs == first.max_seqs && kind.num_slots == first.num_slots &&
+              kind.max_len == first.max_len && kind.read_slack == first.read_slack &&
+              kind.prefix_caching == first.prefix_caching,
+          [] {
             return std::string(
-                "groups, slots, sequences, block_tokens, blocks_per_page, token_bytes, max_len and "
-                "grow_pages must be positive");
-          });
-  require(
-      config.read_slack >= 0 && config.lookahead_tokens >= 0 && config.eager_slots >= 0 &&
-          config.eager_pages >= 0 && config.swap_blocks >= 0 && config.ready_pages >= 0,
-      [&] {
-        return std::string(
-            "read_slack, ready_pages, lookahead_tokens, eager_slots, eager_pages and swap_blocks "
-            "must not be negative");
-      });
-  require(config.reclaim_share >= 0 && config.reclaim_share < 1,
-          [&] { return std::string("reclaim_share must lie between 0 and 1"); });
-  require(config.state_bytes >= 0 && config.checkpoint_tokens >= 0 &&
-              (!config.has_state() || (config.blocks_per_page == 1 && !config.null_page)),
-          [&] {
-            return std::string("a state is a page of one block, and no page is reserved for none");
+                "kinds must have equal pages in tokens, slots, sequences, lengths and caching");
           });
 }
 
-// Pages per extent if mappings are limited, else 1. An eighth of a slot's share of the pool, which
-// may lie unused after each slot; at most 32, because more gains nothing.
-std::int64_t extent_pages(const PageDriver& driver, const MemoryConfig& config) {
-  constexpr std::int64_t kMost = 32;
-  const std::int64_t share = config.limit_pages / config.num_slots / 8;
-  std::int64_t pages = 1;
-  while (2 * pages <= std::min(share, kMost)) pages *= 2;
-  return driver.mapping_room() == kUnlimitedMappings ? 1 : pages;
-}
-
-MemoryConfig validated(const PageDriver& driver, MemoryConfig config) {
-  check_sizes(config);
-  require(static_cast<std::size_t>(config.bytes_of(config.page_tokens())) == driver.frame_bytes(),
-          [&] {
-            if (config.has_state()) {
-              return "a state of " + with_commas(config.state_bytes) +
-                     " bytes is not the driver's frame of " +
-                     with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes";
-            }
-            return "a page of " + with_commas(config.page_tokens()) + " tokens of " +
-                   with_commas(config.token_bytes) + " bytes is not the driver's frame of " +
-                   with_commas(static_cast<std::int64_t>(driver.frame_bytes())) + " bytes";
-          });
-  require(config.limit_pages > 0 && config.limit_pages <= config.max_pages, [&] {
-    return "limit_pages is " + with_commas(config.limit_pages) + ": it must lie between 1 and " +
-           with_commas(config.max_pages);
-  });
-  require(config.num_groups * config.max_pages <= driver.num_frames(), [&] {
-    return "the driver has " + with_commas(driver.num_frames()) + " frames, " +
-           with_commas(config.num_groups) + " groups of " + with_commas(config.max_pages) +
-           " pages need more";
-  });
-  require(driver.capabilities().host_memory || config.swap_blocks == 0, [&] {
-    return std::string("this driver has no host memory to swap to: leave the swap space at 0");
-  });
-  config.seal_read_only =
-      config.seal_read_only && config.access_under_readers && driver.capabilities().read_only;
-  if (config.has_state()) {  // it has no slots
-    config.lookahead_tokens = 0;
-    config.eager_slots = 0;
-  }
-  return config;
-}
-
-Ledger make_ledger(const PageDriver& driver, const MemoryConfig& config) {
-  const MemoryConfig valid = validated(driver, config);
-  return Ledger(valid, extent_pages(driver, valid), driver.capabilities().read_only);
-}
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
+Books make_books(const std::vector<KindConfig>& kinds) {
+  require(!kinds.empty(), [] { return std::string("a memory has at least one kind of layers"); });
+  require(kinds.front().memory.max_seqs > 0,
+          [] { return std::string("max_seqs must be positive"); });
+  return Books(kinds.front().memory, kinds.size());
 }
 
 }  // namespace
 
-KVMemory::KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& config)
-    : pid_(::getpid()),
-      ledger_(make_ledger(*driver, config)),
-      work_(std::move(driver), ledger_),
-      room_(ledger_, work_),
-      ops_(ledger_, work_, room_),
-      planner_(ledger_, work_, room_, ops_),
-      background_(ledger_, work_) {
-  if (config_.null_page) {
-    room_.commit_pages(1);
-    pool_.hold(0);  // for ever
+KVMemory::KVMemory(std::vector<KindConfig> kinds, std::int64_t limit_pages)
+    : pid_(::getpid()), books_(make_books(kinds)), budget_(kinds_), own_ops_(kinds.size()) {
+  const auto size_of = [](const KindConfig& kind) {
+    return kind.memory.num_groups * static_cast<std::int64_t>(kind.driver->frame_bytes());
+  };
+  std::int64_t whole = 0;
+  for (const KindConfig& kind : kinds) whole += kind.memory.has_state() ? 0 : size_of(kind);
+  for (KindConfig& kind : kinds) {
+    if (kinds.size() > 1) require_alike(kind.memory, kinds.front().memory);
+    kind.memory.limit_pages = whole == 0 ? limit_pages : limit_pages * whole / size_of(kind);
+    kind.memory = validated(*kind.driver, kind.memory);
+    kinds_.push_back(std::make_unique<Kind>(kind, books_, kinds_.size()));
+    if (kinds.size() > 1) kinds_.back()->pool.keep_found();
   }
-  const std::int64_t ready = std::min(config_.ready_pages, pool_.limit()) - pool_.num_free();
-  if (ready <= 0) return;
-  try {
-    room_.create_pages(std::min(ready, pool_.limit() - pool_.num_committed()));
-  } catch (const OutOfMemoryError& error) {
-    work_.last_error = error.what();  // the device has less memory now than the limit promises
-  }
+  budget_.set_limit(limit_pages * whole_page_bytes());
+  require(limit_pages > 0 && budget_.uncommitted_bytes() >= 0,
+          [] { return std::string("the limit must hold the pages that are made at the start"); });
+  budget_.share();
 }
 
 KVMemory::~KVMemory() {
-  if (::getpid() == pid_) {
-    // Stops its threads before anything that they use is destroyed.
-    if (background_.persistence() != nullptr) background_.persistence()->stop();
-    return;
+  for (const auto& kind : kinds_) {
+    if (::getpid() == pid_) {
+      // Stops its threads before anything that they use is destroyed.
+      if (kind->background.persistence() != nullptr) kind->background.persistence()->stop();
+      continue;
+    }
+    // A fork has no mapper thread: joining it would wait for ever.
+    static_cast<void>(kind->work.mapper.release());
+    kind->background.abandon_persistence();
   }
-  // A fork has no mapper thread: joining it would wait for ever.
-  static_cast<void>(work_.mapper.release());
-  background_.abandon_persistence();
 }
 
 std::unique_lock<std::mutex> KVMemory::enter() const {
@@ -135,8 +79,18 @@ std::unique_lock<std::mutex> KVMemory::enter() const {
            ": start worker processes with the spawn method";
   });
   std::unique_lock<std::mutex> lock(mutex_);
-  require(work_.space != nullptr, [&] { return std::string("this KV memory is closed"); });
+  require(!is_closed_, [&] { return std::string("this KV memory is closed"); });
   return lock;
+}
+
+void KVMemory::require_alive() const {
+  for (const auto& kind : kinds_) kind->work.require_alive();
+}
+
+std::int64_t KVMemory::whole_page_bytes() const {
+  std::int64_t bytes = 0;
+  for (const auto& kind : kinds_) bytes += kind->config.has_state() ? 0 : kind->page_bytes();
+  return bytes > 0 ? bytes : kinds_.front()->page_bytes();
 }
 
 // -- sequences
@@ -144,26 +98,9 @@ std::unique_lock<std::mutex> KVMemory::enter() const {
 std::optional<SeqId> KVMemory::open(Tenant tenant, View view, const std::string& salt,
                                     const std::vector<std::int32_t>& tokens) {
   const auto lock = enter();
-  work_.require_alive();
+  require_alive();
   is_idle_ = false;
-  if (ledger_.num_open == config_.max_seqs) return std::nullopt;
-  SeqId id = 0;
-  while (seqs_[id].open) ++id;
-  Sequence fresh;
-  fresh.open = true;
-  fresh.generation = seqs_[id].generation + 1;
-  fresh.tenant = tenant;
-  fresh.kv.view = config_.has_state() ? View::kPaged : view;
-  fresh.tokens = tokens;
-  fresh.tokens_unknown = tokens.empty();
-  const auto known = static_cast<std::int64_t>(tokens.size());
-  fresh.last_checkpoint =
-      std::max<std::int64_t>(0, known - 1) / config_.block_tokens * config_.block_tokens;
-  fresh.root = prefix_root(tenant, generation_, salt);
-  ledger_.extend_digests(fresh);
-  seqs_[id] = std::move(fresh);
-  ++ledger_.num_open;
-  return id;
+  return books_.open(tenant, view, salt, tokens);
 }
 
 void KVMemory::append_tokens(const std::vector<SeqId>& seqs,
@@ -171,152 +108,230 @@ void KVMemory::append_tokens(const std::vector<SeqId>& seqs,
   const auto lock = enter();
   require(seqs.size() == tokens.size(),
           [&] { return std::string("append_tokens needs one token per sequence"); });
-  for (const SeqId seq : seqs) ledger_.open_seq(seq);
-  for (std::size_t i = 0; i < seqs.size(); ++i) {
-    Sequence& seq = seqs_[seqs[i]];
-    if (seq.tokens_unknown) continue;
-    seq.tokens.push_back(tokens[i]);
-    ledger_.extend_digests(seq);
-  }
+  for (const SeqId seq : seqs) books_.open_seq(seq);
+  for (std::size_t i = 0; i < seqs.size(); ++i) books_.append_token(seqs[i], tokens[i]);
 }
 
 void KVMemory::keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths) {
   const auto lock = enter();
   require(seqs.size() == lengths.size(),
           [&] { return std::string("keep needs one length per sequence"); });
+  const Ledger& first = kinds_.front()->ledger;
   for (std::size_t i = 0; i < seqs.size(); ++i) {
-    const Sequence& seq = ledger_.open_seq(seqs[i]);
-    const std::int64_t blocks = seq.kv.view == View::kVirtual
-                                    ? ledger_.pages_for(lengths[i]) * config_.blocks_per_page
-                                    : ledger_.blocks_for(lengths[i]);
+    const Sequence& seq = books_.open_seq(seqs[i]);
+    const std::int64_t blocks = first.view(seq) == View::kVirtual
+                                    ? first.pages_for(lengths[i]) * first.config.blocks_per_page
+                                    : first.blocks_for(lengths[i]);
     require(!seq.kv.swapped && lengths[i] >= seq.kv.length &&
-                blocks <= static_cast<std::int64_t>(seq.kv.blocks.size()),
+                blocks <= static_cast<std::int64_t>(first.held[seqs[i]].blocks.size()),
             [&] {
               return "sequence " + std::to_string(seqs[i]) + " of " + with_commas(seq.kv.length) +
                      " tokens was not grown to " + with_commas(lengths[i]);
             });
   }
-  background_.keep(seqs, lengths);
-  ++ledger_.version;
+  std::vector<SeqId> ended;  // whose writing epochs have ended
+  for (std::size_t i = 0; i < seqs.size(); ++i) {
+    if (books_.lengthen(seqs[i], lengths[i])) continue;
+    ended.push_back(seqs[i]);
+    if (!books_.seal(seqs[i], lengths[i])) continue;
+    for (const auto& kind : kinds_) kind->ledger.publish(seqs[i]);
+  }
+  for (const auto& kind : kinds_) kind->background.seal_slots(ended);
+  ++books_.version;
+}
+
+std::int64_t KVMemory::num_matched(const Sequence& seq, bool stored) const {
+  const auto of_kind = [&](const Kind& kind, std::int64_t most) {
+    return kind.ledger.num_matched(seq, most, [&](const Digest& digest) {
+      return stored ? kind.is_within_reach(digest) : kind.ledger.is_cached(digest);
+    });
+  };
+  std::int64_t matched = books_.num_matchable(seq), before = -1;
+  for (const auto& kind : kinds_) {
+    if (kind->config.sees_all()) matched = of_kind(*kind, matched);
+  }
+  while (matched != before) {
+    before = matched;
+    for (const auto& kind : kinds_) {
+      if (!kind->config.sees_all()) matched = of_kind(*kind, matched);
+    }
+  }
+  return matched;
 }
 
 std::int64_t KVMemory::match(SeqId id) const {
   const auto lock = enter();
-  return ledger_.num_matched(ledger_.open_seq(id)) * config_.block_tokens;
+  return num_matched(books_.open_seq(id), /*stored=*/false) * kinds_.front()->config.block_tokens;
 }
 
 std::vector<SeqId> KVMemory::open_seqs() const {
   const auto lock = enter();
   std::vector<SeqId> ids;
-  for (SeqId id = 0; id < config_.max_seqs; ++id) {
-    if (seqs_[id].open) ids.push_back(id);
+  for (SeqId id = 0; id < static_cast<SeqId>(books_.seqs.size()); ++id) {
+    if (books_.seqs[id].open) ids.push_back(id);
   }
   return ids;
 }
 
 void KVMemory::release(SeqId id) {
   const auto lock = enter();
-  Sequence& seq = ledger_.open_seq(id);
-  if (!config_.deferred_reclamation && seq.kv.slot != kNoSlot) background_.drain_mapper();
-  // Tail first, so that the tail of a prefix is evicted first.
-  for (auto block = seq.kv.blocks.rbegin(); block != seq.kv.blocks.rend(); ++block) {
-    if (*block == kNoBlock) continue;
-    const PageId page = pool_.page_of(*block);
-    ledger_.may_restore_access = ledger_.may_restore_access || pool_.refs(*block) > 1;
-    pool_.drop_ref(*block, ledger_.begun);
-    if (pool_.owner(page) == id) pool_.set_owner(page, kNoSeq);
+  const bool parks = books_.open_seq(id).kv.slot != kNoSlot;
+  for (const auto& kind : kinds_) {
+    const bool unmaps = !kind->config.deferred_reclamation && !kind->config.has_state();
+    if (parks && unmaps) kind->background.drain_mapper();
   }
-  for (const SwapId swap : seq.kv.swap) {
-    if (swap != kNoSwap) work_.swap->drop(swap);
+  for (const auto& kind : kinds_) kind->release(id);
+  const SlotId slot = books_.close(id);
+  for (const auto& kind : kinds_) {
+    if (slot != kNoSlot && !kind->config.has_state()) kind->park(slot);
+    kind->background.restore_write_access();
   }
-  const SlotId slot = seq.kv.slot;
-  const std::uint32_t generation = seq.generation;
-  seq = Sequence{};
-  seq.generation = generation;
-  --ledger_.num_open;
-  ++ledger_.version;
-  ledger_.write_table(id, 0);
-  if (slot != kNoSlot) {
-    ledger_.park(slot, ledger_.begun);
-    const bool is_over = slots_[slot].retire <= ledger_.completed && !slots_[slot].in_repair;
-    if (!config_.deferred_reclamation && is_over) work_.truncate(slot, 0);
-  }
-  background_.restore_write_access();
-  room_.try_give_back_excess();
+  budget_.try_give_back_excess();
 }
 
 // -- plans
 
+void KVMemory::merge(const std::vector<Op>& ops) {
+  merged_ = merge_grows(ops, books_);
+  validate(merged_, books_, kinds_);
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    if (!kinds_[k]->config.sees_all()) own_ops_[k] = kinds_[k]->own_ops(merged_);
+  }
+}
+
+const std::vector<Op>& KVMemory::ops_of(std::size_t k) const {
+  return kinds_[k]->config.sees_all() ? merged_ : own_ops_[k];
+}
+
 Plan KVMemory::plan(const std::vector<Op>& ops) {
   const auto lock = enter();
-  return assess(ops).plan;
-}
-
-const Assessed& KVMemory::assess(const std::vector<Op>& ops) {
-  background_.apply_finished_work();
-  // An empty plan must not invalidate an earlier one, and an attach relies on cached blocks that
-  // were found.
-  if (!ops.empty() && !Planner::has_attach(ops)) room_.try_give_back_excess();
+  apply_finished_work();
+  if (ops.empty()) return plan_of_nothing();  // leaves an earlier plan valid
+  // An attach relies on cached blocks that were found.
+  if (!has_attach(ops)) budget_.try_give_back_excess();
+  is_planned_ = false;
+  merge(ops);
+  Plan plan = assess(/*packs=*/false);
+  if (plan.lost_prefixes == 0) {
+    if (!plan.fits() && finish_background()) plan = assess(/*packs=*/false);
+    if (!plan.fits() && give_up_past(/*from_slots=*/true)) plan = assess(/*packs=*/false);
+    // A kind packs blocks by itself only if the ops do not fit in it alone.
+    if (plan.needed_pages > plan.available_pages) plan = assess(/*packs=*/true);
+    if (!plan.fits()) {
+      const std::vector<bool> running = books_.running_seqs();
+      plan.waiting_pages += std::any_of(kinds_.begin(), kinds_.end(), [&](const auto& kind) {
+        return kind->will_give_up_past(running);
+      });
+    }
+  }
   last_ops_ = ops;
   is_planned_ = true;
-  merged_ops_ = planner_.merge_grows(ops);
-  planner_.validate(merged_ops_);
-  assessed_ = planner_.assess(merged_ops_);
-  if (!assessed_.plan.fits() && assessed_.plan.lost_prefixes == 0 && is_holding_pages()) {
-    // Wait for pages that the mapper or a repair holds.
-    background_.drain_mapper();
-    if (work_.failure.empty()) work_.retry_repairs();
-    assessed_ = planner_.assess(merged_ops_);
-  }
-  return assessed_;
+  planned_version_ = plan.version;
+  return plan;
 }
 
-bool KVMemory::is_holding_pages() const {
-  const Persistence* persistence = background_.persistence();
-  return work_.has_mapper() || !work_.repairs.empty() ||
-         (persistence != nullptr && persistence->is_restoring());
+Plan KVMemory::plan_of_nothing() const {
+  budget_.allow_all();
+  std::vector<Plan> plans;
+  for (const auto& kind : kinds_) {
+    Plan none;
+    none.available_pages = kind->pool.num_available();
+    none.waiting_pages = kind->pool.count(PageState::kWaiting);
+    plans.push_back(none);
+  }
+  return sum_up(plans);
+}
+
+Plan KVMemory::assess(bool packs) {
+  budget_.allow_all();
+  SlotChoices slots;
+  std::vector<Plan> plans;
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    Kind& kind = *kinds_[k];
+    kind.ops.given_slots = slots;
+    kind.planner.packs_always = packs;
+    const Assessed& assessed = kind.assess(ops_of(k));
+    if (k == 0) slots = assessed.taken_slots;
+    plans.push_back(assessed.plan);
+  }
+  return sum_up(plans);
+}
+
+// In whole pages, rounded so that the sum fits if its bytes do.
+Plan KVMemory::sum_up(const std::vector<Plan>& plans) const {
+  Plan sum;
+  sum.version = books_.version;
+  for (const Plan& plan : plans) {
+    sum.lost_prefixes = std::max(sum.lost_prefixes, plan.lost_prefixes);
+  }
+  if (sum.lost_prefixes > 0) return sum;
+  std::int64_t needed = 0, waiting = 0, available = budget_.available_bytes();
+  std::int64_t room = kUnlimitedMappings;
+  for (std::size_t k = 0; k < plans.size(); ++k) {
+    const Kind& kind = *kinds_[k];
+    const Plan& plan = plans[k];
+    const std::int64_t size = kind.page_bytes();
+    // Of pages that the ops themselves give up.
+    const std::int64_t own = plan.available_pages - plan.excess_pages - kind.pool.num_available();
+    available += std::max<std::int64_t>(0, own) * size;
+    needed += plan.needed_pages * size;
+    waiting += plan.waiting_pages * size;
+    sum.missing_slots = std::max(sum.missing_slots, plan.missing_slots);
+    sum.missing_swap_blocks = std::max(sum.missing_swap_blocks, plan.missing_swap_blocks);
+    sum.needed_mappings += plan.needed_mappings;
+    room = std::min(room, kind.work.mapping_room());
+  }
+  sum.available_mappings = room;
+  for (const auto& kind : kinds_) {
+    if (room >= sum.needed_mappings) break;
+    sum.available_mappings += std::max<std::int64_t>(
+        0, kind->work.available_mappings(kUnlimitedMappings) - kind->work.mapping_room());
+  }
+  sum.available_mappings = std::max<std::int64_t>(0, sum.available_mappings);
+  const std::int64_t whole = whole_page_bytes();
+  sum.excess_pages = round_up_div(std::max<std::int64_t>(0, -available), whole);
+  available = std::max<std::int64_t>(0, available);
+  sum.available_pages = available / whole;
+  sum.waiting_pages = round_up_div(waiting, whole);
+  const std::int64_t rounded = round_up_div(needed, whole);
+  sum.needed_pages = needed <= available ? std::min(rounded, sum.available_pages)
+                                         : std::max(rounded, sum.available_pages + 1);
+  return sum;
+}
+
+// Waits for pages that mappers or repairs hold; false if there is neither.
+bool KVMemory::finish_background() {
+  bool has_waited = false;
+  for (const auto& kind : kinds_) {
+    if (!kind->is_holding_pages()) continue;
+    has_waited = true;
+    kind->background.drain_mapper();
+    if (kind->work.failure.empty()) kind->work.retry_repairs();
+  }
+  return has_waited;
 }
 
 Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   const auto lock = enter();
-  const auto start = Clock::now();
-  const Assessed now = assess_again(ops, version);
-  Change change(ledger_, *work_.driver, now.packing != Packing::kNone, /*is_trial=*/false);
-  try {
-    stage(change, now);
-    execute(change);
-  } catch (const Error& error) {
-    undo(change, &error);
-    throw;
-  } catch (...) {
-    undo(change, nullptr);
-    throw;
-  }
-  commit(change);
-  ledger_.totals.map_seconds += change.counts.map_calls > 0 ? seconds_since(start) : 0;
-  schedule_work(change);
-  return ledger_.begun;
-}
-
-// Plans ops that are about to be applied. They are in merged_ops_ then. Throws unless they fit.
-Assessed KVMemory::assess_again(const std::vector<Op>& ops, std::uint64_t version) {
-  work_.require_alive();
-  if (version != ledger_.version) refuse_stale();
-  const bool is_planned = is_planned_ && assessed_.plan.version == version && last_ops_ == ops;
-  if (!is_planned) merged_ops_ = planner_.merge_grows(ops);
+  require_alive();
+  if (version != books_.version) refuse_stale();
+  const bool is_planned = is_planned_ && planned_version_ == version && last_ops_ == ops;
   is_planned_ = false;  // a plan is applied once
-  const std::vector<Op>& wanted = merged_ops_;
-  planner_.validate(wanted);
-  work_.retry_repairs();
-  // Packing costs copies and cached blocks: check again whether it is needed.
-  const bool holds = is_planned && assessed_.plan.fits() && assessed_.packing == Packing::kNone;
-  Assessed now = holds ? assessed_ : planner_.assess(wanted);
-  if (wait_for_mapper(wanted, now.plan)) now = planner_.assess(wanted);
-  if (now.plan.needed_mappings > work_.mapping_room()) {
-    background_.drain_mapper();  // replaces the mapper's upper bound by the mappings it made
-    now = planner_.assess(wanted);
+  if (is_planned) {
+    validate(merged_, books_, kinds_);
+  } else {
+    merge(ops);
+    for (const auto& kind : kinds_) kind->planner.packs_always = false;
   }
-  const Plan& plan = now.plan;
+  budget_.allow_all();
+  std::vector<Assessed> now;
+  std::vector<Plan> plans;
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    kinds_[k]->ops.given_slots = k == 0 ? SlotChoices{} : now.front().taken_slots;
+    now.push_back(kinds_[k]->assess_again(ops_of(k), is_planned));
+    plans.push_back(now.back().plan);
+  }
+  const Plan plan = sum_up(plans);
   if (plan.lost_prefixes > 0) refuse_stale();
   if (!plan.fits()) {
     throw OutOfMemoryError("the plan needs " + with_commas(plan.needed_pages) + " pages, " +
@@ -326,319 +341,333 @@ Assessed KVMemory::assess_again(const std::vector<Op>& ops, std::uint64_t versio
                            with_commas(plan.needed_mappings) + " memory mappings, " +
                            with_commas(plan.available_mappings) + " can be had");
   }
-  return now;
-}
-
-void KVMemory::stage(Change& change, const Assessed& now) {
-  room_.make_mapping_room(now.plan.needed_mappings);
-  if (now.packing == Packing::kCompacted) room_.compact_all();
-  ops_.stage(change, merged_ops_);
-  work_.prepare(change);
-}
-
-void KVMemory::execute(Change& change) {
-  ops_.assign_fresh(change);
-  work_.execute(change);
-}
-
-void KVMemory::undo(Change& change, const Error* error) {
-  ops_.rollback(change);
-  if (error != nullptr) work_.fail_if_sticky(*error);
-}
-
-void KVMemory::schedule_work(const Change& change) {
-  background_.schedule_work(change.grows);
-  background_.restore_write_access();
-  room_.try_give_back_excess();
-  if (background_.persistence() != nullptr) background_.persistence()->write_behind();
-}
-
-// Waits for mapper commands that concern the ops; usually there are none. True if outcomes were
-// applied, which may change what a plan needs.
-bool KVMemory::wait_for_mapper(const std::vector<Op>& ops, const Plan& plan) {
-  if (!work_.has_mapper()) return false;
-  std::uint64_t until = 0;
-  const std::int64_t at_hand = pool_.num_free();
-  if (plan.needed_pages > at_hand) until = work_.mapper->last_id();
-  for (const Op& op : ops) {
-    const Sequence& seq = seqs_[op.seq];
-    if (op.kind != OpKind::kGrow && op.kind != OpKind::kAttach) {
-      until = work_.mapper->last_id();
-    } else if (op.kind == OpKind::kAttach ||
-               (seq.kv.view == View::kVirtual &&
-                ledger_.pages_for(op.num_tokens) > ledger_.num_pages(seq))) {
-      const bool has_slot = seq.kv.slot != kNoSlot;
-      // Growth need not wait for kSeal commands on earlier pages. A new sequence waits only for
-      // those of the slot that it takes.
-      until = std::max(until, has_slot ? slots_[seq.kv.slot].last_map : work_.last_mapping);
+  std::deque<Change> changes;
+  BooksChange books_change(books_);
+  stage_and_execute(now, plan.needed_mappings, changes, books_change);
+  commit(changes, books_change);
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    budget_.allow(*kinds_[k], budget_.uncommitted_bytes());
+    kinds_[k]->background.schedule_work(changes[k].grows);
+    kinds_[k]->background.restore_write_access();
+  }
+  budget_.try_give_back_excess();
+  for (const auto& kind : kinds_) {
+    if (Persistence* const persistence = kind->background.persistence()) {
+      persistence->write_behind();
     }
   }
-  if (until == 0) return false;
-  const auto start = Clock::now();
-  if (work_.mapper->wait(until)) {
-    ++ledger_.totals.mapper_waits;
-    ledger_.totals.mapper_wait_seconds += seconds_since(start);
-  }
-  background_.apply_finished_work();
-  return true;
+  return books_.begun;
 }
 
-void KVMemory::commit(Change& change) {
-  ++ledger_.begun;
-  ++ledger_.version;
-  for (const PageId page : change.held) pool_.unhold(page);
-  for (const BlockId block : change.matched) pool_.drop_ref(block, 0);
-  background_.begin_copies(change);
-  for (auto block = change.drops.rbegin(); block != change.drops.rend(); ++block) {
-    pool_.drop_ref(*block, ledger_.begun);
+// All kinds' changes, with their driver calls, or none.
+void KVMemory::stage_and_execute(const std::vector<Assessed>& now, std::int64_t needed_mappings,
+                                 std::deque<Change>& changes, BooksChange& books_change) {
+  std::size_t at = 0;
+  const auto undo = [&](const Error* error) {
+    for (std::size_t k = changes.size(); k-- > 0;) {
+      kinds_[k]->undo(changes[k], k == at ? error : nullptr);
+    }
+    books_change.undo();
+  };
+  try {
+    make_mapping_room(needed_mappings);
+    for (at = 0; at < kinds_.size(); ++at) {
+      Kind& kind = *kinds_[at];
+      changes.emplace_back(kind.ledger, *kind.work.driver, now[at].packing != Packing::kNone,
+                           /*is_trial=*/false);
+      kind.make_room_for(now[at]);
+      kind.ops.given_slots.clear();
+      kind.ops.begin(changes[at], ops_of(at));
+    }
+    for (std::size_t i = 0; i < merged_.size(); ++i) {
+      SlotId slot = kNoSlot;
+      for (at = 0; at < kinds_.size(); ++at) {
+        Kind& kind = *kinds_[at];
+        if (slot != kNoSlot) kind.ops.given_slots = {{merged_[i].seq, slot}};
+        const SlotId taken = kind.ops.stage(changes[at], ops_of(at)[i]);
+        slot = at == 0 ? taken : slot;
+      }
+      books_change.stage(merged_[i], slot);
+    }
+    std::vector<std::int64_t> needed;
+    for (at = 0; at < kinds_.size(); ++at) {
+      kinds_[at]->work.prepare(changes[at]);
+      needed.push_back(kinds_[at]->ops.pages_for_fresh(changes[at]));
+    }
+    budget_.gather(needed);
+    for (at = 0; at < kinds_.size(); ++at) {
+      std::int64_t bytes = budget_.uncommitted_bytes();
+      for (std::size_t j = at + 1; j < kinds_.size(); ++j) {
+        const std::int64_t more = needed[j] - kinds_[j]->pool.num_free();
+        bytes -= std::max<std::int64_t>(0, more) * kinds_[j]->page_bytes();
+      }
+      budget_.allow(*kinds_[at], bytes);
+      kinds_[at]->execute(changes[at]);
+    }
+  } catch (const Error& error) {
+    undo(&error);
+    throw;
+  } catch (...) {
+    undo(nullptr);
+    throw;
   }
-  // A conversion shares pages with the old blocks until these are dropped. A fork makes what its
-  // parent has sealed read-only, though the child may have dropped what is before its window.
-  ledger_.may_restore_access = ledger_.may_restore_access || !change.drops.empty() ||
-                               !change.forked.empty() || change.counts.converted_to_virtual > 0;
-  for (const SwapId swap : change.swap_drops) work_.swap->drop(swap);
-  for (const Change::SavedSlot& slot : change.slots) {
-    if (!slots_[slot.slot].active()) ledger_.park(slot.slot, ledger_.begun);
+}
+
+// Unmaps parked slots of all kinds, oldest first in each, until the mappings are possible.
+void KVMemory::make_mapping_room(std::int64_t needed) {
+  for (const auto& kind : kinds_) {
+    while (kind->work.mapping_room() < needed) {
+      const SlotId oldest = kind->ledger.oldest_parked();
+      if (oldest == kNoSlot) break;
+      kind->work.truncate(oldest, 0);
+    }
   }
-  EpochRecord record{ledger_.begun, {}};
-  bool drops_past = false;
-  record.written.reserve(change.grows.size());
-  for (const Op& op : change.grows) {
-    Sequence& seq = seqs_[op.seq];
+}
+
+void KVMemory::commit(std::deque<Change>& changes, const BooksChange& books_change) {
+  ++books_.begun;
+  ++books_.version;
+  for (std::size_t k = 0; k < kinds_.size(); ++k) {
+    kinds_[k]->commit_pages(changes[k], !books_change.forked.empty());
+  }
+  const std::vector<Op>& grows = changes.front().grows;
+  EpochRecord record{books_.begun, {}, {}};
+  record.written.reserve(grows.size());
+  record.first_seen.reserve(grows.size() * kinds_.size());
+  for (std::size_t i = 0; i < grows.size(); ++i) {
+    Sequence& seq = books_.seqs[grows[i].seq];
     const std::int64_t before = seq.kv.length;
-    seq.kv.length = std::max(before, op.kept_tokens());
-    // An attached prefix or a fork may lack more.
-    const std::int64_t trimmed = seq.kv.num_trimmed * config_.block_tokens;
-    seq.kv.first_needed = std::max({seq.kv.first_needed, op.first_token, trimmed});
-    record.written.push_back({op.seq, seq.generation, before, seq.kv.length, seq.kv.first_needed});
-    drops_past = drops_past || op.first_token > 0;
+    seq.kv.length = std::max(before, grows[i].kept_tokens());
+    record.written.push_back({grows[i].seq, seq.generation, before, seq.kv.length});
+    for (std::size_t k = 0; k < kinds_.size(); ++k) {
+      record.first_seen.push_back(kinds_[k]->note_growth(changes[k].grows[i]));
+    }
   }
-  ledger_.records.push_back(std::move(record));
-  for (const Forked& fork : change.forked) ledger_.inherit_prefix(fork);
-  if (drops_past) ledger_.drop_unseen();
-  for (const SeqId id : change.touched) ledger_.write_table(id, 0);
-  MemoryCounters& counts = change.counts;
-  counts.pages_zeroed = static_cast<std::int64_t>(change.zero_pages.size());
-  counts.pages_mapped = static_cast<std::int64_t>(change.maps.size());
-  counts.unhidden_calls = counts.map_calls + counts.access_calls;
-  counts.forks = static_cast<std::int64_t>(change.forked.size());
-  counts.swapped_out_blocks = static_cast<std::int64_t>(change.swap_out.size());
-  counts.swapped_in_blocks = static_cast<std::int64_t>(change.swap_in.size());
-  ledger_.totals.add(counts);
+  books_.records.push_back(std::move(record));
+  for (const Forked& fork : books_change.forked) {
+    std::vector<std::int64_t> first;
+    for (const auto& kind : kinds_) {
+      first.push_back(kind->ledger.held[fork.child].num_trimmed * kind->config.block_tokens);
+    }
+    books_.inherit_prefix(fork, first);
+  }
+  for (std::size_t k = 0; k < kinds_.size(); ++k) kinds_[k]->commit_tables(changes[k]);
 }
 
 // -- epochs
 
 Epoch KVMemory::begun_epoch() const {
   const auto lock = enter();
-  return ledger_.begun;
+  return books_.begun;
 }
 
 Epoch KVMemory::completed_epoch() const {
   const auto lock = enter();
-  return ledger_.completed;
+  return books_.completed;
+}
+
+void KVMemory::require_begun(Epoch epoch) const {
+  require(epoch <= books_.begun,
+          [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
+}
+
+// `sealed`: what they wrote is sealed; else it never is.
+void KVMemory::end_epochs(Epoch epoch, bool sealed) {
+  if (epoch <= books_.completed) return;
+  books_.completed = epoch;
+  for (const auto& kind : kinds_) kind->pool.complete(epoch);
+  EpochRecord ended{epoch, {}, {}};
+  while (!books_.records.empty() && books_.records.front().epoch <= epoch) {
+    const EpochRecord record = std::move(books_.records.front());
+    books_.records.pop_front();
+    for (std::size_t i = 0; i < record.written.size(); ++i) {
+      const WrittenRange& written = record.written[i];
+      Sequence& seq = books_.seqs[written.seq];
+      if (!seq.open || seq.generation != written.generation) continue;
+      if (!sealed) {
+        // The kernels failed: positions from here on, and all computed from them, must never be
+        // sealed.
+        if (written.start < written.length) {
+          seq.kv.seal_limit = std::min(seq.kv.seal_limit, written.start);
+        }
+        continue;
+      }
+      if (books_.seal(written.seq, written.length)) {
+        for (const auto& kind : kinds_) kind->ledger.publish(written.seq);
+      }
+      const auto seen = record.first_seen.begin() + static_cast<std::ptrdiff_t>(i * kinds_.size());
+      ended.written.push_back(written);
+      ended.first_seen.insert(ended.first_seen.end(), seen,
+                              seen + static_cast<std::ptrdiff_t>(kinds_.size()));
+    }
+  }
+  for (const auto& kind : kinds_) kind->background.end_epochs(ended);
+}
+
+bool KVMemory::give_up_past(bool from_slots) {
+  const bool has_windows = std::any_of(kinds_.begin(), kinds_.end(),
+                                       [](const auto& kind) { return kind->config.window > 0; });
+  if (!has_windows) return false;
+  const std::vector<bool> running = books_.running_seqs();
+  bool gave_any = false;
+  for (const auto& kind : kinds_) gave_any = kind->give_up_past(running, from_slots) || gave_any;
+  return gave_any;
 }
 
 void KVMemory::complete(Epoch epoch) {
   const auto lock = enter();
-  require(epoch <= ledger_.begun,
-          [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
-  background_.complete(epoch, /*sealed=*/true);
-  background_.apply_finished_work();
+  require_begun(epoch);
+  end_epochs(epoch, /*sealed=*/true);
+  apply_finished_work();
+  give_up_past(/*from_slots=*/false);
 }
 
 void KVMemory::abandon_epoch(Epoch epoch) {
   const auto lock = enter();
-  require(epoch <= ledger_.begun,
-          [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
-  background_.complete(epoch, /*sealed=*/false);
-}
-
-bool KVMemory::is_copying() {
-  const auto lock = enter();
-  background_.apply_finished_work();
-  return !background_.copies_in_flight().empty();
-}
-
-bool KVMemory::finish_copies() {
-  const auto lock = enter();
-  return background_.finish_copies();
+  require_begun(epoch);
+  end_epochs(epoch, /*sealed=*/false);
 }
 
 void KVMemory::launched(Epoch epoch) {
   const auto lock = enter();
-  require(epoch <= ledger_.begun,
-          [&] { return "epoch " + std::to_string(epoch) + " has not begun"; });
-  work_.require_alive();
-  const auto driving = work_.lock();
-  background_.record_mark(epoch);
+  require_begun(epoch);
+  require_alive();
+  std::vector<Mark> marks;
+  for (const auto& kind : kinds_) {
+    const auto driving = kind->work.lock();
+    marks.push_back(kind->work.driver->mark());
+  }
+  marks_.emplace_back(epoch, std::move(marks));
+}
+
+// An epoch ends in all kinds at once: when the device has done all work that their drivers were
+// asked for before its launch.
+void KVMemory::apply_reached_marks() {
+  for (; !marks_.empty(); marks_.pop_front()) {
+    for (std::size_t k = 0; k < kinds_.size(); ++k) {
+      DriverWork& work = kinds_[k]->work;
+      try {
+        const auto driving = work.lock();
+        if (!work.driver->reached(marks_.front().second[k])) return;
+      } catch (const Error& error) {
+        return work.fail_if_sticky(error);
+      }
+    }
+    end_epochs(marks_.front().first, /*sealed=*/true);
+    give_up_past(/*from_slots=*/false);
+  }
+}
+
+void KVMemory::apply_finished_work() {
+  apply_reached_marks();
+  for (const auto& kind : kinds_) kind->background.apply_finished_work();
+}
+
+bool KVMemory::is_copying() {
+  const auto lock = enter();
+  apply_finished_work();
+  return std::any_of(kinds_.begin(), kinds_.end(),
+                     [](const auto& kind) { return !kind->background.copies_in_flight().empty(); });
+}
+
+bool KVMemory::finish_copies() {
+  const auto lock = enter();
+  bool waited = false;
+  for (const auto& kind : kinds_) waited = kind->background.finish_copies() || waited;
+  return waited;
 }
 
 void KVMemory::clear_cache() {
   const auto lock = enter();
-  Persistence* const persistence = background_.persistence();
-  generation_ = persistence == nullptr ? generation_ + 1 : persistence->begin_generation();
-  pool_.clear_index();
-  for (Sequence& seq : seqs_) {
-    // Blocks that were computed before are never published.
-    seq.digests.clear();
-    seq.tokens_unknown = true;
+  std::uint64_t generation = books_.generation + 1;
+  for (const auto& kind : kinds_) {
+    if (Persistence* const persistence = kind->background.persistence()) {
+      generation = std::max(generation, persistence->begin_generation());
+    }
+    kind->pool.clear_index();
   }
-  ++ledger_.version;
-  ledger_.may_restore_access = true;
-  background_.restore_write_access();
+  books_.generation = generation;
+  books_.clear_digests();
+  ++books_.version;
+  for (const auto& kind : kinds_) {
+    kind->ledger.may_restore_access = true;
+    kind->background.restore_write_access();
+  }
 }
 
 // -- the pool
 
 void KVMemory::finish_pending_work() {
-  background_.drain_mapper();
-  background_.finish_copies();
-  work_.retry_repairs();
+  apply_reached_marks();
+  for (const auto& kind : kinds_) kind->finish_pending_work();
 }
 
-std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle_too) {
+std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle) {
   const auto lock = enter();
   require(keep_pages >= 0, [&] { return std::string("keep_pages must not be negative"); });
-  work_.require_alive();
+  require_alive();
   finish_pending_work();
-  if (drop_idle_too) room_.evict_idle(keep_pages);
-  if (work_.swap->num_used() == 0) {
-    const auto driving = work_.lock();
-    work_.driver->fence();
-    work_.swap->release_memory();
-  }
-  const std::int64_t idle = drop_idle_too ? pool_.count(PageState::kIdle) : 0;
-  return room_.give_back(
-      std::min(pool_.num_free(), std::max<std::int64_t>(0, pool_.num_free() + idle - keep_pages)));
+  const std::int64_t whole = whole_page_bytes();
+  const std::int64_t there = drop_idle ? budget_.reclaimable_bytes() : budget_.free_bytes();
+  const std::int64_t bytes = std::max<std::int64_t>(0, there - keep_pages * whole);
+  if (drop_idle) budget_.evict_until_free(bytes);
+  for (const auto& kind : kinds_) kind->release_swap_memory();
+  return budget_.return_free(bytes, std::vector<std::int64_t>(kinds_.size())) / whole;
 }
 
 void KVMemory::set_limit(std::int64_t limit_pages) {
   const auto lock = enter();
-  require(limit_pages > 0 && limit_pages <= config_.max_pages, [&] {
+  const Kind& first = *kinds_.front();
+  const std::int64_t whole = whole_page_bytes();
+  const std::int64_t most = round_up_div(first.config.max_pages * first.page_bytes(), whole);
+  require(limit_pages > 0 && limit_pages <= most, [&] {
     return "the limit of " + with_commas(limit_pages) + " pages must lie between 1 and " +
-           with_commas(config_.max_pages);
+           with_commas(most);
   });
-  work_.require_alive();
+  require_alive();
   finish_pending_work();
-  pool_.set_limit(limit_pages);
-  ++ledger_.version;
-  room_.give_back_excess();
+  ++books_.version;
+  budget_.set_limit(limit_pages * whole);
+  budget_.share();
+  budget_.give_back_excess();
+  budget_.share();
 }
 
 std::int64_t KVMemory::compact() {
   const auto lock = enter();
-  work_.require_alive();
-  background_.drain_mapper();
-  work_.retry_repairs();
+  require_alive();
+  apply_reached_marks();
   std::int64_t emptied = 0;
-  for (auto& [tenant, pages] : ledger_.compactable_pages())
-    emptied += room_.compact(std::move(pages));
-  room_.try_give_back_excess();
+  for (const auto& kind : kinds_) {
+    kind->background.drain_mapper();
+    kind->work.retry_repairs();
+    for (auto& [tenant, pages] : kind->ledger.compactable_pages()) {
+      emptied += kind->room.compact(std::move(pages));
+    }
+  }
+  budget_.try_give_back_excess();
   return emptied;
 }
 
 std::int64_t KVMemory::run_mapper(std::int64_t max_commands) {
   const auto lock = enter();
-  const std::int64_t count = work_.mapper->run(max_commands);
-  background_.apply_finished_work();
+  std::int64_t count = 0;
+  for (const auto& kind : kinds_) count += kind->work.mapper->run(max_commands);
+  apply_finished_work();
   return count;
 }
 
 void KVMemory::settle_mapper() {
   const auto lock = enter();
-  background_.drain_mapper(/*is_waited_for=*/false);
+  apply_reached_marks();
+  for (const auto& kind : kinds_) kind->background.drain_mapper(/*is_waited_for=*/false);
 }
 
-void KVMemory::enable_shadow() {
+void KVMemory::enable_shadow(std::size_t kind) {
   const auto lock = enter();
-  if (work_.space->has_shadow()) return;
-  work_.require_alive();
-  background_.drain_mapper();
-  work_.retry_repairs();
-  work_.space->reserve_shadow();
-  std::vector<MapRun> runs;
-  for (SlotId slot = 0; slot < config_.num_slots; ++slot) {
-    for (std::int64_t i = 0; i < slots_[slot].size(); ++i) {
-      const PageId page = slots_[slot].entries[i].page;
-      for (std::int32_t group = 0; page != kNoPage && group < config_.num_groups; ++group) {
-        runs.push_back({work_.space->shadow(group, slot, i),
-                        {work_.space->frame(group, page), 1},
-                        Access::kRead});
-      }
-    }
-  }
-  const auto driving = work_.lock();
-  try {
-    work_.driver->map(runs);
-  } catch (...) {
-    work_.space->free_shadow();
-    throw;
-  }
-}
-
-// -- reading
-
-std::vector<BlockId> KVMemory::blocks(SeqId seq) const {
-  const auto lock = enter();
-  return ledger_.open_seq(seq).kv.blocks;
-}
-
-std::vector<PageId> KVMemory::slot_pages(SlotId slot) const {
-  const auto lock = enter();
-  require(slot >= 0 && slot < config_.num_slots, [&] {
-    return "slot " + std::to_string(slot) + " is outside 0 .. " +
-           std::to_string(config_.num_slots - 1);
-  });
-  std::vector<PageId> pages;
-  for (const SlotEntry& entry : slots_[slot].entries) pages.push_back(entry.page);
-  return pages;
-}
-
-std::int64_t KVMemory::length(SeqId seq) const {
-  const auto lock = enter();
-  return ledger_.open_seq(seq).kv.length;
-}
-
-std::int64_t KVMemory::sealed(SeqId seq) const {
-  const auto lock = enter();
-  return ledger_.open_seq(seq).kv.sealed;
-}
-
-View KVMemory::view(SeqId seq) const {
-  const auto lock = enter();
-  return ledger_.open_seq(seq).kv.view;
-}
-
-bool KVMemory::swapped(SeqId seq) const {
-  const auto lock = enter();
-  return ledger_.open_seq(seq).kv.swapped;
-}
-
-std::optional<SlotId> KVMemory::slot(SeqId seq) const {
-  const auto lock = enter();
-  const SlotId slot = ledger_.open_seq(seq).kv.slot;
-  return slot == kNoSlot ? std::nullopt : std::optional<SlotId>(slot);
-}
-
-std::vector<SlotId> KVMemory::slots(const std::vector<SeqId>& seqs) const {
-  const auto lock = enter();
-  std::vector<SlotId> slots;
-  slots.reserve(seqs.size());
-  for (const SeqId seq : seqs) slots.push_back(ledger_.open_seq(seq).kv.slot);
-  return slots;
-}
-
-std::int32_t KVMemory::block_refs(BlockId block) const {
-  const auto lock = enter();
-  require(block >= 0 && block < pool_.max_pages() * config_.blocks_per_page,
-          [&] { return "block " + std::to_string(block) + " does not exist"; });
-  return pool_.refs(block);
-}
-
-std::string KVMemory::last_error() const {
-  const auto lock = enter();
-  return work_.last_error;
+  require_alive();
+  kind_at(kind);
+  kinds_[kind]->enable_shadow();
 }
 
 void KVMemory::require_usable() const {
@@ -647,22 +676,22 @@ void KVMemory::require_usable() const {
 
 void KVMemory::close() {
   if (::getpid() != pid_) return;  // the parent closes it
-  if (background_.persistence() != nullptr) background_.persistence()->stop();
+  for (const auto& kind : kinds_) {
+    if (kind->background.persistence() != nullptr) kind->background.persistence()->stop();
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
-  background_.end_persistence();
-  work_.mapper.reset();
-  work_.swap.reset();
-  work_.space.reset();
+  is_closed_ = true;
+  for (const auto& kind : kinds_) {
+    kind->background.end_persistence();
+    kind->work.mapper.reset();
+    kind->work.swap.reset();
+    kind->work.space.reset();
+  }
 }
 
 bool KVMemory::closed() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return work_.space == nullptr;
-}
-
-std::shared_ptr<AddressSpace> KVMemory::address_space() const {
-  const auto lock = enter();
-  return work_.space;
+  return is_closed_;
 }
 
 }  // namespace vmserve

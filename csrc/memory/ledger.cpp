@@ -8,30 +8,20 @@
 
 namespace vmserve {
 
-Ledger::Ledger(const MemoryConfig& options, std::int64_t extent_pages, bool read_only)
-    : config(options),
+Ledger::Ledger(Books& all_books, std::size_t kind, const MemoryConfig& options,
+               std::int64_t extent_pages, bool read_only)
+    : books(all_books),
+      number(kind),
+      config(options),
       traps_writes(read_only),
       pool(config.max_pages, config.blocks_per_page, config.limit_pages, config.zero_policy,
            extent_pages),
-      seqs(static_cast<std::size_t>(config.max_seqs)),
+      held(static_cast<std::size_t>(config.max_seqs)),
       slots(static_cast<std::size_t>(config.num_slots)),
       pages_per_slot(pages_for(config.max_len)),
       blocks_per_row(pages_per_slot * config.blocks_per_page),
       tables(config.max_seqs * blocks_per_row),
       row_sizes(static_cast<std::size_t>(config.max_seqs)) {}
-
-const Sequence& Ledger::open_seq(SeqId seq) const {
-  require(seq >= 0 && seq < config.max_seqs, [&] {
-    return "sequence " + std::to_string(seq) + " is outside 0 .. " +
-           std::to_string(config.max_seqs - 1);
-  });
-  require(seqs[seq].open, [&] { return "sequence " + std::to_string(seq) + " is not open"; });
-  return seqs[seq];
-}
-
-Sequence& Ledger::open_seq(SeqId seq) {
-  return const_cast<Sequence&>(std::as_const(*this).open_seq(seq));
-}
 
 std::int64_t Ledger::pages_for(std::int64_t num_tokens) const {
   if (num_tokens == 0 || config.has_state()) return std::min<std::int64_t>(num_tokens, 1);
@@ -39,54 +29,25 @@ std::int64_t Ledger::pages_for(std::int64_t num_tokens) const {
 }
 
 std::int64_t Ledger::blocks_for(std::int64_t num_tokens) const {
-  return config.has_state() ? std::min<std::int64_t>(num_tokens, 1)
-                            : round_up_div(num_tokens, config.block_tokens);
+  return round_up_div(num_tokens, config.block_span());
 }
 
-std::int64_t Ledger::num_pages(const Sequence& seq) const {
-  return static_cast<std::int64_t>(seq.kv.blocks.size()) / config.blocks_per_page;
-}
-
-void Ledger::extend_digests(Sequence& seq) {
-  if (!config.prefix_caching || seq.tokens_unknown) return;
-  const std::int32_t width = config.block_tokens;
-  const std::size_t full = seq.tokens.size() / static_cast<std::size_t>(width);
-  while (seq.digests.size() < full) {
-    const Digest& parent = seq.digests.empty() ? seq.root : seq.digests.back();
-    seq.digests.push_back(
-        prefix_next(parent, seq.tokens.data() + seq.digests.size() * width, width));
-  }
-}
-
-// At least one token must be computed: the caller needs its logits.
-std::int64_t Ledger::num_matchable(const Sequence& seq) const {
-  if (seq.tokens.empty()) return 0;
-  return std::min((static_cast<std::int64_t>(seq.tokens.size()) - 1) / config.block_tokens,
-                  static_cast<std::int64_t>(seq.digests.size()));
-}
-
-std::int64_t Ledger::num_matched(const Sequence& seq) const {
-  return num_matched(seq, num_matchable(seq), config.has_state() ? kWindowOfState : 0);
+std::int64_t Ledger::num_pages(SeqId seq) const {
+  return static_cast<std::int64_t>(held[seq].blocks.size()) / config.blocks_per_page;
 }
 
 std::int64_t Ledger::num_matched(const Sequence& seq, std::int64_t most,
-                                 std::int64_t window) const {
-  return num_matched(seq, most, window,
-                     [this](const Digest& digest) { return pool.find(digest) != kNoBlock; });
-}
-
-std::int64_t Ledger::num_matched(const Sequence& seq, std::int64_t most, std::int64_t window,
                                  const std::function<bool(const Digest&)>& is_there) const {
   std::int64_t matched = 0;
-  if (window == 0) {
+  if (config.sees_all()) {
     while (matched < most && is_there(seq.digests[matched])) ++matched;
     return matched;
   }
-  std::int64_t run_start = 0;  // start of the run of cached blocks that ends here
+  std::int64_t run_start = 0;  // start of the run of blocks there that ends here
   for (std::int64_t i = 0; i < most; ++i) {
     if (!is_there(seq.digests[i])) run_start = i + 1;
-    const std::int64_t first_token = (i + 1) * config.block_tokens + 1 - window;
-    if (std::max<std::int64_t>(0, first_token) / config.block_tokens >= run_start) matched = i + 1;
+    const std::int64_t first = config.first_seen((i + 1) * config.block_tokens);
+    if (first / config.block_tokens >= run_start) matched = i + 1;
   }
   return matched;
 }
@@ -99,42 +60,37 @@ void Ledger::park(SlotId id, Epoch retire) {
 }
 
 void Ledger::write_table(SeqId id, std::size_t from) {
-  const std::vector<BlockId>& blocks = seqs[id].kv.blocks;
+  const std::vector<BlockId>& blocks = held[id].blocks;
   BlockId* row = &tables[id * blocks_per_row];
   for (std::size_t i = from; i < blocks.size(); ++i) row[i] = std::max(blocks[i], BlockId{0});
   for (std::size_t i = blocks.size(); i < row_sizes[id]; ++i) row[i] = 0;
   row_sizes[id] = blocks.size();
 }
 
-void Ledger::seal(SeqId id, std::int64_t length) {
-  Sequence& seq = seqs[id];
-  length = std::min(length, seq.kv.seal_limit);
-  if (seq.kv.swapped || length <= seq.kv.sealed) return;
-  seq.kv.sealed = length;
-  config.has_state() ? publish_state(seq) : publish(seq);
-}
-
 // Publishes the state at a checkpoint, unless a later step has begun to overwrite it.
-void Ledger::publish_state(const Sequence& seq) {
+void Ledger::publish_state(const Sequence& seq, BlockId block) {
   const std::int64_t at = seq.kv.sealed;
   const std::int64_t full = at / config.block_tokens;
   const bool is_checkpoint = at % config.block_tokens == 0 &&
                              (at == seq.last_checkpoint ||
                               (config.checkpoint_tokens > 0 && at % config.checkpoint_tokens == 0));
-  if (!is_checkpoint || at != seq.kv.length || pool.is_published(seq.kv.blocks[0]) ||
+  if (!is_checkpoint || at != seq.kv.length || pool.is_published(block) ||
       full > static_cast<std::int64_t>(seq.digests.size())) {
     return;
   }
-  publish_block(seq.kv.blocks[0], seq.digests[full - 1]);
+  publish_block(block, seq.digests[full - 1]);
 }
 
-void Ledger::publish(Sequence& seq) {
+void Ledger::publish(SeqId id) {
+  const Sequence& seq = books.seqs[id];
+  Held& own = held[id];
+  if (config.has_state()) return publish_state(seq, own.blocks[0]);
   const std::int64_t full =
       std::min(seq.kv.sealed / config.block_tokens, static_cast<std::int64_t>(seq.digests.size()));
-  for (; seq.kv.num_published < full; ++seq.kv.num_published) {
-    const BlockId block = seq.kv.blocks[seq.kv.num_published];
+  for (; own.num_published < full; ++own.num_published) {
+    const BlockId block = own.blocks[own.num_published];
     if (block == kNoBlock || pool.is_published(block)) continue;
-    publish_block(block, seq.digests[seq.kv.num_published]);
+    publish_block(block, seq.digests[own.num_published]);
   }
 }
 
@@ -174,7 +130,7 @@ bool Ledger::has_published_from(PageId page, std::int32_t count) const {
 // Whether zeroing the page's other blocks, which happens at once, would race with a running epoch
 // that may read them. (Writes by kernels would not: they are ordered after it.)
 bool Ledger::zeroing_races_readers(PageId page) const {
-  return config.zero_policy == ZeroPolicy::kAlways && pool.retire(page) > completed;
+  return config.zero_policy == ZeroPolicy::kAlways && pool.retire(page) > books.completed;
 }
 
 std::vector<BoundPage> Ledger::bind_pages(const std::vector<BlockId>& blocks,
@@ -215,7 +171,7 @@ std::vector<BoundPage> Ledger::bind_pages(const std::vector<BlockId>& blocks,
 // reserved blocks. None while an epoch runs that may write them; none with a copy in flight.
 std::unordered_map<Tenant, std::vector<PageId>> Ledger::compactable_pages() const {
   std::unordered_map<Tenant, std::vector<PageId>> pages;
-  if (completed != begun) return pages;
+  if (books.completed != books.begun) return pages;
   for (std::int64_t id = pool.next_committed(0); id >= 0; id = pool.next_committed(id + 1)) {
     const auto page = static_cast<PageId>(id);
     const std::int32_t used = pool.used(page);
@@ -228,14 +184,14 @@ std::unordered_map<Tenant, std::vector<PageId>> Ledger::compactable_pages() cons
 
 std::int64_t Ledger::num_usable_slots() const {
   return std::count_if(slots.begin(), slots.end(), [&](const Slot& slot) {
-    return !slot.active() && !slot.in_repair && slot.retire <= completed;
+    return !slot.active() && !slot.in_repair && slot.retire <= books.completed;
   });
 }
 
 // Pages that cannot be compacted yet: pages in use with gaps, while an epoch or a copy runs, and
 // pages with a copy in flight.
 std::int64_t Ledger::num_uncompactable_pages() const {
-  if (completed == begun && pool.num_copies() == 0) return 0;
+  if (books.completed == books.begun && pool.num_copies() == 0) return 0;
   std::int64_t pages = 0;
   for (std::int64_t id = pool.next_committed(0); id >= 0; id = pool.next_committed(id + 1)) {
     const auto page = static_cast<PageId>(id);
@@ -257,93 +213,55 @@ std::int64_t Ledger::num_own_blocks_after(SeqId id, BlockId block) const {
   return next - block - 1;
 }
 
-// Gives the child the tokens and digests of the parent's prefix.
-void Ledger::inherit_prefix(const Forked& fork) {
-  const Sequence& parent = seqs[fork.parent];
-  Sequence& child = seqs[fork.child];
-  const auto known = std::min(parent.tokens.size(), static_cast<std::size_t>(fork.num_tokens));
-  child.tokens_unknown = parent.tokens_unknown || known < static_cast<std::size_t>(fork.num_tokens);
-  child.root = parent.root;
-  child.tokens.assign(parent.tokens.begin(),
-                      parent.tokens.begin() + static_cast<std::ptrdiff_t>(known));
-  // Running epochs that write the parent's prefix seal it, or abandon it, for the child, too.
-  for (EpochRecord& record : records) {
-    if (record.epoch == begun) break;
-    const auto of_parent = std::find_if(
-        record.written.begin(), record.written.end(), [&](const WrittenRange& written) {
-          return written.seq == fork.parent && written.generation == parent.generation;
-        });
-    if (of_parent == record.written.end()) continue;
-    record.written.push_back(
-        {fork.child, child.generation, std::min(of_parent->start, fork.num_tokens),
-         std::min(of_parent->length, fork.num_tokens), child.kv.num_trimmed * config.block_tokens});
-  }
-  const auto full = std::min(parent.digests.size(), known / config.block_tokens);
-  child.digests.assign(parent.digests.begin(),
-                       parent.digests.begin() + static_cast<std::ptrdiff_t>(full));
-}
-
 bool Ledger::trim_front(SeqId id, std::int64_t first_token) {
-  Sequence& seq = seqs[id];
+  Held& own = held[id];
   if (config.has_state()) return false;
-  const std::int64_t unit =
-      seq.kv.view == View::kVirtual ? config.page_tokens() : config.block_tokens;
+  const bool is_virtual = books.seqs[id].kv.view == View::kVirtual;
+  const std::int64_t unit = is_virtual ? config.page_tokens() : config.block_tokens;
   const std::int64_t stop = std::min(first_token / unit * unit / config.block_tokens,
-                                     static_cast<std::int64_t>(seq.kv.blocks.size()));
-  if (stop <= seq.kv.num_trimmed) return false;
-  for (std::int64_t i = seq.kv.num_trimmed; i < stop; ++i) {
-    BlockId& block = seq.kv.blocks[i];
+                                     static_cast<std::int64_t>(own.blocks.size()));
+  if (stop <= own.num_trimmed) return false;
+  for (std::int64_t i = own.num_trimmed; i < stop; ++i) {
+    BlockId& block = own.blocks[i];
     if (block == kNoBlock) continue;
     const PageId page = pool.page_of(block);
     may_restore_access = may_restore_access || pool.refs(block) > 1;
-    pool.drop_ref(block, begun);
+    pool.drop_ref(block, books.begun);
     if (pool.owner(page) == id && pool.used(page) == 0) pool.set_owner(page, kNoSeq);
     block = kNoBlock;
   }
-  seq.kv.num_trimmed = stop;
+  own.num_trimmed = stop;
   write_table(id, 0);
   return true;
 }
 
-bool Ledger::drop_unseen(const std::vector<WrittenRange>& ended) {
+bool Ledger::drop_unseen(const EpochRecord& ended) {
   bool has_dropped = false;
-  std::vector<bool> is_done(seqs.size());
-  for (const EpochRecord& record : records) {
-    for (const WrittenRange& written : record.written) {
-      const bool is_same = seqs[written.seq].generation == written.generation;
+  std::vector<bool> is_done(held.size());
+  const auto drop = [&](const EpochRecord& record, bool is_last) {
+    for (std::size_t i = 0; i < record.written.size(); ++i) {
+      const WrittenRange& written = record.written[i];
+      const bool is_same = books.seqs[written.seq].generation == written.generation;
       if (!is_same || is_done[written.seq]) continue;
-      is_done[written.seq] = true;
-      has_dropped = trim_front(written.seq, written.first_seen) || has_dropped;
+      is_done[written.seq] = !is_last;
+      has_dropped = trim_front(written.seq, first_seen(record, i)) || has_dropped;
     }
-  }
-  for (const WrittenRange& written : ended) {
-    const bool is_same = seqs[written.seq].generation == written.generation;
-    if (!is_same || is_done[written.seq]) continue;
-    has_dropped = trim_front(written.seq, written.first_seen) || has_dropped;
-  }
+  };
+  for (const EpochRecord& record : books.records) drop(record, /*is_last=*/false);
+  drop(ended, /*is_last=*/true);
   return has_dropped;
-}
-
-std::vector<bool> Ledger::running_seqs() const {
-  std::vector<bool> running(seqs.size());
-  for (const EpochRecord& record : records) {
-    for (const WrittenRange& written : record.written) {
-      if (seqs[written.seq].generation == written.generation) running[written.seq] = true;
-    }
-  }
-  return running;
 }
 
 bool Ledger::can_unmap(const Slot& slot) const {
   return !slot.active() && !slot.empty() && !slot.in_repair && slot.num_pending == 0 &&
-         slot.retire <= completed;
+         slot.retire <= books.completed;
 }
 
 // Pages of parked slots that a running epoch may still read.
 std::int64_t Ledger::num_retiring_pages() const {
   std::int64_t pages = 0;
   for (const Slot& slot : slots) {
-    pages += !slot.active() && slot.retire > completed ? slot.size() : 0;
+    pages += !slot.active() && slot.retire > books.completed ? slot.size() : 0;
   }
   return pages;
 }
@@ -372,21 +290,18 @@ void Ledger::remove_entries(SlotId id, std::int64_t first, std::int64_t count) {
 
 std::uint64_t Ledger::fingerprint() const {
   Mix mix;
-  mix.add(pool.fingerprint(), version, parkings, begun, completed, records.size(), num_open,
-          may_restore_access, slots.size());
-  for (const Sequence& seq : seqs) {
-    mix.add(seq.open, static_cast<int>(seq.kv.view), seq.kv.slot, seq.kv.length, seq.kv.sealed,
-            seq.kv.seal_limit, seq.kv.num_trimmed, seq.kv.num_published, seq.kv.swapped,
-            seq.tokens.size(), seq.tokens_unknown, seq.digests.size());
-    for (const BlockId block : seq.kv.blocks) mix.add(block);
-    for (const SwapId swap : seq.kv.swap) mix.add(swap);
+  mix.add(pool.fingerprint(), parkings, may_restore_access, slots.size());
+  for (const Held& own : held) {
+    mix.add(own.num_trimmed, own.num_published);
+    for (const BlockId block : own.blocks) mix.add(block);
+    for (const SwapId swap : own.swap) mix.add(swap);
   }
   for (const Slot& slot : slots) {
     mix.add(slot.seq, slot.num_pending, slot.num_sealed, slot.in_repair, slot.retire,
             slot.parked_at, slot.last_command, slot.last_map);
     for (const SlotEntry& entry : slot.entries) mix.add(entry.page, entry.read_only);
   }
-#define VMSERVE_COUNTER(type, name, what) mix.add(totals.name);
+#define VMSERVE_COUNTER(type, name, rule, what) mix.add(totals.name);
 #include "vmserve/stats.def"
   mix.add(recent.pages_now, recent.newcomers_now, recent.newest_tenant);
   return mix.value();

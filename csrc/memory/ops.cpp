@@ -14,21 +14,13 @@ constexpr double kRememberedOfNewcomers = 0.98;
 
 }  // namespace
 
-void Ops::stage(Change& change, const std::vector<Op>& ops) {
+void Ops::begin(Change& change, const std::vector<Op>& ops) {
   if (!change.is_trial) change.grows.reserve(ops.size());
   hold_matches(change, ops);
   collect_growth_targets(change, ops);
-  std::unordered_map<BlockId, SwapId> copied;
-  for (const Op& op : ops) {
-    if (op.kind == OpKind::kSwapOut) {
-      stage_swap_out(change, op, copied);
-    } else {
-      stage_one(change, op);
-    }
-  }
 }
 
-void Ops::stage_one(Change& change, const Op& op) {
+SlotId Ops::stage(Change& change, const Op& op) {
   switch (op.kind) {
     case OpKind::kAttach:
       return stage_attach(change, op);
@@ -36,13 +28,15 @@ void Ops::stage_one(Change& change, const Op& op) {
       return stage_fork(change, op);
     case OpKind::kConvert:
       return stage_convert(change, op);
+    case OpKind::kSwapOut:
+      stage_swap_out(change, op);
+      return kNoSlot;
     case OpKind::kSwapIn:
       return stage_swap_in(change, op);
     case OpKind::kGrow:
       return stage_grow(change, op);
-    case OpKind::kSwapOut:
-      return;
   }
+  return kNoSlot;
 }
 
 // Holds matched blocks: finding memory must not evict them, and other ops must not claim them.
@@ -88,88 +82,89 @@ void Ops::collect_growth_targets(Change& change, const std::vector<Op>& ops) {
   }
 }
 
-void Ops::stage_attach(Change& change, const Op& op) {
-  Sequence& seq = seqs_[op.seq];
+SlotId Ops::stage_attach(Change& change, const Op& op) {
+  const Sequence& seq = seqs_[op.seq];
+  Held& own = held_[op.seq];
   change.counts.prefix_query_blocks +=
       std::max<std::int64_t>(0, static_cast<std::int64_t>(seq.tokens.size()) - 1) /
       config_.block_tokens;
-  if (op.num_tokens == 0) return;
+  if (op.num_tokens == 0) return kNoSlot;
   change.save(op.seq);
   const auto attached =
       std::find_if(change.attached.begin(), change.attached.end(),
                    [&](const Attached& candidate) { return candidate.seq == op.seq; });
-  seq.kv.num_trimmed = config_.has_state() ? 0 : op.first_token / config_.block_tokens;
-  bind(change, op.seq, attached->blocks, op.num_tokens, /*own=*/false);
-  seq.kv.length = seq.kv.sealed = op.num_tokens;
-  seq.kv.num_published = op.num_tokens / config_.block_tokens;
-  change.counts.prefix_hit_blocks += seq.kv.num_published;
+  own.num_trimmed = config_.has_state() ? 0 : op.first_token / config_.block_tokens;
+  const SlotId slot = bind(change, op.seq, attached->blocks, op.num_tokens);
+  own.num_published = op.num_tokens / config_.block_tokens;
+  change.counts.prefix_hit_blocks += own.num_published;
+  return slot;
 }
 
-void Ops::stage_fork(Change& change, const Op& op) {
-  const Sequence& parent = seqs_[op.other];
-  Sequence& child = seqs_[op.seq];
+SlotId Ops::stage_fork(Change& change, const Op& op) {
+  const Held& parent = held_[op.other];
+  Held& child = held_[op.seq];
   change.save(op.seq);
-  std::vector<BlockId> blocks(parent.kv.blocks.begin(),
-                              parent.kv.blocks.begin() + ledger_.blocks_for(op.num_tokens));
-  child.kv.num_trimmed = std::min(parent.kv.num_trimmed, ledger_.blocks_for(op.num_tokens));
-  if (op.num_tokens > 0) bind(change, op.seq, blocks, op.num_tokens, /*own=*/false);
-  child.kv.length = op.num_tokens;
-  child.kv.sealed = std::min(parent.kv.sealed, op.num_tokens);
-  // The parent's seal limit may lie beyond the fork.
-  if (parent.kv.seal_limit < op.num_tokens) child.kv.seal_limit = parent.kv.seal_limit;
-  child.kv.num_published = std::min(parent.kv.num_published, op.num_tokens / config_.block_tokens);
-  seal_shared(change, parent, op);
-  change.forked.push_back({op.seq, op.other, op.num_tokens});
+  const std::vector<BlockId> blocks(parent.blocks.begin(),
+                                    parent.blocks.begin() + ledger_.blocks_for(op.num_tokens));
+  child.num_trimmed = std::min(parent.num_trimmed, ledger_.blocks_for(op.num_tokens));
+  const SlotId slot =
+      op.num_tokens > 0 ? bind(change, op.seq, blocks, op.num_tokens) : SlotId{kNoSlot};
+  child.num_published = std::min(parent.num_published, op.num_tokens / config_.block_tokens);
+  seal_shared(change, seqs_[op.other], op);
+  ++change.counts.forks;
+  return slot;
 }
 
 // Makes shared pages read-only for the parent, too: a write without a copy before it then traps.
 // Positions that a running epoch still writes stay writable until they are sealed.
 void Ops::seal_shared(Change& change, const Sequence& parent, const Op& op) {
-  if (!config_.access_under_readers || parent.kv.slot == kNoSlot) return;
-  change.used_slots.push_back(parent.kv.slot);
-  change.saved_slot(parent.kv.slot);
-  Slot& slot = slots_[parent.kv.slot];
+  const SlotId shared = ledger_.slot_of(parent);
+  if (!config_.access_under_readers || shared == kNoSlot) return;
+  change.used_slots.push_back(shared);
+  change.saved_slot(shared);
+  Slot& slot = slots_[shared];
   // A paged child shares blocks of the last page, which is sealed as a whole or not yet. A virtual
   // child copies a partial last page.
   const std::int64_t width = config_.page_tokens();
-  const std::int64_t slack = seqs_[op.seq].kv.view == View::kPaged ? width - 1 : 0;
+  const std::int64_t slack = ledger_.view(seqs_[op.seq]) == View::kPaged ? width - 1 : 0;
   const std::int64_t stop = std::min(parent.kv.sealed / width, (op.num_tokens + slack) / width);
   for (std::int64_t i = slot.num_sealed; i < stop; ++i) {
-    if (slot.entries[i].page != kNoPage) change.make_read_only(parent.kv.slot, i);
+    if (slot.entries[i].page != kNoPage) change.make_read_only(shared, i);
   }
   slot.num_sealed = std::max(slot.num_sealed, stop);
 }
 
-void Ops::stage_convert(Change& change, const Op& op) {
-  Sequence& seq = seqs_[op.seq];
-  if (seq.kv.view == op.view || config_.has_state()) return;
+SlotId Ops::stage_convert(Change& change, const Op& op) {
+  const Sequence& seq = seqs_[op.seq];
+  Held& own = held_[op.seq];
+  if (seq.kv.view == op.view || config_.has_state()) return kNoSlot;
   change.save(op.seq);
   if (op.view == View::kVirtual) {
-    const std::vector<BlockId> before = seq.kv.blocks;
-    seq.kv.view = View::kVirtual;
-    seq.kv.blocks.clear();
-    if (seq.kv.length > 0) bind(change, op.seq, before, seq.kv.length, /*own=*/true);
+    const std::vector<BlockId> before = std::move(own.blocks);
+    own.blocks.clear();
+    const SlotId slot = seq.kv.length > 0
+                            ? bind_to_slot(change, op.seq, before, seq.kv.length, /*own=*/true)
+                            : SlotId{kNoSlot};
     for (const BlockId block : before) {
       if (block != kNoBlock) change.drops.push_back(block);
     }
     ++change.counts.converted_to_virtual;
-    return;
+    return slot;
   }
-  seq.kv.view = View::kPaged;
   // Keep the blocks into which it grows in the same plan.
   const auto growth = change.targets.find(op.seq);
   const std::int64_t target = growth == change.targets.end() ? 0 : growth->second;
   const auto keep =
       std::min(static_cast<std::size_t>(ledger_.blocks_for(std::max(seq.kv.length, target))),
-               seq.kv.blocks.size());
-  while (seq.kv.blocks.size() > keep) {
-    if (seq.kv.blocks.back() != kNoBlock) change.drops.push_back(seq.kv.blocks.back());
-    seq.kv.blocks.pop_back();
+               own.blocks.size());
+  while (own.blocks.size() > keep) {
+    if (own.blocks.back() != kNoBlock) change.drops.push_back(own.blocks.back());
+    own.blocks.pop_back();
   }
   change.leave_slot(op.seq);
-  if (keep > 0 && seq.kv.blocks.back() != kNoBlock) {
+  if (keep > 0 && own.blocks.back() != kNoBlock) {
     // Reserve the rest of the tail page for this sequence.
-    const PageId tail = pool_.page_of(seq.kv.blocks.back());
+    const PageId tail = pool_.page_of(own.blocks.back());
     if (pool_.owner(tail) == kNoSeq && keep % config_.blocks_per_page != 0) {
       change.owners.emplace_back(tail, kNoSeq);
       pool_.set_owner(tail, op.seq);
@@ -177,22 +172,22 @@ void Ops::stage_convert(Change& change, const Op& op) {
   }
   ++change.counts.converted_to_paged;
   ++change.counts.converted_zero_copy;
+  return kNoSlot;
 }
 
-void Ops::stage_swap_out(Change& change, const Op& op,
-                         std::unordered_map<BlockId, SwapId>& copied) {
-  Sequence& seq = seqs_[op.seq];
+void Ops::stage_swap_out(Change& change, const Op& op) {
+  Held& own = held_[op.seq];
   change.save(op.seq);
-  const std::int64_t total = ledger_.blocks_for(seq.kv.length);
-  for (std::int64_t i = 0; i < static_cast<std::int64_t>(seq.kv.blocks.size()); ++i) {
-    const BlockId block = seq.kv.blocks[i];
+  const std::int64_t total = ledger_.blocks_for(seqs_[op.seq].kv.length);
+  for (std::int64_t i = 0; i < static_cast<std::int64_t>(own.blocks.size()); ++i) {
+    const BlockId block = own.blocks[i];
     if (block == kNoBlock) {
-      if (i < total) seq.kv.swap.push_back(kNoSwap);
+      if (i < total) own.swap.push_back(kNoSwap);
       continue;
     }
     change.drops.push_back(block);
     if (i >= total) continue;
-    const auto [at, is_new] = copied.emplace(block, kNoSwap);
+    const auto [at, is_new] = change.swapped.emplace(block, kNoSwap);
     if (is_new && change.is_trial && work_.swap->num_free() == 0) {
       ++change.missing_swap_blocks;
     } else if (is_new) {
@@ -202,87 +197,87 @@ void Ops::stage_swap_out(Change& change, const Op& op,
       work_.swap->share(at->second);
     }
     if (at->second != kNoSwap) change.swap_taken.push_back(at->second);
-    seq.kv.swap.push_back(at->second);
+    own.swap.push_back(at->second);
   }
   change.leave_slot(op.seq);
-  seq.kv.blocks.clear();
-  seq.kv.swapped = true;
+  own.blocks.clear();
 }
 
-void Ops::stage_swap_in(Change& change, const Op& op) {
-  Sequence& seq = seqs_[op.seq];
+SlotId Ops::stage_swap_in(Change& change, const Op& op) {
+  const Sequence& seq = seqs_[op.seq];
+  Held& own = held_[op.seq];
   change.save(op.seq);
-  const std::vector<SwapId> swap = std::move(seq.kv.swap);
-  seq.kv.swap.clear();
-  seq.kv.swapped = false;
+  const std::vector<SwapId> swap = std::move(own.swap);
+  own.swap.clear();
   const auto total = static_cast<std::int64_t>(swap.size());
   std::int64_t holes = 0;
   while (holes < total && swap[holes] == kNoSwap) ++holes;
-  if (seq.kv.view == View::kVirtual) {
+  SlotId slot = kNoSlot;
+  if (ledger_.view(seq) == View::kVirtual) {
     // Pages wholly before the window stay dropped.
     const std::int64_t hole_pages = holes / config_.blocks_per_page;
     if (total > 0) {
       const std::vector<BoundPage> past(static_cast<std::size_t>(hole_pages),
                                         {BoundPage::Kind::kHole, kNoPage, 0});
-      assign_slot(change, op.seq, past, ledger_.pages_for(seq.kv.length));
-      seq.kv.blocks.assign(static_cast<std::size_t>(hole_pages * config_.blocks_per_page),
-                           kNoBlock);
-      grow_virtual(change, op.seq, seq.kv.length);
+      slot = assign_slot(change, op.seq, past, ledger_.pages_for(seq.kv.length));
+      own.blocks.assign(static_cast<std::size_t>(hole_pages * config_.blocks_per_page), kNoBlock);
+      grow_virtual(change, op.seq, slot, seq.kv.length);
     }
   } else {
-    seq.kv.blocks.assign(static_cast<std::size_t>(holes), kNoBlock);
-    const std::int64_t length = seq.kv.length;
-    seq.kv.length = 0;  // no tail block to copy on write yet
-    grow_paged(change, op.seq, length);
-    seq.kv.length = length;
+    own.blocks.assign(static_cast<std::size_t>(holes), kNoBlock);
+    grow_paged(change, op.seq, /*length=*/0, seq.kv.length);  // no tail block to copy on write yet
   }
   for (std::int64_t i = 0; i < total; ++i) {
     if (swap[i] == kNoSwap) continue;
     change.swap_drops.push_back(swap[i]);
     change.swap_in.push_back({op.seq, i, kNoBlock, swap[i]});
   }
+  return slot;
 }
 
-void Ops::stage_grow(Change& change, const Op& op) {
-  Sequence& seq = seqs_[op.seq];
+SlotId Ops::stage_grow(Change& change, const Op& op) {
+  const Sequence& seq = seqs_[op.seq];
+  const SlotId slot = ledger_.slot_of(seq);
+  const bool is_virtual = ledger_.view(seq) == View::kVirtual;
   if (!change.is_trial) change.grows.push_back(op);
-  if (op.num_tokens == 0 && seq.kv.view == View::kVirtual && seq.kv.slot == kNoSlot) {
+  SlotId taken = kNoSlot;
+  if (op.num_tokens == 0 && is_virtual && slot == kNoSlot) {
     change.save(op.seq);
-    assign_slot(change, op.seq, {}, 0);
+    taken = assign_slot(change, op.seq, {}, 0);
   }
-  if (op.num_tokens <= seq.kv.length) return;
-  if (seq.kv.view == View::kVirtual) {
-    grow_virtual(change, op.seq, op.num_tokens);
-  } else {
-    grow_paged(change, op.seq, op.num_tokens);
-  }
+  if (op.num_tokens <= seq.kv.length) return taken;
+  if (is_virtual) return grow_virtual(change, op.seq, slot, op.num_tokens);
+  grow_paged(change, op.seq, seq.kv.length, op.num_tokens);
+  return kNoSlot;
 }
 
-void Ops::grow_virtual(Change& change, SeqId id, std::int64_t num_tokens) {
-  Sequence& seq = seqs_[id];
-  const std::int64_t have = ledger_.num_pages(seq);
+// Grows in `slot`, or in one that it takes and returns.
+SlotId Ops::grow_virtual(Change& change, SeqId id, SlotId slot_id, std::int64_t num_tokens) {
+  Held& own = held_[id];
+  const std::int64_t have = ledger_.num_pages(id);
   const std::int64_t want = ledger_.pages_for(num_tokens);
-  if (want <= have) return;
-  if (seq.kv.slot == kNoSlot) {
+  if (want <= have) return kNoSlot;
+  SlotId taken = kNoSlot;
+  if (slot_id == kNoSlot) {
     change.save(id);
-    assign_slot(change, id, {}, want);
+    slot_id = taken = assign_slot(change, id, {}, want);
     ++ledger_.recent.newcomers_now;
-    ledger_.recent.newest_tenant = seq.tenant;
+    ledger_.recent.newest_tenant = seqs_[id].tenant;
     ledger_.recent.first_pages =
         std::max(static_cast<double>(want), ledger_.recent.first_pages * kRememberedOfNewcomers);
   } else {
-    change.used_slots.push_back(seq.kv.slot);
-    change.grown.push_back({id, seq.kv.blocks.size(), -1, kNoBlock});
+    change.used_slots.push_back(slot_id);
+    change.grown.push_back({id, own.blocks.size(), -1, kNoBlock});
     change.touched.push_back(id);
   }
-  change.saved_slot(seq.kv.slot);
-  Slot& slot = slots_[seq.kv.slot];
-  seq.kv.blocks.resize(static_cast<std::size_t>(want * config_.blocks_per_page), kNoBlock);
+  change.saved_slot(slot_id);
+  own.blocks.resize(static_cast<std::size_t>(want * config_.blocks_per_page), kNoBlock);
   for (std::int64_t index = have; index < want; ++index) {
-    if (claim_spare(change, id, index)) continue;
-    slot.entries.push_back({kNoPage, false});
+    if (claim_spare(change, id, slot_id, index)) continue;
+    slots_[slot_id].entries.push_back({kNoPage, false});
     change.fresh.push_back({Fresh::Kind::kSlotPage, id, index});
   }
+  return taken;
 }
 
 // Removes the slot's entries from `index` on; the driver unmaps them later.
@@ -298,9 +293,7 @@ void Ops::truncate_entries(Change& change, SlotId slot, std::int64_t index) {
 
 // Takes over the slot's spare page at `index`, left by its last sequence or mapped ahead. If there
 // is none, or it is in use, the slot is truncated before it and the result is false.
-bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
-  Sequence& seq = seqs_[id];
-  const SlotId slot_id = seq.kv.slot;
+bool Ops::claim_spare(Change& change, SeqId id, SlotId slot_id, std::int64_t index) {
   Slot& slot = slots_[slot_id];
   if (index >= slot.size()) return false;
   const PageId page = slot.entries[index].page;
@@ -312,11 +305,11 @@ bool Ops::claim_spare(Change& change, SeqId id, std::int64_t index) {
     return false;
   }
   ledger_.totals.evicted_blocks += pool_.drop_cached(page);
-  change.prepare_page(page, seq.tenant);
+  change.prepare_page(page, seqs_[id].tenant);
   for (std::int32_t j = 0; j < config_.blocks_per_page; ++j) {
     const BlockId block = pool_.first_block(page) + j;
     change.add_ref(block);
-    seq.kv.blocks[index * config_.blocks_per_page + j] = block;
+    held_[id].blocks[index * config_.blocks_per_page + j] = block;
   }
   change.make_writable(slot_id, index);
   ++change.counts.adopted_pages;
@@ -330,19 +323,17 @@ bool Ops::needs_copy(const Change& change, BlockId block) const {
   return ledger_.needs_copy(block, num_replaced);
 }
 
-void Ops::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
-  Sequence& seq = seqs_[id];
-  const auto have = static_cast<std::int64_t>(seq.kv.blocks.size());
+// `length`: positions that are written, of which the next step's are in the tail block.
+void Ops::grow_paged(Change& change, SeqId id, std::int64_t length, std::int64_t num_tokens) {
+  Held& own = held_[id];
+  const auto have = static_cast<std::int64_t>(own.blocks.size());
   const std::int64_t want = ledger_.blocks_for(num_tokens);
-  Change::Grown grown{id, seq.kv.blocks.size(), -1, kNoBlock};
-  // A state is the partial last block of any length.
-  const std::int64_t block_tokens =
-      config_.has_state() ? config_.max_len + 1 : config_.block_tokens;
-  const std::int64_t tail = seq.kv.length / block_tokens;
-  const std::int64_t written = seq.kv.length % block_tokens;
-  if (written > 0 && seq.kv.blocks[tail] != kNoBlock && needs_copy(change, seq.kv.blocks[tail])) {
+  Change::Grown grown{id, own.blocks.size(), -1, kNoBlock};
+  const std::int64_t tail = length / config_.block_span();
+  const std::int64_t written = length % config_.block_span();
+  if (written > 0 && own.blocks[tail] != kNoBlock && needs_copy(change, own.blocks[tail])) {
     grown.cow_index = tail;
-    grown.cow_block = seq.kv.blocks[tail];
+    grown.cow_block = own.blocks[tail];
     ++change.replaced_refs[grown.cow_block];
     change.copies.push_back({id, tail, grown.cow_block, written});
     change.drops.push_back(grown.cow_block);
@@ -352,8 +343,8 @@ void Ops::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
   if (want <= have && grown.cow_index < 0) return;
   change.grown.push_back(grown);
   change.touched.push_back(id);
-  if (grown.cow_index >= 0) seq.kv.blocks[tail] = kNoBlock;
-  seq.kv.blocks.resize(static_cast<std::size_t>(std::max(have, want)), kNoBlock);
+  if (grown.cow_index >= 0) own.blocks[tail] = kNoBlock;
+  own.blocks.resize(static_cast<std::size_t>(std::max(have, want)), kNoBlock);
   for (std::int64_t index = have; index < want; ++index) {
     const auto kind = ledger_.takes_whole_page(index, change.dense) ? Fresh::Kind::kWholePage
                                                                     : Fresh::Kind::kBlock;
@@ -361,47 +352,54 @@ void Ops::grow_paged(Change& change, SeqId id, std::int64_t num_tokens) {
   }
 }
 
-void Ops::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks,
-               std::int64_t num_tokens, bool own) {
-  Sequence& seq = seqs_[id];
-  if (seq.kv.view == View::kPaged) {
-    for (const BlockId block : blocks) {
-      if (block != kNoBlock) change.add_ref(block);
-    }
-    seq.kv.blocks = blocks;
-    return;
+// Gives an empty sequence existing blocks. Returns the slot that it takes, or kNoSlot.
+SlotId Ops::bind(Change& change, SeqId id, const std::vector<BlockId>& blocks,
+                 std::int64_t num_tokens) {
+  if (ledger_.view(seqs_[id]) == View::kVirtual) {
+    return bind_to_slot(change, id, blocks, num_tokens, /*own=*/false);
   }
+  for (const BlockId block : blocks) {
+    if (block != kNoBlock) change.add_ref(block);
+  }
+  held_[id].blocks = blocks;
+  return kNoSlot;
+}
+
+// `own`: the sequence had these blocks before.
+SlotId Ops::bind_to_slot(Change& change, SeqId id, const std::vector<BlockId>& blocks,
+                         std::int64_t num_tokens, bool own) {
+  Held& held = held_[id];
   const std::int32_t width = config_.blocks_per_page;
   const std::vector<BoundPage> bound = ledger_.bind_pages(blocks, num_tokens, own, own ? 0 : 1);
   // The virtual view has whole pages: a partly needed page has all its blocks again.
-  seq.kv.num_trimmed = seq.kv.num_trimmed / width * width;
-  assign_slot(change, id, bound, ledger_.pages_for(num_tokens));
-  Slot& slot = slots_[seq.kv.slot];
-  seq.kv.blocks.assign(bound.size() * static_cast<std::size_t>(width), kNoBlock);
+  held.num_trimmed = held.num_trimmed / width * width;
+  const SlotId slot_id = assign_slot(change, id, bound, ledger_.pages_for(num_tokens));
+  held.blocks.assign(bound.size() * static_cast<std::size_t>(width), kNoBlock);
   bool is_free = true;
   for (std::size_t i = 0; i < bound.size(); ++i) {
     const auto index = static_cast<std::int64_t>(i);
-    const bool is_mapped = index < slot.size();
+    Slot& slot = slots_[slot_id];
     if (bound[i].kind == BoundPage::Kind::kHole) {
-      if (!is_mapped) slot.entries.push_back({kNoPage, false});
+      if (index >= slot.size()) slot.entries.push_back({kNoPage, false});
     } else if (bound[i].kind == BoundPage::Kind::kCopy) {
-      bind_copy(change, id, index, blocks, num_tokens);
+      bind_copy(change, id, slot_id, index, blocks, num_tokens);
       is_free = false;
     } else {
-      bind_page(change, id, index, bound[i], num_tokens);
+      bind_page(change, id, slot_id, index, bound[i], num_tokens);
     }
   }
   if (own && is_free) ++change.counts.converted_zero_copy;
   if (ledger_.pages_for(num_tokens) > static_cast<std::int64_t>(bound.size())) {
-    grow_virtual(change, id, num_tokens);
+    grow_virtual(change, id, slot_id, num_tokens);
   }
+  return slot_id;
 }
 
 // Makes page `index` a new page with copies of the blocks.
-void Ops::bind_copy(Change& change, SeqId id, std::int64_t index,
+void Ops::bind_copy(Change& change, SeqId id, SlotId slot_id, std::int64_t index,
                     const std::vector<BlockId>& blocks, std::int64_t num_tokens) {
-  Slot& slot = slots_[seqs_[id].kv.slot];
-  if (index >= slot.size() || !claim_spare(change, id, index)) {
+  Slot& slot = slots_[slot_id];
+  if (index >= slot.size() || !claim_spare(change, id, slot_id, index)) {
     slot.entries.push_back({kNoPage, false});
     change.fresh.push_back({Fresh::Kind::kSlotPage, id, index});
   }
@@ -417,10 +415,9 @@ void Ops::bind_copy(Change& change, SeqId id, std::int64_t index,
 }
 
 // Makes page `index` an existing page, shared or taken over.
-void Ops::bind_page(Change& change, SeqId id, std::int64_t index, const BoundPage& bound,
-                    std::int64_t num_tokens) {
-  Sequence& seq = seqs_[id];
-  Slot& slot = slots_[seq.kv.slot];
+void Ops::bind_page(Change& change, SeqId id, SlotId slot_id, std::int64_t index,
+                    const BoundPage& bound, std::int64_t num_tokens) {
+  Slot& slot = slots_[slot_id];
   const std::int64_t first = index * config_.blocks_per_page;
   for (std::int32_t j = 0; j < config_.blocks_per_page; ++j) {
     const BlockId block = pool_.first_block(bound.page) + j;
@@ -434,17 +431,17 @@ void Ops::bind_page(Change& change, SeqId id, std::int64_t index, const BoundPag
     const bool is_left = j >= bound.num_blocks && config_.zero_policy == ZeroPolicy::kAlways;
     if (is_left) change.zero_blocks.push_back(block);
     change.add_ref(block);
-    seq.kv.blocks[first + j] = block;
+    held_[id].blocks[first + j] = block;
   }
   const bool shares = bound.kind == BoundPage::Kind::kShare;
   if (index >= slot.size()) {
     slot.entries.push_back({bound.page, shares});
     pool_.add_map(bound.page, static_cast<std::int32_t>(index));
-    change.maps.push_back({seq.kv.slot, index, shares});
+    change.maps.push_back({slot_id, index, shares});
   } else if (!shares) {
-    change.make_writable(seq.kv.slot, index);
+    change.make_writable(slot_id, index);
   } else {
-    change.make_read_only(seq.kv.slot, index);
+    change.make_read_only(slot_id, index);
     ++change.counts.adopted_pages;
   }
 }
@@ -502,7 +499,7 @@ SlotId Ops::choose_slot(const Change& change, Tenant tenant, const std::vector<B
   std::pair<std::int64_t, std::int64_t> best_rank;
   for (SlotId id = 0; id < config_.num_slots; ++id) {
     const Slot& slot = slots_[id];
-    if (slot.active() || slot.in_repair || slot.retire > ledger_.completed) continue;
+    if (slot.active() || slot.in_repair || slot.retire > books_.completed) continue;
     // A slot left in this change returns to its sequence if the change fails.
     if (std::any_of(change.slots.begin(), change.slots.end(),
                     [&](const Change::SavedSlot& before) { return before.slot == id; })) {
@@ -517,8 +514,8 @@ SlotId Ops::choose_slot(const Change& change, Tenant tenant, const std::vector<B
   return best;
 }
 
-void Ops::assign_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound,
-                      std::int64_t want) {
+SlotId Ops::assign_slot(Change& change, SeqId id, const std::vector<BoundPage>& bound,
+                        std::int64_t want) {
   change.num_split_gaps += want > 0 || !bound.empty() ? 1 : 0;
   want = std::max(want, ledger_.pages_for(std::min(
                             config_.max_len, static_cast<std::int64_t>(seqs_[id].tokens.size()))));
@@ -553,11 +550,11 @@ void Ops::assign_slot(Change& change, SeqId id, const std::vector<BoundPage>& bo
   change.saved_slot(slot_id);
   truncate_entries(change, slot_id, keep);
   slot.seq = id;
-  seqs_[id].kv.slot = slot_id;
   change.counts.adopted_slots += slot.empty() ? 0 : 1;
   for (std::size_t i = 0; i < bound.size() && bound[i].kind == BoundPage::Kind::kHole; ++i) {
     if (static_cast<std::int64_t>(i) >= slot.size()) slot.entries.push_back({kNoPage, false});
   }
+  return slot_id;
 }
 
 // NOTE: must not exceed the planned pages. Making more room would evict pages needlessly, possibly
@@ -573,11 +570,11 @@ std::int64_t Ops::pages_for_fresh(const Change& change) const {
       own[fresh.seq] = config_.blocks_per_page - 1;
       continue;
     }
-    const Sequence& seq = seqs_[fresh.seq];
-    const BlockId before = fresh.index > 0 ? seq.kv.blocks[fresh.index - 1] : kNoBlock;
+    const std::vector<BlockId>& there = held_[fresh.seq].blocks;
+    const BlockId before = fresh.index > 0 ? there[fresh.index - 1] : kNoBlock;
     std::int64_t& left = own[fresh.seq];
     if (before != kNoBlock) left = ledger_.num_own_blocks_after(fresh.seq, before);
-    blocks[seq.tenant] += left > 0 ? 0 : 1;
+    blocks[seqs_[fresh.seq].tenant] += left > 0 ? 0 : 1;
     left = std::max<std::int64_t>(0, left - 1);
   }
   for (const auto& [tenant, count] : blocks) {
@@ -593,21 +590,21 @@ void Ops::assign_fresh(Change& change) {
   ledger_.recent.pages_now += needed;
   room_.make_room(std::min(needed, pool_.num_available()));
   for (const Fresh& fresh : change.fresh) {
-    Sequence& seq = seqs_[fresh.seq];
+    const Sequence& seq = seqs_[fresh.seq];
+    std::vector<BlockId>& own = held_[fresh.seq].blocks;
     const std::int32_t width = config_.blocks_per_page;
     const bool is_slot_page = fresh.kind == Fresh::Kind::kSlotPage;
     const std::int64_t at = is_slot_page ? fresh.index * width : fresh.index;
-    const BlockId before = at > 0 ? seq.kv.blocks[at - 1] : kNoBlock;
+    const BlockId before = at > 0 ? own[at - 1] : kNoBlock;
     if (!is_slot_page) {
-      seq.kv.blocks[at] = fresh.kind == Fresh::Kind::kWholePage
-                              ? fresh_whole_page(change, fresh.seq, before)
-                              : fresh_block(change, fresh.seq, before);
+      own[at] = fresh.kind == Fresh::Kind::kWholePage ? fresh_whole_page(change, fresh.seq, before)
+                                                      : fresh_block(change, fresh.seq, before);
       continue;
     }
     const PageId page = fresh_page(change, before, seq.tenant, /*grows=*/true);
     for (std::int32_t j = 0; j < width; ++j) {
       change.add_ref(pool_.first_block(page) + j);
-      seq.kv.blocks[at + j] = pool_.first_block(page) + j;
+      own[at + j] = pool_.first_block(page) + j;
     }
     slots_[seq.kv.slot].entries[fresh.index].page = page;
     pool_.add_map(page, static_cast<std::int32_t>(fresh.index));
@@ -656,12 +653,12 @@ BlockId Ops::fresh_block(Change& change, SeqId id, BlockId before) {
 
 void Ops::undo_sequences(Change& change) {
   for (auto grown = change.grown.rbegin(); grown != change.grown.rend(); ++grown) {
-    std::vector<BlockId>& blocks = seqs_[grown->seq].kv.blocks;
+    std::vector<BlockId>& blocks = held_[grown->seq].blocks;
     blocks.resize(grown->num_blocks);
     if (grown->cow_index >= 0) blocks[grown->cow_index] = grown->cow_block;
   }
-  for (auto holding = change.saved_kv.rbegin(); holding != change.saved_kv.rend(); ++holding) {
-    seqs_[holding->first].kv = std::move(holding->second);
+  for (auto before = change.saved.rbegin(); before != change.saved.rend(); ++before) {
+    held_[before->first] = std::move(before->second);
   }
   for (const SwapId swap : change.swap_taken) work_.swap->drop(swap);
 }

@@ -199,7 +199,7 @@ void Persistence::write_behind() {
       pool_.begin_copy(write.block);
     }
     copies_in_flight_.push_back(std::move(copying));
-    ++ledger_.version;
+    ++books_.version;
   }
   writer_.submit([this, batch = std::move(batch), mark, generation = store_->generation()] {
     write(batch, mark, generation);

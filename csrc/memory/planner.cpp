@@ -2,23 +2,17 @@
 
 #include <algorithm>
 
-#include "vmserve/memory/require.h"
-#include "vmserve/text.h"
+#include "vmserve/memory/op_rules.h"
+
 namespace vmserve {
-namespace {
-
-std::string name(SeqId seq) {
-  return "sequence " + std::to_string(seq);
-}
-
-}  // namespace
 
 // Tokens up to which all blocks are cached that the attach needs.
 std::int64_t Planner::num_cached(const Sequence& seq, const Op& attach) const {
   std::int64_t block = first_block(attach);
-  if (block == 0 && !config_.has_state()) return ledger_.num_matched(seq) * config_.block_tokens;
-  const auto end = static_cast<std::int64_t>(seq.digests.size());
-  while (block < end && pool_.find(seq.digests[block]) != kNoBlock) ++block;
+  const bool is_whole = block == 0 && !config_.has_state();
+  const std::int64_t end =
+      is_whole ? books_.num_matchable(seq) : static_cast<std::int64_t>(seq.digests.size());
+  while (block < end && ledger_.is_cached(seq.digests[block])) ++block;
   return block * config_.block_tokens;
 }
 
@@ -29,140 +23,48 @@ std::int64_t Planner::first_block(const Op& attach) const {
 
 std::int64_t Planner::num_lost_prefixes(const std::vector<Op>& ops) const {
   return std::count_if(ops.begin(), ops.end(), [this](const Op& op) {
-    return op.kind == OpKind::kAttach && op.num_tokens > num_cached(ledger_.open_seq(op.seq), op);
+    return op.kind == OpKind::kAttach && op.num_tokens > num_cached(seqs_[op.seq], op);
   });
-}
-
-void Planner::validate(const std::vector<Op>& ops) const {
-  std::vector<std::uint8_t> seen(seqs_.size());  // 1: an op other than kGrow; 2: kSwapOut
-  for (const Op& op : ops) {
-    const Sequence& seq = ledger_.open_seq(op.seq);
-    require(op.num_tokens >= 0 && op.num_tokens <= config_.max_len, [&] {
-      return name(op.seq) + " cannot hold " + with_commas(op.num_tokens) + " tokens: max_len is " +
-             with_commas(config_.max_len);
-    });
-    if (op.kind == OpKind::kGrow) {
-      require(seen[op.seq] != 2 && (!seq.kv.swapped || seen[op.seq] == 1),
-              [&] { return name(op.seq) + " is swapped out"; });
-      require(op.num_drafted >= 0 && op.num_drafted <= op.num_tokens,
-              [&] { return name(op.seq) + " grows by fewer tokens than are drafted"; });
-      require(op.num_drafted == 0 || !config_.has_state(),
-              [&] { return name(op.seq) + " has a state, which rejected drafts would change"; });
-      require(op.first_token >= 0 && op.first_token <= std::max(op.kept_tokens(), seq.kv.length),
-              [&] { return name(op.seq) + " cannot drop tokens that it does not have"; });
-      continue;
-    }
-    require(seen[op.seq] == 0, [&] { return name(op.seq) + " has two ops in one plan"; });
-    seen[op.seq] = op.kind == OpKind::kSwapOut ? 2 : 1;
-    const bool is_empty = seq.kv.length == 0 && seq.kv.blocks.empty() && !seq.kv.swapped;
-    switch (op.kind) {
-      case OpKind::kAttach:
-        require(is_empty, [&] { return name(op.seq) + " is not empty"; });
-        require(op.num_tokens % config_.block_tokens == 0, [&] {
-          return "a cached prefix has whole blocks of " + std::to_string(config_.block_tokens) +
-                 " tokens, not " + with_commas(op.num_tokens);
-        });
-        break;
-      case OpKind::kFork: {
-        const Sequence& parent = ledger_.open_seq(op.other);
-        require(op.other != op.seq && is_empty, [&] { return name(op.seq) + " is not empty"; });
-        require(parent.tenant == seq.tenant,
-                [&] { return std::string("a fork must have its parent's tenant"); });
-        require(!parent.kv.swapped && seen[op.other] == 0,
-                [&] { return name(op.other) + " is swapped out, or changes in the same plan"; });
-        require(op.num_tokens <= parent.kv.length, [&] {
-          return "cannot fork " + name(op.other) + " at " + with_commas(op.num_tokens) +
-                 " tokens: it holds " + with_commas(parent.kv.length);
-        });
-        require(!config_.has_state() || op.num_tokens == 0 || op.num_tokens == parent.kv.length,
-                [&] {
-                  return "cannot fork " + name(op.other) + " at " + with_commas(op.num_tokens) +
-                         " tokens: its state is that of " + with_commas(parent.kv.length);
-                });
-        break;
-      }
-      case OpKind::kSwapIn:
-        require(seq.kv.swapped, [&] { return name(op.seq) + " is not swapped out"; });
-        break;
-      default:
-        require(!seq.kv.swapped, [&] { return name(op.seq) + " is swapped out"; });
-    }
-  }
-}
-
-std::vector<Op> Planner::merge_grows(const std::vector<Op>& ops) const {
-  std::vector<Op> result;
-  result.reserve(ops.size());
-  std::vector<std::int32_t> grows(seqs_.size(), -1);
-  for (const Op& op : ops) {
-    ledger_.open_seq(op.seq);
-    if (op.kind != OpKind::kGrow) result.push_back(op);
-  }
-  const auto num_others = static_cast<std::ptrdiff_t>(result.size());
-  for (const Op& op : ops) {
-    if (op.kind != OpKind::kGrow) continue;
-    std::int32_t& at = grows[op.seq];
-    if (at < 0) {
-      at = static_cast<std::int32_t>(result.size());
-      result.push_back(op);
-    } else {
-      const std::int64_t kept = std::max(result[at].kept_tokens(), op.kept_tokens());
-      result[at].num_tokens = std::max(result[at].num_tokens, op.num_tokens);
-      result[at].num_drafted = result[at].num_tokens - kept;
-      result[at].first_token = std::max(result[at].first_token, op.first_token);
-    }
-  }
-  // Parents grow last: the last to grow keeps the shared block without a copy, and only the parent
-  // owns the rest of that page.
-  std::vector<bool> forks(num_others > 0 ? seqs_.size() : 0);
-  bool any = false;
-  for (const Op& op : result) {
-    if (op.kind != OpKind::kFork) continue;
-    ledger_.open_seq(op.other);
-    forks[op.other] = any = true;
-  }
-  if (any) {
-    std::stable_partition(result.begin() + num_others, result.end(),
-                          [&](const Op& op) { return !forks[op.seq]; });
-  }
-  return result;
-}
-
-// Compacting evicts cached blocks of split pages, which an attach relies on.
-bool Planner::has_attach(const std::vector<Op>& ops) {
-  return std::any_of(ops.begin(), ops.end(),
-                     [](const Op& op) { return op.kind == OpKind::kAttach && op.num_tokens > 0; });
 }
 
 namespace {
 
-// Restores the ledger when it is destroyed: the pool and the counters here, the rest by the change.
+// Restores the ledger and the books when it is destroyed: the pool and the counters here, the rest
+// by the changes.
 class Trial {
  public:
   Trial(Ledger& ledger, DriverWork& work, Ops& ops, bool dense)
       : change(ledger, *work.driver, dense, /*is_trial=*/true),
         ledger_(ledger),
         ops_(ops),
-        version_(ledger.version),
+        books_change_(ledger.books),
+        version_(ledger.books.version),
         recent_(ledger.recent),
         totals_(ledger.totals) {
     ledger.pool.begin_trial();
   }
   ~Trial() {
     ops_.undo_trial(change);
+    books_change_.undo();
     ledger_.pool.end_trial();
-    ledger_.version = version_;
+    ledger_.books.version = version_;
     ledger_.recent = recent_;
     ledger_.totals = totals_;
   }
   Trial(const Trial&) = delete;
   Trial& operator=(const Trial&) = delete;
 
+  void stage(const std::vector<Op>& ops) {
+    ops_.begin(change, ops);
+    for (const Op& op : ops) books_change_.stage(op, ops_.stage(change, op));
+  }
+
   Change change;
 
  private:
   Ledger& ledger_;
   Ops& ops_;
+  BooksChange books_change_;
   const std::uint64_t version_;
   const RecentDemand recent_;
   const MemoryCounters totals_;
@@ -210,7 +112,7 @@ Assessed Planner::trial(const std::vector<Op>& ops, Packing packing) {
   Change& change = trial.change;
   if (packing == Packing::kCompacted) room_.compact_all(&change);
   const std::int64_t available = pool_.num_available();
-  ops_.stage(change, ops);
+  trial.stage(ops);
   // Idle pages that the ops take are no longer available, like fresh ones.
   const std::int64_t taken = available - pool_.num_available();
   plan.needed_pages = ops_.pages_for_fresh(change) + taken + change.num_coming;
@@ -229,7 +131,7 @@ Assessed Planner::assess(const std::vector<Op>& ops) {
   if (const std::int64_t lost = num_lost_prefixes(ops); lost > 0) {
     Assessed none;
     none.plan.lost_prefixes = lost;
-    none.plan.version = ledger_.version;
+    none.plan.version = books_.version;
     return none;
   }
   Assessed best = trial(ops, Packing::kNone);
@@ -247,7 +149,7 @@ Assessed Planner::assess(const std::vector<Op>& ops) {
   if (plan.needed_mappings > plan.available_mappings)
     plan.waiting_pages += ledger_.num_retiring_pages();
   if (!plan.fits()) plan.waiting_pages += ledger_.num_uncompactable_pages();
-  plan.version = ledger_.version;
+  plan.version = books_.version;
   return best;
 }
 

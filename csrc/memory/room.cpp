@@ -111,9 +111,9 @@ bool Room::evict(PageId page, std::int64_t wanted) {
     Slot& slot = slots_[id];
     if (index >= slot.size() || slot.entries[index].page != page) continue;
     if (slot.in_repair || slot.num_pending > 0) return false;
-    const bool is_past = slot.active() && index < ledger_.num_pages(seqs_[slot.seq]);
+    const bool is_past = slot.active() && index < ledger_.num_pages(slot.seq);
     // A running epoch may still read the slot's other pages.
-    const bool is_read = !slot.active() && slot.retire > ledger_.completed;
+    const bool is_read = !slot.active() && slot.retire > books_.completed;
     if (is_past || is_read) {
       if (!work_.punch(id, index)) return false;
       continue;
@@ -144,21 +144,6 @@ bool Room::evict_oldest() {
     page = next != kNoPage && pool_.state(next) == PageState::kIdle ? next : kNoPage;
   }
   return pool_.num_free() > before;
-}
-
-std::int64_t Room::evict_idle(std::int64_t keep) {
-  const std::int64_t at_hand = pool_.num_free() + pool_.count(PageState::kIdle);
-  std::int64_t wanted = std::min(at_hand - keep, pool_.count(PageState::kIdle));
-  std::int64_t dropped = 0;
-  PageId page = pool_.oldest_idle();
-  while (dropped < wanted && page != kNoPage) {
-    const PageId next = pool_.next_idle(page);
-    const std::int64_t before = pool_.count(PageState::kIdle);
-    const bool done = evict(page, 1);
-    dropped += before - pool_.count(PageState::kIdle);
-    page = done ? pool_.oldest_idle() : next;
-  }
-  return dropped;
 }
 
 // Returning pages inside the pool splits its arena mapping. If the system has no mapping left for
@@ -218,27 +203,7 @@ void Room::give_back(const PageRun& run) {
   }
   pool_.uncommit(run);
   ledger_.totals.pages_given_back += run.count;
-  ++ledger_.version;
-}
-
-void Room::give_back_excess() {
-  const std::int64_t excess = pool_.num_committed() - pool_.limit();
-  if (excess <= 0) return;
-  if (excess > pool_.num_free()) {
-    evict_idle(
-        std::max<std::int64_t>(0, pool_.num_free() + pool_.count(PageState::kIdle) - excess));
-  }
-  give_back(std::min(pool_.num_free(), excess));
-}
-
-// NOTE: earlier plans are stale afterwards.
-void Room::try_give_back_excess() {
-  if (!work_.failure.empty()) return;
-  try {
-    give_back_excess();
-  } catch (const Error& error) {
-    work_.last_error = error.what();
-  }
+  ++books_.version;
 }
 
 void Room::compact_all(Change* trial) {
@@ -319,15 +284,13 @@ void Room::copy_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves) {
 void Room::move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves, Change* trial) {
   const std::unordered_map<BlockId, BlockId> places(moves.begin(), moves.end());
   for (SeqId id = 0; id < config_.max_seqs; ++id) {
-    Sequence& seq = seqs_[id];
-    if (!seq.open) continue;
     bool is_touched = false;
-    for (BlockId& block : seq.kv.blocks) {
+    for (BlockId& block : held_[id].blocks) {
       const auto place = places.find(block);
       if (place == places.end()) continue;
       if (!is_touched && trial != nullptr) trial->save(id);
       pool_.add_ref(place->second);
-      pool_.drop_ref(block, ledger_.begun);
+      pool_.drop_ref(block, books_.begun);
       block = place->second;
       is_touched = true;
     }
@@ -336,7 +299,7 @@ void Room::move_blocks(const std::vector<std::pair<BlockId, BlockId>>& moves, Ch
   for (const auto& [from, to] : moves) {
     if (pool_.is_published(from)) pool_.move_published(from, to);
   }
-  ++ledger_.version;
+  ++books_.version;
 }
 
 }  // namespace vmserve

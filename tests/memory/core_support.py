@@ -86,7 +86,7 @@ def observe(core: Any, seqs: Iterable[int], num_slots: int) -> Observation:
 def _see(core: Any, seq: int) -> Seen:
     swapped = core.swapped(seq)
     blocks = () if swapped else tuple(map(int, core.blocks(seq)))
-    row = core.block_tables[seq]
+    row = core.block_tables()[seq]
     expected = [max(block, 0) for block in blocks]
     assert row[: len(blocks)].tolist() == expected, f"block table of {seq}: {row}, {blocks}"
     assert not row[len(blocks) :].any(), f"block table of {seq} goes on: {row}, {blocks}"
@@ -153,7 +153,7 @@ class Rig:
             self.faults, options.faulty_member, max_map_count=options.max_map_count
         )
         self.core = _core.KVMemory(
-            self.driver,
+            [{"driver": self.driver}],
             num_groups=GROUPS,
             block_tokens=shape.block_tokens,
             blocks_per_page=shape.blocks_per_page,
@@ -186,7 +186,7 @@ class Rig:
             weakref.finalize(self, shutil.rmtree, self.files)
             (self.files / "s").mkdir()
             directory = _core.StoreDirectory(str(self.files), 40 * GROUPS * PAGE)
-            self.core.persist_to(directory.space("s", bytes(32)))
+            self.core.persist_to([directory.space("s", bytes(32))])
 
     # -- looking
 

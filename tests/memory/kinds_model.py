@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -22,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.memory.groups import everywhere, with_another
-from tests.memory.support import BLOCK_TOKENS, PAGE, Memory
+from tests.memory.support import BLOCK_TOKENS, PAGE
 from vmserve import _core
 from vmserve._core import MapperMode, View, ZeroPolicy
 
@@ -69,11 +68,23 @@ class LateReads:
 
 
 @dataclass
+class Part:
+    """A kind of layers of the core, and the fault-injecting driver behind it.
+
+    ``driver``: the kind's, which has the other as its only or one of its members.
+    """
+
+    faults: _core.FaultInjectingDriver
+    driver: _core.PageDriver
+
+
+@dataclass
 class KindsRig:
     """The core, the drivers of its kinds, and what its sequences must be."""
 
-    core: _core.KindsMemory
-    parts: list[Memory]
+    core: _core.KVMemory
+    parts: list[Part]
+    token_bytes: int
     max_len: int
     seqs: dict[int, Expected] = field(default_factory=dict)
     weights: int = 0
@@ -87,24 +98,23 @@ class KindsRig:
     def rows(self, number: int, kind: int, group: int) -> tuple[list[NDArray[np.uint64]], Any]:
         """Memory as the sequence's kernels see it, of each member of a group of drivers, and how
         positions are found in it."""
-        part = self.parts[kind]
-        words = part.token_bytes // 8
-        if part.core.view(number) is View.VIRTUAL:
-            slots = part.core.slots_buffer(group)
-            slot = part.core.slot(number)
+        core, part = self.core, self.parts[kind]
+        words = self.token_bytes // 8
+        if core.view(number) is View.VIRTUAL:
+            slots = core.slots_buffer(group, kind)
+            slot = core.slot(number)
             line = slots[slot].view(np.uint64).reshape(-1, words)
             return everywhere(part.driver, line), lambda positions: positions
-        arena = part.core.arena_buffer(group).view(np.uint64).reshape(-1, BLOCK_TOKENS, words)
-        blocks = np.asarray(part.core.blocks(number))
+        arena = core.arena_buffer(group, kind).view(np.uint64).reshape(-1, BLOCK_TOKENS, words)
+        blocks = np.asarray(core.blocks(number, kind))
         arenas = everywhere(part.driver, arena)
         return arenas, lambda at: (blocks[at // BLOCK_TOKENS], at % BLOCK_TOKENS)
 
     def state_pages(self, number: int) -> list[NDArray[np.uint64]]:
         """The sequence's page of states, in each member of a group of drivers."""
-        part = self.parts[STATE]
-        [block] = part.blocks(number)
-        page = part.core.arena_buffer(0)[block].view(np.uint64)
-        return everywhere(part.driver, page)
+        [block] = blocks_of(self, STATE, number)
+        page = self.core.arena_buffer(0, STATE)[block].view(np.uint64)
+        return everywhere(self.parts[STATE].driver, page)
 
     def first_seen(self, seq: Expected, kind: int) -> int:
         """The first position that the next token sees."""
@@ -131,11 +141,10 @@ class KindsRig:
             if len(self.parts) > STATE and seq.length > 0 and not seq.swapped:
                 wanted = self.words(seq, STATE)[seq.length - 1]
                 assert all((page == wanted).all() for page in self.state_pages(number)), number
+            assert self.core.length(number) == seq.length
+            assert self.core.view(number) is seq.view
+            assert self.core.swapped(number) is seq.swapped
             for kind, (_, groups) in enumerate(KINDS):
-                part = self.parts[kind]
-                assert part.core.length(number) == seq.length
-                assert part.core.view(number) is seq.view
-                assert part.core.swapped(number) is seq.swapped
                 seen = np.arange(self.first_seen(seq, kind), seq.length)
                 if seq.swapped or not len(seen):
                     continue
@@ -162,8 +171,7 @@ class KindsRig:
         return sum((Counter(part.faults.num_refused) for part in self.parts), Counter[str]())
 
     def committed_bytes(self) -> int:
-        stats = [part.core.stats() for part in self.parts]
-        return sum(each.committed_pages * each.page_bytes for each in stats)
+        return sum(each.committed_pages * each.page_bytes for each in self.core.kind_stats())
 
 
 @lru_cache(maxsize=1 << 12)
@@ -196,40 +204,37 @@ def make_kinds(
 ) -> KindsRig:
     """``refused_call``: the call that the driver of the second kind refuses, from the first on.
     ``faulty_member``: each kind over a group of two drivers, of which this one injects faults."""
-    faults, drivers, described = [], [], []
+    parts: list[Part] = []
+    kinds: list[dict[str, Any]] = []
+    token_bytes = PAGE // (blocks_per_page * BLOCK_TOKENS)
     for window, groups in (*KINDS, (0, 1))[: STATE + has_state]:
         most = max_pages * WHOLE_GROUPS // groups
         host = _core.HostDriver(PAGE, most * groups)
         driver = _core.FaultInjectingDriver(host, late_copies=late_copies, late_marks=late_marks)
-        if refused_call and len(described) == 1:
+        if refused_call and len(parts) == 1:
             driver.arm(refused_call)
-        own = {
-            "num_groups": groups,
-            "block_tokens": BLOCK_TOKENS,
-            "blocks_per_page": blocks_per_page,
-            "token_bytes": PAGE // (blocks_per_page * BLOCK_TOKENS),
-            "max_seqs": max_seqs,
-            "num_slots": num_slots,
-            "max_len": max_len,
-            "limit_pages": limit_pages * WHOLE_GROUPS // groups,
-            "max_pages": most,
-            "zero_policy": zero_policy,
-            "mapper": mapper,
-            **options,
-        }
-        if len(described) == STATE:
+        parts.append(Part(driver, with_another(driver, faulty_member)))
+        own = {"driver": parts[-1].driver, "window": window}
+        own |= {"num_groups": groups, "max_pages": most}
+        if len(kinds) == STATE:
             own |= {"state_bytes": PAGE, "checkpoint_tokens": CHECKPOINT_TOKENS}
             own |= {"blocks_per_page": 1, "null_page": False}
-        faults.append(driver)
-        drivers.append(with_another(driver, faulty_member))
-        described.append((drivers[-1], window, own))
-    core = _core.KindsMemory(described, limit_pages)
-    parts = [
-        Memory(part, faulty, driver, blocks_per_page)
-        for part, faulty, driver in zip(core.kinds, faults, drivers, strict=True)
-    ]
-    return KindsRig(core, parts, max_len)
+        kinds.append(own)
+    core = _core.KVMemory(
+        kinds,
+        limit_pages,
+        block_tokens=BLOCK_TOKENS,
+        blocks_per_page=blocks_per_page,
+        token_bytes=token_bytes,
+        max_seqs=max_seqs,
+        num_slots=num_slots,
+        max_len=max_len,
+        zero_policy=zero_policy,
+        mapper=mapper,
+        **options,
+    )
+    return KindsRig(core, parts, token_bytes, max_len)
 
 
-def blocks_of(rig: KindsRig, kind: int, seq: int) -> Sequence[int]:
-    return rig.parts[kind].blocks(seq)
+def blocks_of(rig: KindsRig, kind: int, seq: int) -> list[int]:
+    return [int(block) for block in rig.core.blocks(seq, kind)]

@@ -215,7 +215,7 @@ def make_memory(
     faults = _core.FaultInjectingDriver(host, late_copies=late_copies)
     driver = with_another(faults, faulty_member, max_map_count=max_map_count, is_remote=is_remote)
     core = _core.KVMemory(
-        driver,
+        [{"driver": driver}],
         num_groups=GROUPS,
         block_tokens=BLOCK_TOKENS,
         blocks_per_page=blocks_per_page,

@@ -54,7 +54,7 @@ def test_the_worst_step_takes_what_the_arithmetic_says(window: int, chunk: int) 
         assert seq is not None
         for length in [*range(first, 80, chunk), 80]:
             grow_to(memory, seq, length)
-            most = max(most, memory.kinds[1].stats().used_pages)
+            most = max(most, memory.kind_stats()[1].used_pages)
             memory.complete(memory.begun_epoch)
         memory.close()
     assert most == kinds[1].most_pages(80, chunk)

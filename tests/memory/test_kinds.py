@@ -54,7 +54,7 @@ def step(rig: KindsRig, grows: list[tuple[int, int]], ops: list[Op] | None = Non
     assert plan.fits
     epoch = rig.core.apply(plan_ops, plan.version)
     for seq, to in grows:
-        before = rig.parts[0].core.sealed(seq)
+        before = rig.core.sealed(seq)
         rig.seqs[seq].length = to
         rig.write(seq, before)
     rig.core.complete(epoch)
@@ -71,7 +71,7 @@ def test_a_window_gives_its_past_up_alone() -> None:
     ]
     # The step to 32 tokens saw positions 26 to 31 and 21 to 31 of the windows of 6 and 11.
     assert dropped == [0, 26 // 4, 21 // 4]
-    used = [part.core.stats().used_pages for part in rig.parts]
+    used = [stats.used_pages for stats in rig.core.kind_stats()]
     assert used == [8, 8 - 6, 8 - 5]
 
 
@@ -87,7 +87,7 @@ def test_pages_idle_in_one_kind_serve_another() -> None:
         step(rig, [(second, to)])
     # 8 and 6 pages of every layer would be 14 whole ones.
     assert rig.committed_bytes() <= 10 * WHOLE_GROUPS * PAGE
-    assert sum(part.core.stats().pages_given_back_total for part in rig.parts) > 0
+    assert sum(stats.pages_given_back_total for stats in rig.core.kind_stats()) > 0
 
 
 @pytest.mark.parametrize("view", [View.VIRTUAL, View.PAGED])
@@ -120,11 +120,11 @@ def test_a_hit_takes_only_what_the_window_sees() -> None:
 def test_a_plan_that_would_not_fit_gives_up_what_windows_have_behind() -> None:
     rig = make_kinds(limit_pages=5, prefix_caching=0)
     seq = start(rig, list(range(1, 61)), to=16)
-    used = sum(part.core.stats().used_pages for part in rig.parts)
+    used = sum(stats.used_pages for stats in rig.core.kind_stats())
     assert rig.core.plan([grow(seq, 20)]).fits
-    assert sum(part.core.stats().used_pages for part in rig.parts) == used
+    assert sum(stats.used_pages for stats in rig.core.kind_stats()) == used
     assert not rig.core.plan([grow(seq, 40)]).fits
-    assert sum(part.core.stats().used_pages for part in rig.parts) < used
+    assert sum(stats.used_pages for stats in rig.core.kind_stats()) < used
     rig.check()
 
 
@@ -164,11 +164,11 @@ def test_an_epoch_ends_in_all_kinds_at_once() -> None:
     epoch = begin(rig, seq, 24)
     rig.core.launched(epoch)
     for part in rig.parts:
-        assert {part.core.completed_epoch for part in rig.parts} == {epoch - 1}
+        assert rig.core.completed_epoch == epoch - 1
         part.faults.reach_marks(1)
         rig.core.plan([])
         rig.check()
-    assert {part.core.completed_epoch for part in rig.parts} == {epoch}
+    assert rig.core.completed_epoch == epoch
 
 
 def test_a_plan_that_is_short_tells_that_running_steps_will_give_up_pages() -> None:
@@ -216,7 +216,7 @@ def test_kinds_that_are_short_together_wait_for_their_mappers() -> None:
     assert seq is not None
     assert other is not None
     rig.core.complete(rig.core.apply([grow(seq, 4)], rig.core.plan([grow(seq, 4)]).version))
-    assert sum(part.core.stats().held_pages for part in rig.parts) > 0
+    assert sum(stats.held_pages for stats in rig.core.kind_stats()) > 0
     assert rig.core.plan([grow(other, 12)]).fits
 
 
@@ -279,8 +279,8 @@ def test_a_refusal_in_any_kind_undoes_all(kind: int) -> None:
         except (DriverError, OutOfMemoryError):
             rig.parts[kind].faults.disarm()
             rig.check()  # the parent is as it was
-            assert rig.parts[0].core.length(child) == 0
-            assert [part.core.begun_epoch for part in rig.parts] == [1, 1, 1]
+            assert rig.core.length(child) == 0
+            assert rig.core.begun_epoch == 1
             assert rig.core.stats().health is Health.HEALTHY
             continue
         break
@@ -326,7 +326,7 @@ def test_a_state_is_one_page_of_any_length(view: View) -> None:
         [now] = blocks_of(rig, STATE, seq)
         assert (now != page) is published, to  # a checkpoint stays as it was
         page = now
-    assert rig.parts[STATE].core.stats().used_pages == 1
+    assert rig.core.kind_stats()[STATE].used_pages == 1
 
 
 def test_a_state_is_hit_at_its_checkpoints() -> None:
@@ -342,7 +342,7 @@ def test_a_state_is_hit_at_its_checkpoints() -> None:
     assert [matched(rig, prompt[:n]) for n in (30, 29, 28, 9, 8)] == [28, 28, 8, 8, 0]
     again = start(rig, prompt[:29])
     rig.check()
-    assert rig.parts[STATE].core.stats().cow_blocks_total == 3  # behind 8, 28 and the hit
+    assert rig.core.kind_stats()[STATE].cow_blocks_total == 3  # behind 8, 28 and the hit
     rig.core.release(again)
     del rig.seqs[again]
 
@@ -381,7 +381,7 @@ def test_gauges_of_kinds_are_those_of_all_of_them() -> None:
     second = start(rig, [3] * 20 + [4], View.PAGED)
     plan = rig.core.plan([swap_out(first)])
     rig.core.complete(rig.core.apply([swap_out(first)], plan.version))
-    parts = [part.core.stats() for part in rig.parts]
+    parts = rig.core.kind_stats()
     stats = rig.core.stats()
     whole = WHOLE_GROUPS * PAGE
     for name in ("used", "shared", "cached", "swap", "swap_capacity", "copying"):
@@ -547,7 +547,7 @@ class Walk:
         child = rig.core.open(was.tenant, self.rng.choice([View.VIRTUAL, View.PAGED]), was.salt, [])
         if child is None:
             return None
-        view = rig.parts[0].core.view(child)
+        view = rig.core.view(child)
         copy = Expected(was.tenant, was.salt, was.weights, view, was.tokens[:length])
         copy.length = length
         self.forebears[child] = {parent} | self.forebears.get(parent, set())
@@ -692,7 +692,7 @@ class Walk:
         self.rig.core.trim(0, drop_idle=True)  # waits for the copies
         self.rig.check()
         assert self.is_healthy
-        assert all(part.core.stats().committed_pages <= 1 for part in self.rig.parts)
+        assert all(stats.committed_pages <= 1 for stats in self.rig.core.kind_stats())
 
 
 def walk(seed: int, mapper: MapperMode | None = None) -> Counter[str]:

@@ -19,6 +19,7 @@ from tests.memory.support import (
     GROUPS,
     PAGE,
     Memory,
+    attach,
     fork,
     grow,
     kernel_mappings,
@@ -160,9 +161,22 @@ def test_wrong_configurations_are_refused() -> None:
         "blocks_per_page": 1,
     }
     with pytest.raises(ValueError, match="2 groups of 5 pages need more"):
-        _core.KVMemory(driver, num_groups=2, token_bytes=1024, max_pages=5, **sizes)
+        _core.KVMemory([{"driver": driver}], num_groups=2, token_bytes=1024, max_pages=5, **sizes)
     with pytest.raises(ValueError, match="a page of 4 tokens of 512 bytes is not the driver's"):
-        _core.KVMemory(driver, num_groups=1, token_bytes=512, max_pages=4, **sizes)
+        _core.KVMemory([{"driver": driver}], num_groups=1, token_bytes=512, max_pages=4, **sizes)
+
+
+def test_a_sequence_that_has_a_slot_is_not_empty() -> None:
+    """An attach or a fork would take another, and leave the first without a sequence."""
+    memory = make_memory()
+    parent = memory.start([3] * 8)
+    seq = memory.open([3] * 9)
+    memory.do(grow(seq, 0))
+    for op in (attach(seq, 8), fork(seq, parent, 8)):
+        with pytest.raises(ValueError, match=f"sequence {seq} is not empty"):
+            memory.core.plan([op])
+    memory.do(grow(seq, 9))
+    memory.core.check()
 
 
 def test_applying_what_does_not_fit_says_how_much_is_missing() -> None:

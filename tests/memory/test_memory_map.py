@@ -27,7 +27,7 @@ def make() -> Iterator[Make]:
     def begin(limit_pages: int = 8, **options: Any) -> _core.KVMemory:
         driver = _core.NullDriver(PAGE, 64)
         memory = _core.KVMemory(
-            driver,
+            [{"driver": driver}],
             num_groups=1,
             block_tokens=BLOCK,
             blocks_per_page=BLOCKS,

@@ -29,7 +29,7 @@ def store_in(
 
 def memory_over(path: Path, ops: _core.FileOps | None = None, **options: Any) -> Memory:
     memory = make_memory(**options)
-    memory.core.persist_to(store_in(path, ops=ops))
+    memory.core.persist_to([store_in(path, ops=ops)])
     return memory
 
 
@@ -332,7 +332,7 @@ def test_what_is_hit_in_memory_is_used_in_the_store(tmp_path: Path) -> None:
     assert memory.core.flush(10)
     assert 1 not in times_in(tmp_path)
     often = make_memory()
-    often.core.persist_to(store_in(tmp_path), touch_seconds=0)
+    often.core.persist_to([store_in(tmp_path)], touch_seconds=0)
     assert hit(often) == 20
     for file in (tmp_path / "s").glob("*.kv"):
         os.utime(file, (1, 1))
@@ -370,7 +370,7 @@ def test_a_driver_that_refuses_a_copy_costs_a_block(tmp_path: Path) -> None:
     for call in range(1, 30):
         memory = make_memory()
         shutil.rmtree(tmp_path)
-        memory.core.persist_to(store_in(tmp_path))
+        memory.core.persist_to([store_in(tmp_path)])
         first = memory.start(TOKENS)
         memory.faults.arm(call)
         memory.core.flush(10)
@@ -398,10 +398,10 @@ def test_copies_beside_kernels_pin_blocks_until_they_end(tmp_path: Path) -> None
 
 def test_bad_uses_are_refused(tmp_path: Path) -> None:
     memory = memory_over(tmp_path)
-    with pytest.raises(ValueError, match="takes one store"):
-        memory.core.persist_to(store_in(tmp_path))
-    with pytest.raises(ValueError, match="takes one store"):
-        make_memory(prefix_caching=False).core.persist_to(store_in(tmp_path))
+    with pytest.raises(ValueError, match="takes stores once"):
+        memory.core.persist_to([store_in(tmp_path)])
+    with pytest.raises(ValueError, match="takes stores once"):
+        make_memory(prefix_caching=False).core.persist_to([store_in(tmp_path)])
 
 
 # -- several kinds of layers
@@ -426,7 +426,7 @@ def run_kinds(rig: KindsRig, tokens: list[int], view: View, chunk: int = 8) -> i
     ends = {*range(chunk, len(tokens), chunk), (len(tokens) - 1) // 4 * 4, len(tokens)}
     for to in sorted(end for end in ends if end > matched):
         ops.append(grow(seq, to))
-        before = max(rig.parts[0].core.sealed(seq), matched)
+        before = max(rig.core.sealed(seq), matched)
         plan = rig.core.plan(ops)
         assert plan.fits
         epoch = rig.core.apply(ops, plan.version)
@@ -453,7 +453,7 @@ def test_windows_and_states_come_back_with_the_rest(
     rig.core.close()
     rig = kinds_over(tmp_path, has_state=has_state, mapper=mapper)
     assert run_kinds(rig, tokens, view) == 28
-    restored = [part.core.stats().persist_restored_blocks_total for part in rig.parts]
+    restored = [stats.persist_restored_blocks_total for stats in rig.core.kind_stats()]
     # Of windows no more than the next query sees: of 6 positions 23 to 28, of 11 18 to 28.
     assert restored == [7, 2, 3, 1][: STATE + has_state]
     assert rig.core.stats().persist_restored_blocks_total == sum(restored)

@@ -59,7 +59,7 @@ class Life:
             reclaim_share=dice.choice([0.1, 0.5]),
             seal_read_only=dice.random() < 0.5,
         )
-        self.max_len = self.memory.core.block_tables.shape[1] * 4
+        self.max_len = self.memory.core.block_tables().shape[1] * 4
 
     def turn(self) -> None:
         dice, core, todo = self.dice, self.memory.core, self.dice.random()

@@ -273,7 +273,7 @@ def test_a_window_gives_up_what_lies_behind_it() -> None:
         assert memory.blocks(seq)[:4] == [-1] * 4
         given_up = 2 if view is View.VIRTUAL else 5
         assert memory.blocks(seq).count(-1) == {View.VIRTUAL: 4, View.PAGED: 5}[view]
-        assert (memory.core.block_tables[seq, :4] == 0).all()
+        assert (memory.core.block_tables()[seq, :4] == 0).all()
         assert memory.stat("used_pages") == {View.VIRTUAL: 2, View.PAGED: 2}[view], given_up
         assert memory.read(seq, 20, 28) == PROMPT[20:28]
         memory.core.check()

@@ -107,7 +107,7 @@ def test_too_little_memory(
     deferred: Callable[..., LLMEngine], model: dict[str, Any], regime: str, preemption: str
 ) -> None:
     """Windows give their past up while steps run, and pages go from one kind to the other."""
-    options = {**model, "kv_cache_memory": "512KiB", "kv_regime": regime, "max_model_len": 192}
+    options = {**model, "kv_cache_memory": "320KiB", "kv_regime": regime, "max_model_len": 192}
     options |= {"preemption": preemption, "swap_space": "8MiB" if preemption == "swap" else 0}
     options |= {"max_num_batched_tokens": 32}
     used: list[tuple[int, int]] = []

@@ -148,7 +148,7 @@ class Life:
         self.sim = SimCuda(self.setting.machine)
         frames = GROUPS * self.setting.max_pages
         driver = _core.CudaDriver(GRANULE, frames, library=str(self.sim.path), spare_bytes=0)
-        self.core = _core.KVMemory(driver, **self.setting.core)
+        self.core = _core.KVMemory([{"driver": driver}], **self.setting.core)
         core, groups = self.core, range(GROUPS)
         self.arenas = [core.arena_buffer(group).ctypes.data for group in groups]
         self.slots = [core.slots_buffer(group).ctypes.data for group in groups]
@@ -158,7 +158,7 @@ class Life:
         if self.directory is not None:
             (self.directory / "s").mkdir(exist_ok=True)
             store = _core.StoreDirectory(str(self.directory), 64 * GROUPS * GRANULE)
-            self.core.persist_to(store.space("s", bytes(32)), touch_seconds=0)
+            self.core.persist_to([store.space("s", bytes(32))], touch_seconds=0)
         if self.before is not None:
             self.model.weights = self.before.model.weights
             self.model.may_match |= self.before.model.may_match

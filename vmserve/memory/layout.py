@@ -97,7 +97,10 @@ class KVLayout:
 
     @property
     def num_groups(self) -> int:
-        return self.num_layers // self.layers_per_group * (2 if self.split_kv else 1)
+        return self.groups_of(self.num_layers)
+
+    def groups_of(self, num_layers: int) -> int:
+        return num_layers // self.layers_per_group * (2 if self.split_kv else 1)
 
     @property
     def token_bytes(self) -> int:

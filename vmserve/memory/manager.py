@@ -131,106 +131,86 @@ class MemoryManager:
         max_bytes = max(limit_bytes, options.max_limit_bytes or device.total_bytes)
         #: The highest possible limit: the reserved address space.
         self.max_pages = max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
-        kinds = tuple(kinds)
-        #: Number of kinds that keep tokens; one more may keep states.
-        self.num_token_kinds = max(1, len(kinds))
-        #: Groups of layers of each kind.
-        sizes = [len(kind.layers) // layout.layers_per_group for kind in kinds]
-        sizes = sizes or [layout.num_groups]
-        assert sum(sizes) == layout.num_groups
-        if layout.state_bytes:
-            kinds = kinds or (LayerKind(tuple(range(layout.num_layers)), None),)
-            kinds += (LayerKind((), 1, has_state=True),)
-        self.kinds = kinds
-
-        def create_driver(num_groups: int, page_bytes: int) -> _core.PageDriver:
-            # Any kind may take the whole pool.
-            most = layout.total_page_bytes * max_pages // (num_groups * page_bytes)
-            driver = device.create_driver(page_bytes, most * num_groups, limits)
-            return driver if wrap_driver is None else wrap_driver(driver)
-
-        drivers = [create_driver(size, layout.page_bytes) for size in sizes]
-        self._is_asynchronous = drivers[0].capabilities.asynchronous
+        #: The kinds, also one that has all layers; the one with states is the last.
+        self._all_kinds = _all_kinds(layout, kinds)
+        #: Number of kinds that keep tokens.
+        self.num_token_kinds = sum(not kind.has_state for kind in self._all_kinds)
+        self.kinds = self._all_kinds if len(self._all_kinds) > 1 else ()
+        #: Free pages that are kept ready.
+        self.ready_pages = min(options.ready_bytes, limit_bytes // 8) // layout.total_page_bytes
         self._launched_epoch = 0
         self._least_reported = self.limit_pages
         self._may_wait = True
         self._is_copying = False
         self._persists = False
-        self._has_host_memory = drivers[0].capabilities.host_memory
-        self._copies_beside = drivers[0].capabilities.copy_stream
-        #: Free pages that are kept ready.
-        self.ready_pages = min(options.ready_bytes, limit_bytes // 8) // layout.total_page_bytes
-        block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
-        common: dict[str, Any] = {
-            "block_tokens": layout.block_tokens,
-            "blocks_per_page": layout.page_tokens // layout.block_tokens,
-            "token_bytes": layout.token_stride,
-            "max_seqs": num_seqs or num_slots,
-            "num_slots": num_slots,
-            "max_len": max_len,
-            "read_slack": options.read_slack_tokens,
-            "grow_pages": max(
-                1, min(device.grow_bytes, limit_bytes // 8) // layout.total_page_bytes
-            ),
-            "ready_pages": self.ready_pages,
-            "zero_policy": _ZERO_POLICIES[options.zero_pages],
-            "prefix_caching": options.prefix_caching,
-            "null_page": options.null_page,
-            "deferred_reclamation": options.deferred_reclamation,
-            "seal_read_only": options.seal_read_only,
-            "access_under_readers": device.seals_under_readers,
-            "swap_blocks": options.swap_bytes // block_bytes,
-            "mapper": _MAPPERS[options.mapper],
-            "lookahead_tokens": options.lookahead_tokens,
-            "eager_slots": options.eager_slots,
-            "eager_pages": layout.pages_for(options.eager_tokens),
-            "reclaim_share": options.reclaim_share,
-        }
-        self._core: _core.KVMemory | _core.KindsMemory
-        #: Memory of each kind of layers.
-        self._parts: list[_core.KVMemory]
-        if len(kinds) < 2:
-            self._core = _core.KVMemory(
-                drivers[0],
-                num_groups=layout.num_groups,
-                limit_pages=self.limit_pages,
-                max_pages=max_pages,
-                **common,
-            )
-            self._parts = [self._core]
-        else:
-            of_kinds = []
-            if layout.state_bytes:  # half of the host's memory for each
-                common["swap_blocks"] //= 2
-            for driver, kind, size in zip(drivers, kinds, sizes, strict=False):
-                own = {
-                    **common,
-                    "num_groups": size,
-                    "limit_pages": layout.num_groups * self.limit_pages // size,
-                    "max_pages": layout.num_groups * max_pages // size,
-                }
-                of_kinds.append((driver, kind.kept_tokens or 0, own))
-            if layout.state_bytes:
-                driver = create_driver(1, layout.state_bytes)
-                of_kinds.append((driver, 0, common | self._states(max_pages)))
-            self._core = _core.KindsMemory(of_kinds, self.limit_pages)
-            self._parts = self._core.kinds
 
-    def _states(self, max_pages: int) -> dict[str, Any]:
-        """What the kind with states has of its own."""
+        def described(kind: LayerKind) -> dict[str, Any]:
+            own = self._of_states() if kind.has_state else self._of_tokens(kind)
+            # Any kind may take the whole pool.
+            own_bytes = own["num_groups"] * own["page_bytes"]
+            own["max_pages"] = layout.total_page_bytes * max_pages // own_bytes
+            num_frames = own["max_pages"] * own["num_groups"]
+            driver = device.create_driver(own.pop("page_bytes"), num_frames, limits)
+            own["driver"] = driver if wrap_driver is None else wrap_driver(driver)
+            return own
+
+        of_kinds = [described(kind) for kind in self._all_kinds]
+        can = of_kinds[0]["driver"].capabilities
+        self._is_asynchronous: bool = can.asynchronous
+        self._has_host_memory: bool = can.host_memory
+        self._copies_beside: bool = can.copy_stream
+        self._core = _core.KVMemory(
+            of_kinds,
+            self.limit_pages,
+            block_tokens=layout.block_tokens,
+            token_bytes=layout.token_stride,
+            max_seqs=num_seqs or num_slots,
+            num_slots=num_slots,
+            max_len=max_len,
+            read_slack=options.read_slack_tokens,
+            zero_policy=_ZERO_POLICIES[options.zero_pages],
+            prefix_caching=options.prefix_caching,
+            deferred_reclamation=options.deferred_reclamation,
+            seal_read_only=options.seal_read_only,
+            access_under_readers=device.seals_under_readers,
+            mapper=_MAPPERS[options.mapper],
+            lookahead_tokens=options.lookahead_tokens,
+            eager_slots=options.eager_slots,
+            eager_pages=layout.pages_for(options.eager_tokens),
+            reclaim_share=options.reclaim_share,
+        )
+
+    @property
+    def _swap_bytes(self) -> int:
+        """Host memory for tokens, and as much for states if there are any."""
+        return self.options.swap_bytes // (2 if self.layout.state_bytes else 1)
+
+    def _of_tokens(self, kind: LayerKind) -> dict[str, Any]:
+        """What a kind that keeps tokens has of its own."""
         layout, options = self.layout, self.options
-        most = layout.total_page_bytes * max_pages // layout.state_bytes
+        block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
+        grow_bytes = min(self.device.grow_bytes, self.limit_bytes // 8)
+        return {
+            "window": kind.kept_tokens or 0,
+            "num_groups": layout.groups_of(len(kind.layers)),
+            "page_bytes": layout.page_bytes,
+            "blocks_per_page": layout.page_tokens // layout.block_tokens,
+            "grow_pages": max(1, grow_bytes // layout.total_page_bytes),
+            "ready_pages": self.ready_pages,
+            "null_page": options.null_page,
+            "swap_blocks": self._swap_bytes // block_bytes,
+        }
+
+    def _of_states(self) -> dict[str, Any]:
+        """What the kind with states has of its own."""
+        layout = self.layout
         return {
             "num_groups": 1,
+            "page_bytes": layout.state_bytes,
             "blocks_per_page": 1,
             "state_bytes": layout.state_bytes,
             "checkpoint_tokens": self._checkpoint_tokens,
-            "limit_pages": most,
-            "max_pages": most,
-            "grow_pages": 1,
-            "ready_pages": 0,
-            "null_page": False,
-            "swap_blocks": options.swap_bytes // 2 // layout.state_bytes,
+            "swap_blocks": self._swap_bytes // layout.state_bytes,
         }
 
     # -- sequences ----------------------------------------------------------------------
@@ -258,12 +238,12 @@ class MemoryManager:
     def block_bytes(self) -> list[int]:
         """Bytes of a block, or of a state, of each kind of layers."""
         layout = self.layout
-        token_bytes = layout.block_tokens * layout.token_stride
-        if len(self.kinds) < 2:
-            return [layout.num_groups * token_bytes]
+        group_bytes = layout.block_tokens * layout.token_stride
         return [
-            layout.state_bytes if kind.has_state else len(kind.layers) * token_bytes
-            for kind in self.kinds
+            layout.state_bytes
+            if kind.has_state
+            else layout.groups_of(len(kind.layers)) * group_bytes
+            for kind in self._all_kinds
         ]
 
     @property
@@ -273,11 +253,7 @@ class MemoryManager:
 
     def persist_to(self, stores: Sequence[_core.PageStore]) -> None:
         """Write published blocks to a store for each kind of layers, and read them back."""
-        if isinstance(self._core, _core.KVMemory):
-            [store] = stores
-            self._core.persist_to(store)
-        else:
-            self._core.persist_to(stores)
+        self._core.persist_to(stores)
         self._persists = True
 
     def restore(self, seq: int, beside: Sequence[Attach] = ()) -> bool:
@@ -351,7 +327,7 @@ class MemoryManager:
         return self._core.apply_step(again.rows, again.version, _op_tuples(again.ops))
 
     def slots(self, seqs: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int32]:
-        return self._parts[0].slots(seqs)
+        return self._core.slots(seqs)
 
     def launched(self, epoch: int) -> None:
         """Note that the epoch's work is with the device; it is complete when that is done.
@@ -533,13 +509,13 @@ class MemoryManager:
 
     def blocks(self, seq: int) -> NDArray[np.int32]:
         """The sequence's block ids in order, -1 for released ones: ``[blocks]``."""
-        return self._parts[0].blocks(seq)
+        return self._core.blocks(seq)
 
     def held_bytes(self, seqs: Sequence[int]) -> int:
         """Bytes of the pages, of all kinds of layers, in which the sequences' blocks lie."""
         num_bytes = 0
-        for part, stats in zip(self._parts, self.kind_stats() if seqs else (), strict=False):
-            blocks = (int(block) for seq in seqs for block in part.blocks(seq))
+        for kind, stats in enumerate(self.kind_stats() if seqs else ()):
+            blocks = (int(block) for seq in seqs for block in self._core.blocks(seq, kind))
             pages = {block // stats.blocks_per_page for block in blocks if block >= 0}
             num_bytes += len(pages) * stats.page_bytes
         return num_bytes
@@ -547,7 +523,7 @@ class MemoryManager:
     def block_tables(self, kind: int = 0) -> NDArray[np.int32]:
         """Block tables of all sequences, kept current: int32 ``[num_seqs, blocks]``, 0 beyond the
         end."""
-        return self._parts[kind].block_tables
+        return self._core.block_tables(kind)
 
     @property
     def narrowest_window(self) -> int | None:
@@ -573,30 +549,32 @@ class MemoryManager:
         To be asked for each step, after its plan is applied: a step may write to a copy. The first
         step of a sequence starts from zeros, whatever is in the row.
         """
-        rows: NDArray[np.int32] = self._parts[-1].block_tables[seqs, 0]
+        rows: NDArray[np.int32] = self._core.block_tables(self._state_kind)[seqs, 0]
         return rows
 
     def state_buffer(self) -> NDArray[np.uint8]:
         """States of all layers, a page per row: uint8 ``[pages, state_bytes]``."""
+        return self._core.arena_buffer(0, self._state_kind)
+
+    @property
+    def _state_kind(self) -> int:
         assert self.layout.state_bytes
-        return self._parts[-1].arena_buffer(0)
+        return self.num_token_kinds
 
     def length(self, seq: int) -> int:
         """The tokens that the sequence was grown to."""
-        return self._parts[0].length(seq)
+        return self._core.length(seq)
 
     def regime(self, seq: int) -> Regime:
-        return _REGIMES[self._parts[0].view(seq)]
+        return _REGIMES[self._core.view(seq)]
 
     @cached_property
-    def _groups(self) -> list[tuple[_core.KVMemory, int]]:
-        """The memory that has each group of layers, and its number there."""
-        if self.num_token_kinds == 1:
-            return [(self._parts[0], group) for group in range(self.layout.num_groups)]
+    def _groups(self) -> list[tuple[int, int]]:
+        """Of each group of layers: its number in its kind, and the kind."""
         return [
-            (part, group)
-            for part, kind in zip(self._parts, self.kinds, strict=False)
-            for group in range(len(kind.layers) // self.layout.layers_per_group)
+            (group, number)
+            for number, kind in enumerate(self._all_kinds[: self.num_token_kinds])
+            for group in range(self.layout.groups_of(len(kind.layers)))
         ]
 
     # For each group uint8 ``[rows, row_bytes]``, those of a kind one after the other, in which
@@ -605,25 +583,25 @@ class MemoryManager:
 
     def slot_buffers(self) -> list[NDArray[np.uint8]]:
         """A slot per row."""
-        return [part.slots_buffer(group) for part, group in self._groups]
+        return [self._core.slots_buffer(*each) for each in self._groups]
 
     def arena_buffers(self) -> list[NDArray[np.uint8]]:
         """A page per row."""
-        return [part.arena_buffer(group) for part, group in self._groups]
+        return [self._core.arena_buffer(*each) for each in self._groups]
 
     def shadow_buffers(self) -> list[NDArray[np.uint8]]:
         """A slot per row, read-only, and zero where nothing is mapped.
 
         Raises ``ValueError`` on a GPU, on which touching unmapped memory is a fault.
         """
-        return [part.shadow_buffer(group) for part, group in self._groups]
+        return [self._core.shadow_buffer(*each) for each in self._groups]
 
     def stats(self) -> MemoryStats:
         return self._core.stats()
 
     def kind_stats(self) -> list[MemoryStats]:
         """Statistics of each kind of layers, in pages of its own."""
-        return [part.stats() for part in self._parts]
+        return self._core.kind_stats()
 
     def slot_use(self) -> SlotUse:
         stats = self._core.stats()
@@ -664,6 +642,12 @@ class MemoryManager:
         Tensors keep their memory: mapped positions can be touched, others are faults as before.
         """
         self._core.close()
+
+
+def _all_kinds(layout: KVLayout, kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
+    kinds = tuple(kinds) or (LayerKind(tuple(range(layout.num_layers)), None),)
+    assert sum(len(kind.layers) for kind in kinds) == layout.num_layers
+    return (*kinds, LayerKind((), 1, has_state=True)) if layout.state_bytes else kinds
 
 
 def _rows(growths: Sequence[Growth] | NDArray[np.int64]) -> NDArray[np.int64]:

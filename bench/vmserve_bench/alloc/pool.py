@@ -45,8 +45,9 @@ def open_pool(
     ``driver``: one with ``num_groups * max_pages`` frames of a page (default: the host's).
     ``options`` are further arguments of :class:`vmserve._core.KVMemory`.
     """
+    driver = driver or _core.HostDriver(page_tokens * token_bytes, num_groups * max_pages)
     return _core.KVMemory(
-        driver or _core.HostDriver(page_tokens * token_bytes, num_groups * max_pages),
+        [{"driver": driver}],
         num_groups=num_groups,
         block_tokens=block_tokens,
         blocks_per_page=page_tokens // block_tokens,

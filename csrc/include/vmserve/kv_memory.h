@@ -1,6 +1,12 @@
-// KV memory: one pool of pages under two views.
+// KV memory: one pool of pages under two views, for one kind of layers or several.
 //
 // Glossary
+//   kind       layers whose sequences keep the same positions: all, those of a sliding window, or
+//              the state after the last. Each kind has its own pages, arena, slots and driver, of
+//              its own size; one limit in bytes holds for all (memory/budget.h)
+//   whole page one page of every kind but states: page_tokens tokens of all layers. The unit of
+//              plans, limits and statistics, because it is what a sequence takes within its
+//              windows. States count as the whole pages of as many bytes
 //   block      block_tokens tokens of every layer; the unit of the paged view and the prefix cache
 //   page       blocks_per_page blocks; one frame per layer group, mapped together.
 //              block id = page id x blocks_per_page + its index in the page
@@ -43,38 +49,44 @@
 //   * a sequence has the blocks that its running epochs read or write
 //   * copies(block) = number of copies in flight that read it
 //   * committed = free + in use + waiting + idle + held, and committed <= max_pages
-//   * while more is committed than a lowered limit allows, nothing is free or idle after a plan, an
-//     apply or a release (unless the driver refused to take pages back)
-//   * each sequence has at least blocks_for(length) blocks or pages_for(length) pages
+//   * bytes committed in all kinds <= the limit. Above a lowered one, nothing is free or idle after
+//     a plan without attach, an apply or a release (unless a driver refused to take pages back)
+//   * each sequence has at least blocks_for(length) blocks or pages_for(length) pages, and a kind
+//     with a window those that the next token sees through it
+//   * epochs end in all kinds at once
 #pragma once
 
 #include <sys/types.h>
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "vmserve/kv_memory_types.h"
-#include "vmserve/memory/background.h"
-#include "vmserve/memory/ops.h"
-#include "vmserve/memory/planner.h"
-#include "vmserve/memory/room.h"
+#include "vmserve/memory/budget.h"
+#include "vmserve/memory/kind.h"
 
 namespace vmserve {
 
-// Thread-safe: one lock around every call. A mutation happens completely or not at all. A failed
-// one may lose cached prefixes, never a sequence's state.
+// Thread-safe: one lock around every call. A mutation happens completely, in all kinds, or not at
+// all. A failed one may lose cached prefixes, never a sequence's state.
 class KVMemory {
  public:
-  KVMemory(std::shared_ptr<PageDriver> driver, const MemoryConfig& config);
+  // Pre: kinds differ in drivers, groups, bytes, windows, states and highest limits alone; the
+  // first sees all positions if there are several. `limit_pages`: whole pages, in the place of the
+  // kinds'.
+  KVMemory(std::vector<KindConfig> kinds, std::int64_t limit_pages);
   ~KVMemory();
   KVMemory(const KVMemory&) = delete;
   KVMemory& operator=(const KVMemory&) = delete;
 
-  const MemoryConfig& config() const { return config_; }
+  std::size_t num_kinds() const { return kinds_.size(); }
+  const MemoryConfig& config(std::size_t kind = 0) const;  // throws MisuseError for no kind
 
   // Opens an empty sequence without memory or slot. Nullopt if max_seqs are open. `tokens`: token
   // ids known so far (the prompt). The prefix cache shares blocks between sequences of equal
@@ -82,8 +94,8 @@ class KVMemory {
   std::optional<SeqId> open(Tenant tenant, View view, const std::string& salt,
                             const std::vector<std::int32_t>& tokens);
 
-  // Counts the tokens of an empty sequence that are in the prefix cache: whole blocks, and at least
-  // one token less than the sequence has. Read-only.
+  // Counts the tokens of an empty sequence that are in the prefix cache of all kinds: whole blocks,
+  // and at least one token less than the sequence has. Read-only.
   std::int64_t match(SeqId seq) const;
 
   // Counts what the ops need and what is available. Changes nothing that callers can see.
@@ -122,10 +134,11 @@ class KVMemory {
   // because of the driver; with deferred reclamation, does not call it.
   void release(SeqId seq);
 
-  // Makes published blocks outlive the process. Pre: prefix_caching; called at most once, before
-  // the first sequence is opened. At most every `touch_seconds` the store is notified of the blocks
-  // that were hit in the cache.
-  void persist_to(std::shared_ptr<PageStore> store, double touch_seconds = kTouchSeconds);
+  // Makes published blocks outlive the process, in a store for each kind. Pre: prefix_caching;
+  // called at most once, before the first sequence is opened. At most every `touch_seconds` a store
+  // is notified of the blocks that were hit in the cache.
+  void persist_to(const std::vector<std::shared_ptr<PageStore>>& stores,
+                  double touch_seconds = kTouchSeconds);
   // Begins to read what the store has of an empty sequence's prefix and the cache has not, as far
   // as there are pages. True while that is under way; match() finds it when it is false. Evicts
   // nothing that the attaches in `beside` need, which the next plan will contain.
@@ -146,7 +159,7 @@ class KVMemory {
   void clear_cache();
 
   // Returns free pages above `keep_pages` to the system, highest ids first. With `drop_idle`, idle
-  // pages too: they are evicted, oldest first. Returns the number of pages.
+  // pages are evicted for that, oldest first. Returns the number of pages.
   std::int64_t trim(std::int64_t keep_pages, bool drop_idle);
 
   // Sets the limit of the pool. Above a lower limit, free and idle pages are returned at once,
@@ -165,30 +178,36 @@ class KVMemory {
   void settle_mapper();
 
   // -- reading
-  std::vector<BlockId> blocks(SeqId seq) const;  // kNoBlock: dropped by a sliding window
-  std::vector<PageId> slot_pages(SlotId slot) const;
   std::int64_t length(SeqId seq) const;
   std::int64_t sealed(SeqId seq) const;
   View view(SeqId seq) const;
   bool swapped(SeqId seq) const;
   std::optional<SlotId> slot(SeqId seq) const;
   std::vector<SlotId> slots(const std::vector<SeqId>& seqs) const;  // kNoSlot: paged or empty
-  std::int32_t block_refs(BlockId block) const;
+  // kNoBlock: dropped by a sliding window
+  std::vector<BlockId> blocks(SeqId seq, std::size_t kind = 0) const;
+  std::vector<PageId> slot_pages(SlotId slot, std::size_t kind = 0) const;
+  std::int32_t block_refs(BlockId block, std::size_t kind = 0) const;
 
   // Block tables of all sequences, `[max_seqs, blocks_per_row()]`, always current; block 0 beyond a
   // sequence's end. Valid as long as this object.
-  const BlockId* block_tables() const { return &ledger_.tables[0]; }
-  std::int64_t blocks_per_row() const { return ledger_.blocks_per_row; }
+  const BlockId* block_tables(std::size_t kind) const { return &kinds_[kind]->ledger.tables[0]; }
+  std::int64_t blocks_per_row(std::size_t kind) const {
+    return kinds_[kind]->ledger.blocks_per_row;
+  }
 
   // Creates the shadow, a read-only copy of all slot mappings that reads as zero where nothing is
   // mapped. Later changes are mapped in both.
-  void enable_shadow();
+  void enable_shadow(std::size_t kind);
 
+  // Gauges and counters of all kinds, as stats.def says.
   MemoryStats stats();
-  // Describes the pool in at most `max_cells` cells. O(pages).
+  // Of each kind, in pages of its own.
+  std::vector<MemoryStats> kind_stats();
+  // Describes the pool in at most `max_cells` cells and one for each kind: the kinds' pages one
+  // after the other, then what no kind has committed, in pages of the first. Slots are the first
+  // kind's. O(pages).
   MemoryMap memory_map(std::int64_t max_cells);
-  // The same of pages up to the last committed one, with `pages_per_cell` in a cell.
-  MemoryMap committed_map(std::int64_t pages_per_cell);
   std::string last_error() const;  // text of the last driver error; empty if none
   void check();
   // A hash of the whole state: equal before and after plan().
@@ -201,47 +220,47 @@ class KVMemory {
   bool closed() const;
 
   // The memory itself, whose ownership tensors share.
-  std::shared_ptr<AddressSpace> address_space() const;
+  std::shared_ptr<AddressSpace> address_space(std::size_t kind) const;
 
  private:
-  friend class KindsMemory;  // mutates several memories together, or none
-
   std::unique_lock<std::mutex> enter() const;  // refuses forks and a closed memory, then locks
-  bool wait_for_mapper(const std::vector<Op>& ops, const Plan& plan);
-  void finish_pending_work();  // mapper, copies to host memory, repairs. Pre: locked
-  // The parts of plan() and apply(). Pre: locked.
-  const Assessed& assess(const std::vector<Op>& ops);
-  Assessed assess_again(const std::vector<Op>& ops, std::uint64_t version);
-  // -- parts of restore(). Pre: locked
-  std::int64_t num_within_reach(const Sequence& seq, std::int64_t most, std::int64_t window) const;
-  void hold_found(const std::vector<Op>& attaches, std::vector<PageId>& held);
-  bool is_holding_pages() const;                    // work in the background may give back pages
-  void stage(Change& change, const Assessed& now);  // makes room and changes the ledger
-  void execute(Change& change);                     // finds pages and makes the driver calls
-  void undo(Change& change, const Error* error);
-  void commit(Change& change);
-  void schedule_work(const Change& change);
-  MemoryMap draw_map(std::int64_t num_pages, std::int64_t pages_per_cell) const;
-  std::int64_t num_pages_shown() const;  // up to the last committed one
+  const Kind& kind_at(std::size_t kind) const;
+  std::int64_t whole_page_bytes() const;
+  void require_alive() const;
+  void require_begun(Epoch epoch) const;
+  void apply_finished_work();
+  void apply_reached_marks();
+  void end_epochs(Epoch epoch, bool sealed);
+  bool give_up_past(bool from_slots);
+  void finish_pending_work();
+  // Blocks of the longest prefix on which all kinds agree. `stored`: counting those of the stores.
+  std::int64_t num_matched(const Sequence& seq, bool stored) const;
+  // -- parts of plan() and apply()
+  void merge(const std::vector<Op>& ops);
+  const std::vector<Op>& ops_of(std::size_t kind) const;
+  Plan assess(bool packs);
+  Plan sum_up(const std::vector<Plan>& plans) const;
+  Plan plan_of_nothing() const;
+  bool finish_background();
+  void make_mapping_room(std::int64_t needed);
+  void stage_and_execute(const std::vector<Assessed>& now, std::int64_t needed_mappings,
+                         std::deque<Change>& changes, BooksChange& books_change);
+  void commit(std::deque<Change>& changes, const BooksChange& books_change);
 
   pid_t pid_;
   mutable std::mutex mutex_;
-  Ledger ledger_;
-  const MemoryConfig& config_ = ledger_.config;
-  BlockPool& pool_ = ledger_.pool;
-  std::vector<Sequence>& seqs_ = ledger_.seqs;
-  std::vector<Slot>& slots_ = ledger_.slots;
-  DriverWork work_;
-  Room room_;
-  Ops ops_;
-  Planner planner_;
+  Books books_;
+  Kinds kinds_;
+  Budget budget_;
+  bool is_closed_ = false;
   // The last plan(). It is valid while its version is: background work only adds to what it counted
   // on.
-  std::vector<Op> last_ops_, merged_ops_;
+  std::vector<Op> last_ops_, merged_;
+  std::vector<std::vector<Op>> own_ops_;  // of kinds that do not see all
   bool is_planned_ = false;
-  Assessed assessed_;
-  Background background_;
-  std::uint64_t generation_ = 0;  // in the digests of prefixes
+  std::uint64_t planned_version_ = 0;
+  // For each launched epoch, a mark of each kind's driver.
+  std::deque<std::pair<Epoch, std::vector<Mark>>> marks_;
   bool is_idle_ = false;
 };
 

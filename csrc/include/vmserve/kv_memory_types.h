@@ -19,6 +19,7 @@ struct MemoryConfig {
   std::int32_t block_tokens = 16;
   std::int32_t blocks_per_page = 1;
   std::int64_t token_bytes = 0;  // bytes from one token to the next, in one group
+  std::int64_t window = 0;       // tokens that a query sees, its own included; 0: all
   // > 0: layers keep a state of this many bytes (in one group) instead of K and V of each token. A
   // sequence has one block, a page, whatever its length; each step overwrites it.
   std::int64_t state_bytes = 0;
@@ -52,6 +53,15 @@ struct MemoryConfig {
 
   std::int64_t page_tokens() const { return std::int64_t{block_tokens} * blocks_per_page; }
   bool has_state() const { return state_bytes > 0; }
+  // Of a sequence of `length` tokens, the first position that the next token's query sees. A state
+  // is like a window of two positions: the one before and the query's own.
+  std::int64_t first_seen(std::int64_t length) const {
+    const std::int64_t seen = has_state() ? 2 : window;
+    return seen == 0 || length < seen ? 0 : length + 1 - seen;
+  }
+  bool sees_all() const { return !has_state() && window == 0; }
+  // Positions of a sequence that one block holds.
+  std::int64_t block_span() const { return has_state() ? max_len + 1 : block_tokens; }
   // Bytes of a block's first `num_tokens` tokens, or of a state, in one group.
   std::int64_t bytes_of(std::int64_t num_tokens) const {
     return has_state() ? state_bytes : num_tokens * token_bytes;
@@ -130,17 +140,17 @@ struct Plan {
 };
 
 struct MemoryCounters {
-#define VMSERVE_COUNTER(type, name, what) type name = 0;
+#define VMSERVE_COUNTER(type, name, rule, what) type name = 0;
 #include "vmserve/stats.def"
   void add(const MemoryCounters& other) {
-#define VMSERVE_COUNTER(type, name, what) name += other.name;
+#define VMSERVE_COUNTER(type, name, rule, what) name += other.name;
 #include "vmserve/stats.def"
   }
 };
 
 struct MemoryStats {
 #define VMSERVE_GAUGE(type, name, rule, what) type name = 0;
-#define VMSERVE_COUNTER(type, name, what) type name##_total = 0;
+#define VMSERVE_COUNTER(type, name, rule, what) type name##_total = 0;
 #include "vmserve/stats.def"
   Health health = Health::kHealthy;
 };

@@ -1,4 +1,4 @@
-// Work that runs while steps compute: background mapping, copies in flight, completed epochs.
+// Work of one kind of layers that runs while steps compute: background mapping, copies in flight.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,12 @@ class Background : LedgerClient {
  public:
   Background(Ledger& ledger, DriverWork& work) : LedgerClient(ledger), work_(work) {}
 
-  // Ends all epochs up to `epoch`. `sealed`: seal what they wrote; else it is never sealed.
-  void complete(Epoch epoch, bool sealed);
-  // Lengthens sequences by drafted positions. If the epoch that wrote them is complete, seals
-  // them; else they are sealed with it.
-  void keep(const std::vector<SeqId>& seqs, const std::vector<std::int64_t>& lengths);
-  // Applies mapper outcomes, reached marks and finished copies to the ledger.
+  // Drops what running epochs do not read any more. `ended`: what the ones that ended wrote, if it
+  // was sealed.
+  void end_epochs(const EpochRecord& ended);
+  // Makes fully sealed pages read-only in the slots.
+  void seal_slots(const std::vector<SeqId>& seqs);
+  // Applies mapper outcomes and finished copies to the ledger.
   void apply_finished_work();
   // Waits until no copy is in flight. False if none was, or if the driver failed to wait.
   bool finish_copies();
@@ -34,8 +34,6 @@ class Background : LedgerClient {
   void schedule_work(const std::vector<Op>& grows);
   // Makes pages writable again that were read-only because they were shared.
   void restore_write_access();
-  // Asks the driver for a mark. The epoch is complete when the driver reaches it.
-  void record_mark(Epoch epoch) { marks_.emplace_back(epoch, work_.driver->mark()); }
   const std::deque<InFlightCopies>& copies_in_flight() const { return copies_in_flight_; }
   void begin_copies(const Change& change);
   // Makes blocks outlive the process. At most once.
@@ -47,7 +45,6 @@ class Background : LedgerClient {
   void abandon_persistence() { static_cast<void>(persistence_.release()); }
 
  private:
-  void apply_reached_marks();
   void apply_finished_copies();
   void end_oldest_copies();
   std::int64_t lookahead_tokens(std::int64_t num_growing);
@@ -69,12 +66,9 @@ class Background : LedgerClient {
   void reclaim_ahead();
   void reclaim(SlotId slot, std::int64_t num_pages);
   bool is_free_for_newcomer(const Slot& slot) const;
-  bool keep_in_record(SeqId seq, std::int64_t length);
-  void seal_slots(const std::vector<SeqId>& seqs);
   void seal_now(const Command& command);
 
   DriverWork& work_;
-  std::deque<std::pair<Epoch, Mark>> marks_;
   std::deque<InFlightCopies> copies_in_flight_;
   std::vector<PageId> reclaimed_;  // unmapped by the mapper since the last step began
   double last_step_at_ = 0;

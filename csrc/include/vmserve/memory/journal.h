@@ -83,10 +83,10 @@ class Change : LedgerClient {
   // Change the recorded access; the driver's access changes in DriverWork::execute().
   void make_writable(SlotId slot, std::int64_t index);
   void make_read_only(SlotId slot, std::int64_t index);
-  // Parks the sequence's slot. Its pages stay mapped.
+  // Parks the sequence's slot, if it has one. Its pages stay mapped.
   void leave_slot(SeqId id);
   void add_ref(BlockId block);
-  // Saves the sequence's state and marks its block table as changed.
+  // Saves what the sequence has and marks its block table as changed.
   void save(SeqId id);
   // Records that the tenant will write the page, and zeroes it first if the policy requires it.
   void prepare_page(PageId page, Tenant tenant);
@@ -105,7 +105,7 @@ class Change : LedgerClient {
   std::uint64_t awaited_command = 0;  // last mapper command on these slots
   std::vector<SlotId> used_slots;     // slots that must not be in a repair
   SlotChoices taken_slots;            // slots that sequences took
-  std::vector<std::pair<SeqId, KvState>> saved_kv;
+  std::vector<std::pair<SeqId, Held>> saved;
   std::vector<Grown> grown;
   std::vector<SavedSlot> slots;
   std::vector<BlockId> refs;
@@ -115,6 +115,7 @@ class Change : LedgerClient {
   std::vector<PageId> held;
   std::vector<std::pair<PageId, SeqId>> owners;
   std::vector<SwapId> swap_taken;
+  std::unordered_map<BlockId, SwapId> swapped;  // where blocks that are swapped out go
   std::vector<Fresh> fresh;
   std::vector<BlockCopy> copies;
   std::vector<SwapCopy> swap_out, swap_in;
@@ -129,7 +130,6 @@ class Change : LedgerClient {
   std::vector<BlockId> drops;
   std::vector<SwapId> swap_drops;
   std::vector<Op> grows;
-  std::vector<Forked> forked;
   std::vector<SeqId> touched;
   MemoryCounters counts;
 };

@@ -1,4 +1,4 @@
-// Plans ops: stages them in the ledger, counts what they need, and undoes them.
+// Plans ops of one kind: stages them in the ledger, counts what they need, and undoes them.
 #pragma once
 
 #include <cstdint>
@@ -29,16 +29,12 @@ class Planner : LedgerClient {
   Planner(Ledger& ledger, DriverWork& work, Room& room, Ops& ops)
       : LedgerClient(ledger), work_(work), room_(room), ops_(ops) {}
 
-  // Throws MisuseError unless the ops follow the rules of `Op`.
-  void validate(const std::vector<Op>& ops) const;
   // Attaches that ask for more than is cached.
   std::int64_t num_lost_prefixes(const std::vector<Op>& ops) const;
   // The first block that an attach needs: of a state, that of the last token.
   std::int64_t first_block(const Op& attach) const;
-  // One kGrow per sequence, after all other ops; parents of forks last.
-  std::vector<Op> merge_grows(const std::vector<Op>& ops) const;
-  static bool has_attach(const std::vector<Op>& ops);
-  // Plans valid ops with the packing that lacks the fewest pages. Post: the ledger is unchanged.
+  // Plans valid ops with the packing that lacks the fewest pages. Post: ledger and books are
+  // unchanged.
   Assessed assess(const std::vector<Op>& ops);
   // Packs even if the ops fit: others are short of the pages.
   bool packs_always = false;

@@ -25,12 +25,6 @@ class Room : LedgerClient {
   void give_back(const PageRun& run);
   // Evicts the oldest idle page that the driver lets go. False if there is none.
   bool evict_oldest();
-  // Evicts idle pages, oldest first, until at most `keep` are free or idle; how many.
-  std::int64_t evict_idle(std::int64_t keep);
-  // Returns free and idle pages above a lowered limit to the system.
-  void give_back_excess();
-  // The same without throwing: what the driver refuses is tried again later.
-  void try_give_back_excess();
   // Compacts all pages that allow it. `trial`: only in the ledger, to be undone.
   void compact_all(Change* trial = nullptr);
   // Moves blocks of the pages into as few of them as possible; how many pages became empty.

@@ -1,10 +1,9 @@
-// Checks the laws of KVMemory and collects its statistics.
+// Checks the laws of one kind of layers and collects its statistics.
 #include <algorithm>
 #include <string>
 
 #include "vmserve/errors.h"
-#include "vmserve/kv_memory.h"
-#include "vmserve/mix.h"
+#include "vmserve/memory/kind.h"
 
 namespace vmserve {
 namespace {
@@ -24,27 +23,33 @@ std::string page_text(PageId page) {
 // needs.
 void check_references(const Ledger& ledger, const std::deque<InFlightCopies>& copies) {
   std::unordered_map<BlockId, std::int32_t> counted;
-  for (SeqId id = 0; id < ledger.config.max_seqs; ++id) {
-    const Sequence& seq = ledger.seqs[id];
+  const MemoryConfig& config = ledger.config;
+  for (SeqId id = 0; id < config.max_seqs; ++id) {
+    const Sequence& seq = ledger.books.seqs[id];
+    const Held& own = ledger.held[id];
     const std::string name = "sequence " + std::to_string(id);
     if (!seq.open || seq.kv.swapped) {
-      law(seq.kv.blocks.empty() && seq.kv.slot == kNoSlot,
+      law(own.blocks.empty() && seq.kv.slot == kNoSlot,
           name + " is closed or swapped out, but has blocks or a slot");
       continue;
     }
-    const auto there = static_cast<std::int64_t>(seq.kv.blocks.size());
-    const bool is_virtual = seq.kv.view == View::kVirtual;
-    const std::int64_t least = is_virtual
-                                   ? ledger.pages_for(seq.kv.length) * ledger.config.blocks_per_page
-                                   : ledger.blocks_for(seq.kv.length);
+    const auto there = static_cast<std::int64_t>(own.blocks.size());
+    const bool is_virtual = ledger.view(seq) == View::kVirtual;
+    const SlotId slot = ledger.slot_of(seq);
+    const std::int64_t least = is_virtual ? ledger.pages_for(seq.kv.length) * config.blocks_per_page
+                                          : ledger.blocks_for(seq.kv.length);
     law(there >= least, name + " has " + std::to_string(there) + " blocks for " +
                             std::to_string(seq.kv.length) + " tokens");
     law(seq.kv.sealed <= seq.kv.length, name + " is sealed beyond its length");
-    law(is_virtual ? there == 0 || seq.kv.slot != kNoSlot : seq.kv.slot == kNoSlot,
+    law(is_virtual ? there == 0 || slot != kNoSlot : slot == kNoSlot,
         name + " has a slot in the paged view, or none in the virtual view");
+    law(config.has_state() ||
+            own.num_trimmed <= config.first_seen(seq.kv.length) / config.block_tokens ||
+            config.window == 0,
+        name + " lacks blocks that its window shows");
     for (std::int64_t i = 0; i < there; ++i) {
-      const BlockId block = seq.kv.blocks[i];
-      law(block != kNoBlock || i < seq.kv.num_trimmed, name + " has a hole");
+      const BlockId block = own.blocks[i];
+      law(block != kNoBlock || i < own.num_trimmed, name + " has a hole");
       const BlockId shown = ledger.tables[id * ledger.blocks_per_row + i];
       law(shown == std::max(block, BlockId{0}),
           name + " has a block table that differs from its blocks");
@@ -75,11 +80,13 @@ void check_references(const Ledger& ledger, const std::deque<InFlightCopies>& co
   law(num_copies == ledger.pool.num_copies(), std::to_string(ledger.pool.num_copies()) +
                                                   " copies are recorded, " +
                                                   std::to_string(num_copies) + " run");
-  for (const EpochRecord& record : ledger.records) {
-    for (const WrittenRange& written : record.written) {
-      const Sequence& seq = ledger.seqs[written.seq];
+  for (const EpochRecord& record : ledger.books.records) {
+    for (std::size_t i = 0; i < record.written.size(); ++i) {
+      const WrittenRange& written = record.written[i];
+      const Sequence& seq = ledger.books.seqs[written.seq];
+      const std::int64_t trimmed = ledger.held[written.seq].num_trimmed * config.block_tokens;
       law(seq.generation != written.generation || seq.kv.swapped ||
-              seq.kv.num_trimmed * ledger.config.block_tokens <= written.first_seen,
+              trimmed <= ledger.first_seen(record, i),
           "sequence " + std::to_string(written.seq) + " lacks blocks that epoch " +
               std::to_string(record.epoch) + " reads");
     }
@@ -106,15 +113,15 @@ void check_slots(const Ledger& ledger, DriverWork& work) {
           name + " counts a writable page among the sealed ones");
     }
     if (!slot.active()) continue;
-    const Sequence& seq = ledger.seqs[slot.seq];
+    const Sequence& seq = ledger.books.seqs[slot.seq];
     law(seq.open && seq.kv.slot == id && seq.kv.view == View::kVirtual,
         name + " is not the slot of its sequence");
-    law(ledger.num_pages(seq) <= slot.size(), name + " shows less than its sequence has");
-    for (std::int64_t i = 0; i < ledger.num_pages(seq); ++i) {
+    law(ledger.num_pages(slot.seq) <= slot.size(), name + " shows less than its sequence has");
+    for (std::int64_t i = 0; i < ledger.num_pages(slot.seq); ++i) {
       const SlotEntry& entry = slot.entries[i];
       const std::int32_t width = ledger.config.blocks_per_page;
       for (std::int32_t j = 0; j < width; ++j) {
-        const BlockId block = seq.kv.blocks[i * width + j];
+        const BlockId block = ledger.held[slot.seq].blocks[i * width + j];
         law(block == kNoBlock || block == ledger.pool.first_block(entry.page) + j,
             name + " shows other pages than its sequence has");
         law(block == kNoBlock || ledger.pool.refs(block) < 2 || entry.read_only ||
@@ -184,71 +191,70 @@ void check_mappings(const Ledger& ledger, DriverWork& work) {
 
 }  // namespace
 
-MemoryStats KVMemory::stats() {
-  const auto lock = enter();
-  background_.apply_finished_work();
+MemoryStats Kind::stats() {
   MemoryStats s{};
   DriverStats driver;
   {
-    const auto driving = work_.lock();
-    driver = work_.driver->stats();
+    const auto driving = work.lock();
+    driver = work.driver->stats();
   }
-  s.page_bytes = config_.num_groups * static_cast<std::int64_t>(work_.space->page_bytes());
-  s.page_tokens = config_.page_tokens();
-  s.block_tokens = config_.block_tokens;
-  s.blocks_per_page = config_.blocks_per_page;
-  s.limit_pages = pool_.limit();
-  s.committed_pages = pool_.num_committed();
-  s.free_pages = pool_.num_free();
-  s.split_pages = pool_.count(PageState::kSplit);
-  s.used_pages = pool_.count(PageState::kInUse) + s.split_pages;
-  s.idle_pages = pool_.count(PageState::kIdle);
-  s.waiting_pages = pool_.count(PageState::kWaiting);
-  s.held_pages = pool_.count(PageState::kHeld);
-  s.quarantined_pages = work_.num_quarantined();
-  s.shared_pages = pool_.num_shared_pages();
-  s.used_blocks = pool_.num_used_blocks();
-  s.shared_blocks = pool_.num_shared_blocks();
-  s.cached_blocks = pool_.num_cached_blocks();
-  s.num_slots = config_.num_slots;
-  s.num_seqs = ledger_.num_open;
+  s.page_bytes = page_bytes();
+  s.page_tokens = config.page_tokens();
+  s.block_tokens = config.block_tokens;
+  s.blocks_per_page = config.blocks_per_page;
+  s.limit_pages = pool.limit();
+  s.committed_pages = pool.num_committed();
+  s.free_pages = pool.num_free();
+  s.split_pages = pool.count(PageState::kSplit);
+  s.used_pages = pool.count(PageState::kInUse) + s.split_pages;
+  s.idle_pages = pool.count(PageState::kIdle);
+  s.waiting_pages = pool.count(PageState::kWaiting);
+  s.held_pages = pool.count(PageState::kHeld);
+  s.quarantined_pages = work.num_quarantined();
+  s.shared_pages = pool.num_shared_pages();
+  s.used_blocks = pool.num_used_blocks();
+  s.shared_blocks = pool.num_shared_blocks();
+  s.cached_blocks = pool.num_cached_blocks();
+  s.num_slots = config.num_slots;
+  s.num_seqs = books_.num_open;
   for (const Slot& slot : slots_) {
-    const std::int64_t own = slot.active() ? ledger_.num_pages(seqs_[slot.seq]) : 0;
+    const std::int64_t own = slot.active() ? ledger.num_pages(slot.seq) : 0;
     s.used_slots += slot.active() ? 1 : 0;
     s.parked_slots += !slot.active() && !slot.empty() ? 1 : 0;
     s.parked_pages += slot.active() ? 0 : slot.size();
     s.spare_pages += slot.active() ? slot.size() - own : 0;
   }
-  const std::int64_t block_bytes = config_.num_groups * config_.block_bytes();
-  for (const Sequence& seq : seqs_) {
+  const std::int64_t block_bytes = config.num_groups * config.block_bytes();
+  for (SeqId id = 0; id < config.max_seqs; ++id) {
+    const Sequence& seq = seqs_[id];
     if (!seq.open) continue;
-    (seq.kv.view == View::kVirtual ? s.virtual_seqs : s.paged_seqs) += 1;
+    (ledger.view(seq) == View::kVirtual ? s.virtual_seqs : s.paged_seqs) += 1;
     s.swapped_seqs += seq.kv.swapped ? 1 : 0;
     if (seq.kv.swapped) continue;
-    const auto there = static_cast<std::int64_t>(seq.kv.blocks.size());
+    const auto there = static_cast<std::int64_t>(held_[id].blocks.size());
     s.used_tokens += seq.kv.length;
-    if (config_.has_state()) continue;
+    if (config.has_state()) continue;
     s.tail_waste_bytes +=
-        there * block_bytes - seq.kv.length * config_.token_bytes * config_.num_groups;
+        there * block_bytes - seq.kv.length * config.token_bytes * config.num_groups;
   }
-  s.swap_blocks = work_.swap->num_used();
-  s.swap_capacity_blocks = work_.swap->capacity();
-  s.copying_blocks = pool_.num_copies();
+  s.swap_blocks = work.swap->num_used();
+  s.swap_capacity_blocks = work.swap->capacity();
+  s.copying_blocks = pool.num_copies();
   s.memfd_allocated_bytes = driver.allocated_bytes;
   s.num_mappings = driver.num_mappings;
-  s.free_mappings = std::min(work_.available_mappings(driver.max_mappings / 2), kMostMappings);
-  s.pending_repairs = static_cast<std::int64_t>(work_.repairs.size());
-  s.health = !work_.failure.empty()   ? Health::kFailed
-             : !work_.repairs.empty() ? Health::kDegraded
-                                      : Health::kHealthy;
-#define VMSERVE_COUNTER(type, name, what) s.name##_total = ledger_.totals.name;
+  s.free_mappings = std::min(work.available_mappings(driver.max_mappings / 2), kMostMappings);
+  s.pending_repairs = static_cast<std::int64_t>(work.repairs.size());
+  s.health = !work.failure.empty()   ? Health::kFailed
+             : !work.repairs.empty() ? Health::kDegraded
+                                     : Health::kHealthy;
+#define VMSERVE_COUNTER(type, name, rule, what) s.name##_total = ledger.totals.name;
 #include "vmserve/stats.def"
-  s.mapper_seconds_total = work_.mapper->cpu_seconds();
-  if (Persistence* const persistence = background_.persistence()) {
+  s.mapper_seconds_total = work.mapper->cpu_seconds();
+  if (Persistence* const persistence = background.persistence()) {
     const StoreStats store = persistence->store().stats();
     s.persist_bytes = store.bytes;
     s.persist_waiting_blocks =
-        persistence->num_waiting() + static_cast<std::int64_t>(ledger_.just_published.size());
+        persistence->num_waiting() + static_cast<std::int64_t>(ledger.just_published.size());
     s.persist_written_blocks_total = store.written_blocks;
     s.persist_written_bytes_total = store.written_bytes;
     s.persist_read_bytes_total = store.read_bytes;
@@ -259,21 +265,12 @@ MemoryStats KVMemory::stats() {
   return s;
 }
 
-std::uint64_t KVMemory::fingerprint() const {
-  const auto lock = enter();
-  Mix mix;
-  mix.add(ledger_.fingerprint(), work_.swap->num_used());
-  for (SwapId id = 0; id < work_.swap->capacity(); ++id) mix.add(work_.swap->refs(id));
-  return mix.value();
-}
-
-void KVMemory::check() {
-  const auto lock = enter();
-  background_.drain_mapper();
-  pool_.check();
-  check_references(ledger_, background_.copies_in_flight());
-  check_slots(ledger_, work_);
-  check_mappings(ledger_, work_);
+void Kind::check() {
+  background.drain_mapper();
+  pool.check();
+  check_references(ledger, background.copies_in_flight());
+  check_slots(ledger, work);
+  check_mappings(ledger, work);
 }
 
 }  // namespace vmserve

@@ -2,8 +2,7 @@
 #include <algorithm>
 #include <array>
 
-#include "vmserve/errors.h"
-#include "vmserve/kv_memory.h"
+#include "vmserve/memory/kind.h"
 
 namespace vmserve {
 namespace {
@@ -69,50 +68,34 @@ void draw_cells(MemoryMap& map, const BlockPool& pool, const std::vector<std::ui
 
 }  // namespace
 
-MemoryMap KVMemory::memory_map(std::int64_t max_cells) {
-  if (max_cells < 1) throw MisuseError("a memory map has at least one cell");
-  const auto lock = enter();
-  background_.apply_finished_work();
-  // Pages above a lowered limit are shown until they are returned.
-  const std::int64_t shown = std::max(pool_.limit(), num_pages_shown());
-  return draw_map(shown, std::max<std::int64_t>(1, (shown + max_cells - 1) / max_cells));
-}
-
-MemoryMap KVMemory::committed_map(std::int64_t pages_per_cell) {
-  const auto lock = enter();
-  background_.apply_finished_work();
-  return draw_map(num_pages_shown(), pages_per_cell);
-}
-
-std::int64_t KVMemory::num_pages_shown() const {
+std::int64_t Kind::num_pages_shown() const {
   std::int64_t shown = 0;
-  for (std::int64_t page = pool_.next_committed(0); page >= 0;
-       page = pool_.next_committed(page + 1)) {
+  for (std::int64_t page = pool.next_committed(0); page >= 0;
+       page = pool.next_committed(page + 1)) {
     shown = page + 1;
   }
   return shown;
 }
 
-MemoryMap KVMemory::draw_map(std::int64_t num_pages, std::int64_t pages_per_cell) const {
+MemoryMap Kind::map(std::int64_t num_pages, std::int64_t pages_per_cell) const {
   std::vector<std::uint8_t> uses(static_cast<std::size_t>(num_pages));
   MemoryMap map;
   map.slots.reserve(slots_.size());
   for (const Slot& slot : slots_) {
-    const std::int64_t own = slot.active() ? ledger_.num_pages(seqs_[slot.seq]) : 0;
+    const std::int64_t own = slot.active() ? ledger.num_pages(slot.seq) : 0;
     map.slots.push_back({slot.seq, static_cast<std::int32_t>(slot.size()),
                          static_cast<std::int32_t>(std::min(own, slot.size()))});
     for (std::int64_t i = own; slot.active() && i < slot.size(); ++i) {
       if (slot.entries[i].page != kNoPage) uses[slot.entries[i].page] |= kSpareUse;
     }
   }
-  for (const Sequence& seq : seqs_) {
-    if (!seq.open || seq.kv.swapped) continue;
-    const std::uint8_t use = seq.kv.view == View::kVirtual ? kVirtualUse : kPagedUse;
-    for (const BlockId block : seq.kv.blocks) {
-      if (block != kNoBlock) uses[pool_.page_of(block)] |= use;
+  for (SeqId id = 0; id < config.max_seqs; ++id) {
+    const std::uint8_t use = ledger.view(seqs_[id]) == View::kVirtual ? kVirtualUse : kPagedUse;
+    for (const BlockId block : held_[id].blocks) {
+      if (block != kNoBlock) uses[pool.page_of(block)] |= use;
     }
   }
-  draw_cells(map, pool_, uses, pages_per_cell);
+  draw_cells(map, pool, uses, pages_per_cell);
   return map;
 }
 
