@@ -308,6 +308,7 @@ bool KVMemory::finish_background() {
     kind->background.drain_mapper();
     if (kind->work.failure.empty()) kind->work.retry_repairs();
   }
+  if (has_waited) apply_finished_work();  // giving pages back may have waited for steps
   return has_waited;
 }
 

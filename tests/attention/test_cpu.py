@@ -615,7 +615,7 @@ def test_real_slots_and_arena_pages(dtype: torch.dtype) -> None:
         tables = torch.from_numpy(memory.block_tables())
     views: dict[Regime, KVView] = {
         Regime.VIRTUAL: contiguous_view(memory),
-        Regime.PAGED: PagedView(keys, values, tables, layout.block_tokens),
+        Regime.PAGED: PagedView.of_one_kind(keys, values, tables, layout.block_tokens),
     }
     shape = Shape(kv_heads=2, group=2, head_dim=32, dtype=dtype)
     seqs: dict[Regime, list[int]] = {regime: [] for regime in views}
@@ -757,11 +757,13 @@ def test_views_must_agree_with_themselves() -> None:
         bound_call(ContiguousView((a.half(),), (a.half(),)))
     tables = torch.zeros(1, 2, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"pages of 4 tokens are not whole blocks of 3"):
-        bound_call(PagedView((a,), (a,), tables, 3))
+        bound_call(PagedView.of_one_kind((a,), (a,), tables, 3))
     with pytest.raises(TypeError):
-        bound_call(PagedView((a,), (a,), tables.long(), 2))
+        bound_call(PagedView.of_one_kind((a,), (a,), tables.long(), 2))
     tables[0, 1] = 2
-    call = bound_call(PagedView((a,), (a,), torch.tensor([[0, 1, 2]], dtype=torch.int32), 2))
+    call = bound_call(
+        PagedView.of_one_kind((a,), (a,), torch.tensor([[0, 1, 2]], dtype=torch.int32), 2)
+    )
     with pytest.raises(ValueError, match=r"row 0: entry 2 is 2, outside the arena's 0 .. 1"):
         call(LayerAttention(0, 1.0), *(torch.zeros(3, 1, 8) for _ in range(3)))
 

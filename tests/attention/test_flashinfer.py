@@ -143,7 +143,7 @@ def as_paged(
             flat[blocks, :, layer, part] = rows
     keys = tuple(arena[:, :, layer, 0] for layer in range(layers))
     values = tuple(arena[:, :, layer, 1] for layer in range(layers))
-    return PagedView(keys, values, tables, block_tokens)
+    return PagedView.of_one_kind(keys, values, tables, block_tokens)
 
 
 inputs = functools.partial(attention_inputs, kv_heads=KV_HEADS, head_dim=DIM)
@@ -240,4 +240,4 @@ def test_blocks_at_unequal_distances_are_refused() -> None:
     pages = torch.zeros(4, 24, KV_HEADS, DIM)[:, :16]
     tables = torch.zeros(1, 4, dtype=torch.int32)
     with pytest.raises(UnsupportedError, match="use another attention backend"):
-        emulated().bind(PagedView((pages,), (pages,), tables, 8), batch)
+        emulated().bind(PagedView.of_one_kind((pages,), (pages,), tables, 8), batch)

@@ -73,7 +73,7 @@ class Cache:
         paged = paged_view(dense, lengths, block_tokens, blocks_per_page, seed=1)
         dim = self.shape.head_dim
         keys, values = (t[0][..., :dim] for t in (paged.keys, paged.values))
-        return PagedView((keys,), (values,), paged.block_tables, paged.block_tokens)
+        return PagedView.of_one_kind((keys,), (values,), paged.block_tables, paged.block_tokens)
 
 
 def filled(batch: RaggedBatch, shape: Shape) -> Cache:
@@ -191,7 +191,7 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
             cache.rows[1] = cache.rows[0]
         view = cache.view if paged is None else cache.paged([past + new], paged, 2)
         if latent and isinstance(view, PagedView):
-            view = PagedView(view.keys, view.keys, view.block_tables, view.block_tokens)
+            view = PagedView.of_one_kind(view.keys, view.keys, view.block_tables, view.block_tokens)
         results, start = [], 0
         for count in cuts:
             rows = inputs.rows(start, count)

@@ -75,11 +75,11 @@ def paged_view(
         for layer in range(num_layers):
             arena[page, token, layer, 0] = dense.keys[layer][row, position]
             arena[page, token, layer, 1] = dense.values[layer][row, position]
-    return PagedView(
-        keys=tuple(arena[:, :, layer, 0] for layer in range(num_layers)),
-        values=tuple(arena[:, :, layer, 1] for layer in range(num_layers)),
-        block_tables=torch.tensor(tables, dtype=torch.int32),
-        block_tokens=block_tokens,
+    return PagedView.of_one_kind(
+        tuple(arena[:, :, layer, 0] for layer in range(num_layers)),
+        tuple(arena[:, :, layer, 1] for layer in range(num_layers)),
+        torch.tensor(tables, dtype=torch.int32),
+        block_tokens,
     )
 
 
@@ -95,17 +95,16 @@ def with_kinds(
     return PagedView(
         keys=(first.keys[0], second.keys[1]),
         values=(first.values[0], second.values[1]),
-        block_tables=first.block_tables,
+        tables=(KindTables(None, (0,), first.block_tables), KindTables(window, (1,), tables)),
         block_tokens=first.block_tokens,
-        others=(KindTables(window, (1,), tables),),
     )
 
 
 def of_layer(view: PagedView, layer: int) -> PagedView:
     """The layer alone, with its block tables."""
-    own = (kind.block_tables for kind in view.others if layer in kind.layers)
-    tables = next(own, view.block_tables)
-    return PagedView((view.keys[layer],), (view.values[layer],), tables, view.block_tokens)
+    [tables] = (kind.block_tables for kind in view.tables if layer in kind.layers)
+    keys, values = (view.keys[layer],), (view.values[layer],)
+    return PagedView.of_one_kind(keys, values, tables, view.block_tokens)
 
 
 def fill_past(view: ContiguousView, batch: RaggedBatch, seed: int = 0) -> None:

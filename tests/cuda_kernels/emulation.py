@@ -51,7 +51,7 @@ def kv_ranges(
 ) -> list[Range]:
     """The rows of K and V that exist: each sequence's positions below its length, and what of them
     may be written. In layers with pages of their own, what has no block does not exist."""
-    if isinstance(view, PagedView) and view.others:
+    if isinstance(view, PagedView) and len(view.tables) > 1:
         parts = [*places], [*lengths], [*writable_from]
         of_kinds = [kv_ranges(of_layer(view, layer), *parts) for layer in range(len(view.keys))]
         return [each for ranges in of_kinds for each in ranges]

@@ -71,7 +71,7 @@ def moved(case: Case, memory: torch.Tensor, arena: torch.Tensor, tables: torch.T
     keys, values = (memory[:, :, 0],), (memory[:, :, 1],)
     if isinstance(case.view, PagedView):
         keys, values = (arena[:, :, 0],), (arena[:, :, 1],)
-        view = PagedView(keys, values, tables, 16)
+        view = PagedView.of_one_kind(keys, values, tables, 16)
     else:
         view = type(case.dense)(keys, values)
     return Case(case.batch, case.dense, view, case.inputs, case.group, None)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -76,6 +77,7 @@ class Part:
 
     faults: _core.FaultInjectingDriver
     driver: _core.PageDriver
+    token_bytes: int
 
 
 @dataclass
@@ -84,7 +86,6 @@ class KindsRig:
 
     core: _core.KVMemory
     parts: list[Part]
-    token_bytes: int
     max_len: int
     seqs: dict[int, Expected] = field(default_factory=dict)
     weights: int = 0
@@ -99,7 +100,7 @@ class KindsRig:
         """Memory as the sequence's kernels see it, of each member of a group of drivers, and how
         positions are found in it."""
         core, part = self.core, self.parts[kind]
-        words = self.token_bytes // 8
+        words = part.token_bytes // 8
         if core.view(number) is View.VIRTUAL:
             slots = core.slots_buffer(group, kind)
             slot = core.slot(number)
@@ -200,22 +201,26 @@ def make_kinds(
     late_marks: bool = False,
     refused_call: int = 0,
     faulty_member: int | None = None,
+    sizes: Sequence[int] = (1, 1, 1),
     **options: int,
 ) -> KindsRig:
-    """``refused_call``: the call that the driver of the second kind refuses, from the first on.
+    """``sizes``: of the kinds' pages, in pages of the host; as many bytes more has a token.
+    ``refused_call``: the call that the driver of the second kind refuses, from the first on.
     ``faulty_member``: each kind over a group of two drivers, of which this one injects faults."""
     parts: list[Part] = []
     kinds: list[dict[str, Any]] = []
-    token_bytes = PAGE // (blocks_per_page * BLOCK_TOKENS)
-    for window, groups in (*KINDS, (0, 1))[: STATE + has_state]:
-        most = max_pages * WHOLE_GROUPS // groups
-        host = _core.HostDriver(PAGE, most * groups)
+    whole = sum(groups * size for (_, groups), size in zip(KINDS, sizes, strict=True))
+    of_kinds = zip((*KINDS, (0, 1)), (*sizes, 1), strict=True)
+    for (window, groups), size in [*of_kinds][: STATE + has_state]:
+        most = max_pages * whole // (groups * size)
+        host = _core.HostDriver(size * PAGE, most * groups)
         driver = _core.FaultInjectingDriver(host, late_copies=late_copies, late_marks=late_marks)
         if refused_call and len(parts) == 1:
             driver.arm(refused_call)
-        parts.append(Part(driver, with_another(driver, faulty_member)))
-        own = {"driver": parts[-1].driver, "window": window}
-        own |= {"num_groups": groups, "max_pages": most}
+        token_bytes = size * PAGE // (blocks_per_page * BLOCK_TOKENS)
+        parts.append(Part(driver, with_another(driver, faulty_member), token_bytes))
+        own = {"driver": parts[-1].driver, "window": window, "num_groups": groups}
+        own |= {"max_pages": most, "token_bytes": token_bytes}
         if len(kinds) == STATE:
             own |= {"state_bytes": PAGE, "checkpoint_tokens": CHECKPOINT_TOKENS}
             own |= {"blocks_per_page": 1, "null_page": False}
@@ -225,7 +230,6 @@ def make_kinds(
         limit_pages,
         block_tokens=BLOCK_TOKENS,
         blocks_per_page=blocks_per_page,
-        token_bytes=token_bytes,
         max_seqs=max_seqs,
         num_slots=num_slots,
         max_len=max_len,
@@ -233,7 +237,7 @@ def make_kinds(
         mapper=mapper,
         **options,
     )
-    return KindsRig(core, parts, token_bytes, max_len)
+    return KindsRig(core, parts, max_len)
 
 
 def blocks_of(rig: KindsRig, kind: int, seq: int) -> list[int]:

@@ -437,6 +437,7 @@ class Walk:
             late_copies=rng.random() < 0.3,
             late_marks=rng.random() < 0.5,
             faulty_member=rng.choice([None, 0, 1]),
+            sizes=rng.choice([(1, 1, 1), (2, 1, 3), (1, 3, 1)]),
         )
         self.whole = self.rig.core.stats().page_bytes
         self.limit = self.rig.core.stats().limit_pages * self.whole

@@ -262,12 +262,11 @@ class SnapshotCpu(CpuBackend):
 
     def bind(self, view: KVView, batch: RaggedBatch) -> Any:
         if isinstance(view, PagedView):
-            tables = torch.from_numpy(view.block_tables.numpy().copy())
-            others = [
+            tables = [
                 replace(kind, block_tables=torch.from_numpy(kind.block_tables.numpy().copy()))
-                for kind in view.others
+                for kind in view.tables
             ]
-            view = replace(view, block_tables=tables, others=tuple(others))
+            view = replace(view, tables=tuple(tables))
         return CpuBackend().bind(view, batch)
 
 

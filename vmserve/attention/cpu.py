@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from vmserve import _core
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.memory.layout import kind_of_layers
 from vmserve.memory.views import ContiguousView, HostView, KVView, PagedView, TensorView
 from vmserve.numbers.dtypes import DType
 from vmserve.numbers.host_arrays import TensorTuple
@@ -160,12 +161,9 @@ def _host_view(view: TensorView) -> HostView:
     values = [tensor_tuple(tensor, _CACHE_DTYPES) for tensor in view.values]
     if isinstance(view, ContiguousView):
         return HostView(_core.CpuKvView(keys, values), view)
-    tables = [view.block_tables.numpy(), *(kind.block_tables.numpy() for kind in view.others)]
-    layer_tables = [0] * len(keys)
-    for index, kind in enumerate(view.others, start=1):
-        for layer in kind.layers:
-            layer_tables[layer] = index
-    return HostView(_core.CpuKvView(keys, values, tables, view.block_tokens, layer_tables), view)
+    tables = [kind.block_tables.numpy() for kind in view.tables]
+    of_layers = kind_of_layers([kind.layers for kind in view.tables])
+    return HostView(_core.CpuKvView(keys, values, tables, view.block_tokens, of_layers), view)
 
 
 def tensor_tuple(tensor: torch.Tensor, dtypes: frozenset[DType] = CPU_DTYPES) -> TensorTuple:

@@ -203,7 +203,7 @@ class KVMemory(Protocol):
     num_slots: int
     max_len: int
     limit_pages: int
-    #: Kinds of layers that have pages of their own; empty if all layers share each page.
+    #: Kinds of layers, which have pages of their own; one if all layers share each page.
     kinds: tuple[LayerKind, ...]
 
     def open(

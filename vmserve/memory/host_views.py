@@ -8,7 +8,7 @@ import numpy as np
 
 from vmserve import _core
 from vmserve.memory.base import Regime
-from vmserve.memory.layout import layer_places
+from vmserve.memory.layout import kind_of_layers, layer_places
 from vmserve.memory.views import HostView, ViewedMemory
 from vmserve.numbers.dtypes import DType
 from vmserve.numbers.host_arrays import TensorTuple, array_tuple
@@ -32,12 +32,10 @@ def host_view(memory: ViewedMemory, regime: Regime) -> HostView:
         return HostView(core, (slots, _set_states(core, memory)))
     arena = memory.arena_buffers()
     keys, values = _layers(memory, arena, memory.layout.page_tokens)
-    tables = [memory.block_tables(kind) for kind in range(memory.num_token_kinds)]
-    layer_tables = [0] * len(keys)
-    for index, kind in enumerate(memory.kinds):
-        for layer in kind.layers:
-            layer_tables[layer] = index
-    core = _core.CpuKvView(keys, values, tables, memory.layout.block_tokens, layer_tables)
+    kinds = memory.token_kinds
+    tables = [memory.block_tables(number) for number in range(len(kinds))]
+    of_layers = kind_of_layers([kind.layers for kind in kinds])
+    core = _core.CpuKvView(keys, values, tables, memory.layout.block_tokens, of_layers)
     return HostView(core, (arena, tables, _set_states(core, memory)))
 
 
@@ -45,7 +43,7 @@ def _set_states(core: _core.CpuKvView, memory: ViewedMemory) -> object:
     """Returns what keeps their memory alive."""
     if not memory.layout.state_bytes:
         return None
-    pages, table = memory.state_buffer(), memory.block_tables(len(memory.kinds) - 1)
+    pages, table = memory.state_buffer(), memory.block_tables(len(memory.token_kinds))
     core.set_states(array_tuple(pages.view(np.float32), DType.FLOAT32), table)
     return pages, table
 
@@ -71,7 +69,7 @@ def _layers(
             (*(each // layout.itemsize for each in (*strides, layout.head_stride)), 1),
         )
 
-    places = layer_places(memory.kinds, layout.num_layers)
+    places = layer_places(memory.token_kinds)
     keys = [described(layout.key_location(place)) for place in places]
     values = [described(layout.value_location(place)) for place in places]
     return keys, values

@@ -42,6 +42,7 @@ __all__ = [
     "KVLayout",
     "LayerKind",
     "candidates",
+    "kind_of_layers",
     "layer_kinds",
     "layer_places",
     "layers_for_granularity",
@@ -234,10 +235,16 @@ def layer_kinds(windows: Sequence[int | None], head_slack_tokens: int = 0) -> tu
     )
 
 
-def layer_places(kinds: Sequence[LayerKind], num_layers: int) -> list[int]:
+def layer_places(kinds: Sequence[LayerKind]) -> list[int]:
     """The layer of the layout whose location each layer has: layers of a kind follow each other."""
-    layers = [layer for kind in kinds for layer in kind.layers] or list(range(num_layers))
-    return sorted(range(num_layers), key=layers.__getitem__)
+    layers = [layer for kind in kinds for layer in kind.layers]
+    return sorted(range(len(layers)), key=layers.__getitem__)
+
+
+def kind_of_layers(layers: Sequence[Sequence[int]]) -> list[int]:
+    """The number of each layer's kind. ``layers``: of each kind."""
+    numbers = {layer: number for number, of_kind in enumerate(layers) for layer in of_kind}
+    return [numbers[layer] for layer in range(len(numbers))]
 
 
 def plan_layout(

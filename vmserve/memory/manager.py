@@ -98,7 +98,7 @@ class MemoryManager:
 
     ``limit_bytes`` limits the pool and can be changed while serving. ``num_seqs``: sequences that
     can be open (default: one for each slot). ``kinds``: kinds of layers that get pages of their own
-    from the pool, the first of which sees all positions (none: one page has all layers); several
+    from the pool, the first of which sees all positions (none: one that has all layers); several
     only with a layout whose groups divide the layers of each, K next to V. States of the layout are
     a kind of their own, after these. ``limits`` and ``wrap_driver`` are seams for tests:
     the system's limits, and a driver around the real one.
@@ -131,11 +131,9 @@ class MemoryManager:
         max_bytes = max(limit_bytes, options.max_limit_bytes or device.total_bytes)
         #: The highest possible limit: the reserved address space.
         self.max_pages = max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
-        #: The kinds, also one that has all layers; the one with states is the last.
-        self._all_kinds = _all_kinds(layout, kinds)
-        #: Number of kinds that keep tokens.
-        self.num_token_kinds = sum(not kind.has_state for kind in self._all_kinds)
-        self.kinds = self._all_kinds if len(self._all_kinds) > 1 else ()
+        self.kinds = _all_kinds(layout, kinds)
+        #: Those that keep tokens; the one with states, if there is one, is the last of all.
+        self.token_kinds = tuple(kind for kind in self.kinds if not kind.has_state)
         #: Free pages that are kept ready.
         self.ready_pages = min(options.ready_bytes, limit_bytes // 8) // layout.total_page_bytes
         self._launched_epoch = 0
@@ -154,7 +152,7 @@ class MemoryManager:
             own["driver"] = driver if wrap_driver is None else wrap_driver(driver)
             return own
 
-        of_kinds = [described(kind) for kind in self._all_kinds]
+        of_kinds = [described(kind) for kind in self.kinds]
         can = of_kinds[0]["driver"].capabilities
         self._is_asynchronous: bool = can.asynchronous
         self._has_host_memory: bool = can.host_memory
@@ -239,12 +237,8 @@ class MemoryManager:
         """Bytes of a block, or of a state, of each kind of layers."""
         layout = self.layout
         group_bytes = layout.block_tokens * layout.token_stride
-        return [
-            layout.state_bytes
-            if kind.has_state
-            else layout.groups_of(len(kind.layers)) * group_bytes
-            for kind in self._all_kinds
-        ]
+        sizes = [layout.groups_of(len(kind.layers)) * group_bytes for kind in self.token_kinds]
+        return [*sizes, layout.state_bytes] if layout.state_bytes else sizes
 
     @property
     def can_persist(self) -> bool:
@@ -559,7 +553,7 @@ class MemoryManager:
     @property
     def _state_kind(self) -> int:
         assert self.layout.state_bytes
-        return self.num_token_kinds
+        return len(self.token_kinds)
 
     def length(self, seq: int) -> int:
         """The tokens that the sequence was grown to."""
@@ -573,7 +567,7 @@ class MemoryManager:
         """Of each group of layers: its number in its kind, and the kind."""
         return [
             (group, number)
-            for number, kind in enumerate(self._all_kinds[: self.num_token_kinds])
+            for number, kind in enumerate(self.token_kinds)
             for group in range(self.layout.groups_of(len(kind.layers)))
         ]
 

@@ -94,11 +94,11 @@ class GroupMemory:
 
         return {
             "layout": dataclasses.asdict(memory.layout),
-            "kinds": [dataclasses.asdict(kind) for kind in memory.kinds],
+            "kinds": [dataclasses.asdict(kind) for kind in memory.token_kinds],
             "max_len": memory.max_len,
             "slots": places(memory.slot_buffers()),
             "arenas": places(memory.arena_buffers()),
-            "tables": [memory.block_tables(kind).shape for kind in range(memory.num_token_kinds)],
+            "tables": [memory.block_tables(kind).shape for kind in range(len(memory.token_kinds))],
         }
 
     def _place(self, address: int, member: int) -> tuple[int, int]:
@@ -123,7 +123,7 @@ class RankMemory:
     ) -> None:
         layout = described["layout"]
         self.layout = KVLayout(**{**layout, "dtype": DType.of(layout["dtype"])})
-        self.kinds = tuple(
+        self.token_kinds = tuple(
             LayerKind(**{**kind, "layers": tuple(kind["layers"])}) for kind in described["kinds"]
         )
         self.max_len: int = described["max_len"]
@@ -131,10 +131,6 @@ class RankMemory:
         self._loops = loops
         self._slots, self._arenas = described["slots"], described["arenas"]
         self._tables = [np.zeros(shape, np.int32) for shape in described["tables"]]
-
-    @property
-    def num_token_kinds(self) -> int:
-        return len(self._tables)
 
     def slot_buffers(self) -> list[NDArray[np.uint8]]:
         return [self._buffer(*place) for place in self._slots]

@@ -53,14 +53,13 @@ def paged_view(memory: ViewedMemory) -> PagedView:
     return PagedView(
         keys=keys,
         values=values,
-        block_tables=_host_tensor(memory.block_tables()),  # always in the processor's memory
+        tables=tuple(
+            # Always in the processor's memory.
+            KindTables(kind.window, kind.layers, _host_tensor(memory.block_tables(index)))
+            for index, kind in enumerate(memory.token_kinds)
+        ),
         block_tokens=memory.layout.block_tokens,
         states=_states(memory),
-        others=tuple(
-            KindTables(kind.window, kind.layers, _host_tensor(memory.block_tables(index)))
-            for index, kind in enumerate(memory.kinds)
-            if index > 0 and kind.window is not None and not kind.has_state
-        ),
     )
 
 
@@ -68,7 +67,7 @@ def _states(memory: ViewedMemory) -> StatePages | None:
     if not memory.layout.state_bytes:
         return None
     pages = _tensor(memory.device, memory.state_buffer()).view(torch.float32)
-    return StatePages(pages, memory.block_tables(memory.num_token_kinds))
+    return StatePages(pages, memory.block_tables(len(memory.token_kinds)))
 
 
 def arena_tensors(memory: ViewedMemory) -> _Layers:
@@ -100,7 +99,7 @@ def _layer_tensors(
             offset_bytes // layout.itemsize,
         )
 
-    places = layer_places(memory.kinds, layout.num_layers)
+    places = layer_places(memory.token_kinds)
     keys = tuple(tensor(layout.key_location(place)) for place in places)
     values = tuple(tensor(layout.value_location(place)) for place in places)
     return keys, values

@@ -56,11 +56,11 @@ class ContiguousView:
 
 @dataclass(frozen=True, eq=False)
 class KindTables:
-    """Block tables of layers whose pages are their own, and which see ``window`` positions."""
+    """Block tables of layers that have their pages in common, and see ``window`` positions."""
 
-    window: int
+    window: int | None
     layers: tuple[int, ...]
-    #: Tables like those of :class:`PagedView`; entries of blocks wholly before the window are 0.
+    #: int32 ``[max_seqs, max_blocks]``; entries of blocks wholly before the window are 0.
     block_tables: torch.Tensor
 
 
@@ -68,29 +68,44 @@ class KindTables:
 class PagedView:
     """The paged view: per layer the arena, and block tables kept current by the KV memory.
 
-    ``keys[layer]`` and ``values[layer]``: ``[pages, page_tokens, kv_heads, head_dim]``.
-    ``block_tables``: int32 ``[max_seqs, max_blocks]``; position ``p`` of the sequence in row
-    ``r`` lies in block ``b = block_tables[r, p // block_tokens]``: token ``p % block_tokens``
-    of the ``b % blocks_per_page``-th part of page ``b // blocks_per_page``, where
+    ``keys[layer]`` and ``values[layer]``: ``[pages, page_tokens, kv_heads, head_dim]``; the number
+    of pages differs by kind. ``tables`` are those of each kind, of which the first sees most. With
+    the kind's ``block_tables``, position ``p`` of the sequence in row ``r`` lies in block
+    ``b = block_tables[r, p // block_tokens]``: token ``p % block_tokens`` of the
+    ``b % blocks_per_page``-th part of page ``b // blocks_per_page``, where
     ``blocks_per_page = page_tokens // block_tokens``. Only blocks that a table names may be
-    touched. Layers whose window is among ``others`` have these tables instead; the number of pages
-    differs by kind.
+    touched.
     """
 
     keys: tuple[torch.Tensor, ...]
     values: tuple[torch.Tensor, ...]
-    block_tables: torch.Tensor
+    tables: tuple[KindTables, ...]
     block_tokens: int
     states: StatePages | None = None
-    others: tuple[KindTables, ...] = ()
+
+    @classmethod
+    def of_one_kind(
+        cls,
+        keys: tuple[torch.Tensor, ...],
+        values: tuple[torch.Tensor, ...],
+        block_tables: torch.Tensor,
+        block_tokens: int,
+    ) -> PagedView:
+        tables = KindTables(None, tuple(range(len(keys))), block_tables)
+        return cls(keys, values, (tables,), block_tokens)
+
+    @property
+    def block_tables(self) -> torch.Tensor:
+        """Those of the first kind."""
+        return self.tables[0].block_tables
 
     def has_own_tables(self, window: int | None) -> bool:
-        """Whether layers with such a window have pages, and so tables, of their own."""
-        return any(kind.window == window for kind in self.others)
+        """Whether layers with such a window have pages, and so tables, that the first have not."""
+        return any(kind.window == window for kind in self.tables[1:])
 
     def tables_for(self, window: int | None) -> torch.Tensor:
         """The block tables of layers with such a window."""
-        found = (kind.block_tables for kind in self.others if kind.window == window)
+        found = (kind.block_tables for kind in self.tables if kind.window == window)
         return next(found, self.block_tables)
 
 
@@ -116,10 +131,7 @@ class ViewedMemory(Protocol):
     def device(self) -> MemoryDevice: ...
 
     @property
-    def kinds(self) -> Sequence[LayerKind]: ...
-
-    @property
-    def num_token_kinds(self) -> int: ...
+    def token_kinds(self) -> Sequence[LayerKind]: ...
 
     def slot_buffers(self) -> list[NDArray[np.uint8]]: ...
 

@@ -225,7 +225,7 @@ class _Rank:
         memory = RankMemory(self._loops, device, message[0])
         self._place = place
         self._runtime = runtime
-        self._tables = [memory.block_tables(kind) for kind in range(memory.num_token_kinds)]
+        self._tables = [memory.block_tables(kind) for kind in range(len(memory.token_kinds))]
         self._runner = ModelRunner(model, computing.kernels(runtime, memory), runtime)
 
     def run(self) -> None:

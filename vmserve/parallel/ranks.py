@@ -224,7 +224,7 @@ class Ranks:
         for member in self._members:
             self._answer(member, "ready")
             logger.info("rank %d: process %d, CPUs %s", member.rank, member.pid, member.cpus)
-        self._tables = [memory.block_tables(kind) for kind in range(memory.num_token_kinds)]
+        self._tables = [memory.block_tables(kind) for kind in range(len(memory.token_kinds))]
         self._block_tokens = memory.layout.block_tokens
 
     def _answer(self, member: RankProcess, expected: str) -> None:

@@ -102,9 +102,8 @@ class ForecastAlone(BlockForecast):
     def __init__(self, memory: KVMemory, chunk_tokens: int) -> None:
         super().__init__(memory.layout)
         self._chunk_tokens = chunk_tokens
-        self._kinds = [
-            (len(kind.layers), kind.window) for kind in memory.kinds if not kind.has_state
-        ]
+        kinds = [(len(kind.layers), kind.window) for kind in memory.kinds if not kind.has_state]
+        self._kinds = kinds if any(window is not None for _, window in kinds) else []
 
     def next_token(self, sequence: Sequence) -> int:
         unit = unit_tokens(self._layout, sequence.regime)

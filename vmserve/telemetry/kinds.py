@@ -39,7 +39,7 @@ class KindUse:
 
 def kind_figures(memory: MemoryManager) -> dict[str, float | int]:
     """The figures of each kind; empty for a model of one."""
-    if not memory.kinds:
+    if len(memory.kinds) == 1:
         return {}
     figures: dict[str, float | int] = {}
     for kind, stats in zip(memory.kinds, memory.kind_stats(), strict=True):

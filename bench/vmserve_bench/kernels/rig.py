@@ -91,7 +91,7 @@ class Rig:
         if block_tokens is None:
             return ContiguousView(keys, values)
         tables = torch.randperm(rows.shape[1], generator=self._random, dtype=torch.int32)
-        return PagedView(keys, values, tables.view(self._num_seqs, -1), block_tokens)
+        return PagedView.of_one_kind(keys, values, tables.view(self._num_seqs, -1), block_tokens)
 
     def attention(
         self, block_tokens: int | None = None, backend: AttentionBackend | None = None

@@ -186,7 +186,7 @@ class Bench:
         generator = torch.Generator().manual_seed(0)
         tables = torch.randperm(len(keys[0]), generator=generator).to(torch.int32)
         tables = tables.view(self.point.batch, -1).to(self.memory.device)
-        return self._work(PagedView(keys, values, tables, num_tokens))
+        return self._work(PagedView.of_one_kind(keys, values, tables, num_tokens))
 
     def dense(self) -> Work:
         """Copies without holes."""
