@@ -26,9 +26,7 @@ constexpr double kLongestStep = 1.0;
 
 }  // namespace
 
-void Background::end_epochs(const EpochRecord& ended) {
-  std::vector<SeqId> grown;
-  for (const WrittenRange& written : ended.written) grown.push_back(written.seq);
+void Background::end_epochs(const std::vector<SeqId>& grown, const EpochRecord& ended) {
   if (ledger_.drop_unseen(ended)) ++books_.version;
   seal_slots(grown);
   restore_write_access();
@@ -108,7 +106,7 @@ void Background::drain_mapper(bool is_waited_for) {
   } while (work_.mapper->last_id() != settled);
 }
 
-void Background::schedule_work(const std::vector<Op>& grows) {
+void Background::schedule_work(const Grows& grows) {
   if (!work_.has_mapper() || !work_.failure.empty()) return;
   const auto num_growing = static_cast<std::int64_t>(grows.size());
   if (config_.lookahead_tokens > 0) {

@@ -152,8 +152,8 @@ std::uint64_t Books::fingerprint() const {
   mix.add(version, begun, completed, records.size(), num_open);
   for (const Sequence& seq : seqs) {
     mix.add(seq.open, static_cast<int>(seq.kv.view), seq.kv.slot, seq.kv.length, seq.kv.sealed,
-            seq.kv.seal_limit, seq.kv.swapped, seq.tokens.size(), seq.tokens_unknown,
-            seq.digests.size());
+            seq.kv.seal_limit, seq.kv.num_published, seq.kv.swapped, seq.tokens.size(),
+            seq.tokens_unknown, seq.digests.size());
   }
   return mix.value();
 }
@@ -166,7 +166,7 @@ SeqState& BooksChange::save(SeqId id) {
   return kv;
 }
 
-void BooksChange::stage(const Op& op, SlotId slot) {
+void BooksChange::note(const Op& op, SlotId slot) {
   const auto take = [&](SeqState& kv) {
     if (slot != kNoSlot) kv.slot = slot;
   };
@@ -176,6 +176,7 @@ void BooksChange::stage(const Op& op, SlotId slot) {
       SeqState& kv = save(op.seq);
       take(kv);
       kv.length = kv.sealed = op.num_tokens;
+      kv.num_published = op.num_tokens / books_.block_tokens();
       return;
     }
     case OpKind::kFork: {
@@ -186,6 +187,7 @@ void BooksChange::stage(const Op& op, SlotId slot) {
       kv.sealed = std::min(parent.sealed, op.num_tokens);
       // The parent's seal limit may lie beyond the fork.
       if (parent.seal_limit < op.num_tokens) kv.seal_limit = parent.seal_limit;
+      kv.num_published = std::min(parent.num_published, op.num_tokens / books_.block_tokens());
       forked.push_back({op.seq, op.other, op.num_tokens});
       return;
     }
@@ -209,7 +211,7 @@ void BooksChange::stage(const Op& op, SlotId slot) {
       return;
     }
     case OpKind::kGrow:
-      if (slot != kNoSlot) take(save(op.seq));
+      take(save(op.seq));
       return;
   }
 }

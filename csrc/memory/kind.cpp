@@ -122,11 +122,11 @@ std::vector<Op> Kind::own_ops(std::vector<Op> merged) const {
   return merged;
 }
 
-const Assessed& Kind::assess(const std::vector<Op>& own) {
-  return assessed_ = planner.assess(own);
+void Kind::assess(const std::vector<Op>& own) {
+  assessed_ = planner.assess(own);
 }
 
-const Assessed& Kind::assess_again(const std::vector<Op>& own, bool is_planned) {
+void Kind::assess_again(const std::vector<Op>& own, bool is_planned) {
   work.retry_repairs();
   // Packing costs copies and cached blocks: check again whether it is needed.
   const Plan& planned = assessed_.plan;
@@ -137,7 +137,6 @@ const Assessed& Kind::assess_again(const std::vector<Op>& own, bool is_planned) 
     background.drain_mapper();  // replaces the mapper's upper bound by the mappings it made
     assess(own);
   }
-  return assessed_;
 }
 
 // Waits for mapper commands that concern the ops; usually there are none. True if outcomes were
@@ -177,9 +176,9 @@ bool Kind::is_holding_pages() const {
 
 // -- parts of a mutation
 
-void Kind::make_room_for(const Assessed& now) {
-  room.make_mapping_room(now.plan.needed_mappings);
-  if (now.packing == Packing::kCompacted) room.compact_all();
+void Kind::make_room_for_plan() {
+  room.make_mapping_room(assessed_.plan.needed_mappings);
+  if (assessed_.packing == Packing::kCompacted) room.compact_all();
 }
 
 void Kind::execute(Change& change) {
@@ -220,9 +219,7 @@ std::int64_t Kind::note_growth(const Op& grow) {
 }
 
 void Kind::commit_tables(const Change& change) {
-  const bool drops_past = std::any_of(change.grows.begin(), change.grows.end(),
-                                      [](const Op& grow) { return grow.first_token > 0; });
-  if (drops_past) ledger.drop_unseen();
+  if (change.drops_past) ledger.drop_unseen();
   for (const SeqId id : change.touched) ledger.write_table(id, 0);
   MemoryCounters counts = change.counts;
   counts.pages_zeroed = static_cast<std::int64_t>(change.zero_pages.size());

@@ -50,6 +50,7 @@ KVMemory::KVMemory(std::vector<KindConfig> kinds, std::int64_t limit_pages)
     kind.memory.limit_pages = whole == 0 ? limit_pages : limit_pages * whole / size_of(kind);
     kind.memory = validated(*kind.driver, kind.memory);
     kinds_.push_back(std::make_unique<Kind>(kind, books_, kinds_.size()));
+    has_states_ = has_states_ || kind.memory.has_state();
     if (kinds.size() > 1) kinds_.back()->pool.keep_found();
   }
   budget_.set_limit(limit_pages * whole_page_bytes());
@@ -133,11 +134,24 @@ void KVMemory::keep(const std::vector<SeqId>& seqs, const std::vector<std::int64
   for (std::size_t i = 0; i < seqs.size(); ++i) {
     if (books_.lengthen(seqs[i], lengths[i])) continue;
     ended.push_back(seqs[i]);
-    if (!books_.seal(seqs[i], lengths[i])) continue;
-    for (const auto& kind : kinds_) kind->ledger.publish(seqs[i]);
+    if (books_.seal(seqs[i], lengths[i])) publish(seqs[i]);
   }
   for (const auto& kind : kinds_) kind->background.seal_slots(ended);
   ++books_.version;
+}
+
+// Offers what was sealed of the sequence to the prefix cache.
+void KVMemory::publish(SeqId id) {
+  Sequence& seq = books_.seqs[id];
+  const std::int64_t full = books_.num_publishable(seq);
+  for (; seq.kv.num_published < full; ++seq.kv.num_published) {
+    for (const auto& kind : kinds_) {
+      if (!kind->config.has_state()) kind->ledger.publish(id, seq.kv.num_published);
+    }
+  }
+  for (std::size_t k = 0; has_states_ && k < kinds_.size(); ++k) {
+    if (kinds_[k]->config.has_state()) kinds_[k]->ledger.publish_state(id);
+  }
 }
 
 std::int64_t KVMemory::num_matched(const Sequence& seq, bool stored) const {
@@ -192,7 +206,8 @@ void KVMemory::release(SeqId id) {
 // -- plans
 
 void KVMemory::merge(const std::vector<Op>& ops) {
-  merged_ = merge_grows(ops, books_);
+  is_planned_ = false;
+  if (is_merged_alone_ = merge_grows(ops, books_, merged_); !is_merged_alone_) asked_ = ops;
   validate(merged_, books_, kinds_);
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
     if (!kinds_[k]->config.sees_all()) own_ops_[k] = kinds_[k]->own_ops(merged_);
@@ -209,7 +224,6 @@ Plan KVMemory::plan(const std::vector<Op>& ops) {
   if (ops.empty()) return plan_of_nothing();  // leaves an earlier plan valid
   // An attach relies on cached blocks that were found.
   if (!has_attach(ops)) budget_.try_give_back_excess();
-  is_planned_ = false;
   merge(ops);
   Plan plan = assess(/*packs=*/false);
   if (plan.lost_prefixes == 0) {
@@ -224,7 +238,6 @@ Plan KVMemory::plan(const std::vector<Op>& ops) {
       });
     }
   }
-  last_ops_ = ops;
   is_planned_ = true;
   planned_version_ = plan.version;
   return plan;
@@ -232,44 +245,39 @@ Plan KVMemory::plan(const std::vector<Op>& ops) {
 
 Plan KVMemory::plan_of_nothing() const {
   budget_.allow_all();
-  std::vector<Plan> plans;
-  for (const auto& kind : kinds_) {
+  return sum_up([](const Kind& kind) {
     Plan none;
-    none.available_pages = kind->pool.num_available();
-    none.waiting_pages = kind->pool.count(PageState::kWaiting);
-    plans.push_back(none);
-  }
-  return sum_up(plans);
+    none.available_pages = kind.pool.num_available();
+    none.waiting_pages = kind.pool.count(PageState::kWaiting);
+    return none;
+  });
 }
 
 Plan KVMemory::assess(bool packs) {
   budget_.allow_all();
-  SlotChoices slots;
-  std::vector<Plan> plans;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
     Kind& kind = *kinds_[k];
-    kind.ops.given_slots = slots;
+    kind.ops.given_slots = k == 0 ? SlotChoices{} : kinds_.front()->assessed().taken_slots;
     kind.planner.packs_always = packs;
-    const Assessed& assessed = kind.assess(ops_of(k));
-    if (k == 0) slots = assessed.taken_slots;
-    plans.push_back(assessed.plan);
+    kind.assess(ops_of(k));
   }
-  return sum_up(plans);
+  return sum_up([](const Kind& kind) -> const Plan& { return kind.assessed().plan; });
 }
 
 // In whole pages, rounded so that the sum fits if its bytes do.
-Plan KVMemory::sum_up(const std::vector<Plan>& plans) const {
+template <typename PlanOf>
+Plan KVMemory::sum_up(PlanOf plan_of) const {
   Plan sum;
   sum.version = books_.version;
-  for (const Plan& plan : plans) {
-    sum.lost_prefixes = std::max(sum.lost_prefixes, plan.lost_prefixes);
+  for (const auto& kind : kinds_) {
+    sum.lost_prefixes = std::max(sum.lost_prefixes, plan_of(*kind).lost_prefixes);
   }
   if (sum.lost_prefixes > 0) return sum;
   std::int64_t needed = 0, waiting = 0, available = budget_.available_bytes();
   std::int64_t room = kUnlimitedMappings;
-  for (std::size_t k = 0; k < plans.size(); ++k) {
-    const Kind& kind = *kinds_[k];
-    const Plan& plan = plans[k];
+  for (const auto& each : kinds_) {
+    const Kind& kind = *each;
+    const Plan& plan = plan_of(kind);
     const std::int64_t size = kind.page_bytes();
     // Of pages that the ops themselves give up.
     const std::int64_t own = plan.available_pages - plan.excess_pages - kind.pool.num_available();
@@ -316,23 +324,20 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
   const auto lock = enter();
   require_alive();
   if (version != books_.version) refuse_stale();
-  const bool is_planned = is_planned_ && planned_version_ == version && last_ops_ == ops;
+  const bool is_planned =
+      is_planned_ && planned_version_ == version && (is_merged_alone_ ? merged_ : asked_) == ops;
   is_planned_ = false;  // a plan is applied once
-  if (is_planned) {
-    validate(merged_, books_, kinds_);
-  } else {
+  if (!is_planned) {
     merge(ops);
     for (const auto& kind : kinds_) kind->planner.packs_always = false;
   }
   budget_.allow_all();
-  std::vector<Assessed> now;
-  std::vector<Plan> plans;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
-    kinds_[k]->ops.given_slots = k == 0 ? SlotChoices{} : now.front().taken_slots;
-    now.push_back(kinds_[k]->assess_again(ops_of(k), is_planned));
-    plans.push_back(now.back().plan);
+    Kind& kind = *kinds_[k];
+    kind.ops.given_slots = k == 0 ? SlotChoices{} : kinds_.front()->assessed().taken_slots;
+    kind.assess_again(ops_of(k), is_planned);
   }
-  const Plan plan = sum_up(plans);
+  const Plan plan = sum_up([](const Kind& kind) -> const Plan& { return kind.assessed().plan; });
   if (plan.lost_prefixes > 0) refuse_stale();
   if (!plan.fits()) {
     throw OutOfMemoryError("the plan needs " + with_commas(plan.needed_pages) + " pages, " +
@@ -342,13 +347,14 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
                            with_commas(plan.needed_mappings) + " memory mappings, " +
                            with_commas(plan.available_mappings) + " can be had");
   }
-  std::deque<Change> changes;
+  std::vector<Change> changes;
+  changes.reserve(kinds_.size());
   BooksChange books_change(books_);
-  stage_and_execute(now, plan.needed_mappings, changes, books_change);
+  stage_and_execute(plan.needed_mappings, changes, books_change);
   commit(changes, books_change);
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
     budget_.allow(*kinds_[k], budget_.uncommitted_bytes());
-    kinds_[k]->background.schedule_work(changes[k].grows);
+    kinds_[k]->background.schedule_work(Grows(ops_of(k)));
     kinds_[k]->background.restore_write_access();
   }
   budget_.try_give_back_excess();
@@ -361,8 +367,8 @@ Epoch KVMemory::apply(const std::vector<Op>& ops, std::uint64_t version) {
 }
 
 // All kinds' changes, with their driver calls, or none.
-void KVMemory::stage_and_execute(const std::vector<Assessed>& now, std::int64_t needed_mappings,
-                                 std::deque<Change>& changes, BooksChange& books_change) {
+void KVMemory::stage_and_execute(std::int64_t needed_mappings, std::vector<Change>& changes,
+                                 BooksChange& books_change) {
   std::size_t at = 0;
   const auto undo = [&](const Error* error) {
     for (std::size_t k = changes.size(); k-- > 0;) {
@@ -374,19 +380,23 @@ void KVMemory::stage_and_execute(const std::vector<Assessed>& now, std::int64_t 
     make_mapping_room(needed_mappings);
     for (at = 0; at < kinds_.size(); ++at) {
       Kind& kind = *kinds_[at];
-      changes.emplace_back(kind.ledger, *kind.work.driver, now[at].packing != Packing::kNone,
+      changes.emplace_back(kind.ledger, *kind.work.driver,
+                           kind.assessed().packing != Packing::kNone,
                            /*is_trial=*/false);
-      kind.make_room_for(now[at]);
+      kind.make_room_for_plan();
       kind.ops.given_slots.clear();
       kind.ops.begin(changes[at], ops_of(at));
     }
+    Ops& first = kinds_.front()->ops;
+    Change& first_change = changes.front();
+    const std::vector<Op>& first_ops = ops_of(0);
     for (std::size_t i = 0; i < merged_.size(); ++i) {
-      SlotId slot = kNoSlot;
-      for (at = 0; at < kinds_.size(); ++at) {
-        Kind& kind = *kinds_[at];
-        if (slot != kNoSlot) kind.ops.given_slots = {{merged_[i].seq, slot}};
-        const SlotId taken = kind.ops.stage(changes[at], ops_of(at)[i]);
-        slot = at == 0 ? taken : slot;
+      at = 0;
+      const SlotId slot = first.stage(first_change, first_ops[i]);
+      for (at = 1; at < kinds_.size(); ++at) {
+        Ops& ops = kinds_[at]->ops;
+        if (slot != kNoSlot) ops.given_slots = {{merged_[i].seq, slot}};
+        ops.stage(changes[at], ops_of(at)[i]);
       }
       books_change.stage(merged_[i], slot);
     }
@@ -425,23 +435,26 @@ void KVMemory::make_mapping_room(std::int64_t needed) {
   }
 }
 
-void KVMemory::commit(std::deque<Change>& changes, const BooksChange& books_change) {
+void KVMemory::commit(std::vector<Change>& changes, const BooksChange& books_change) {
   ++books_.begun;
   ++books_.version;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
     kinds_[k]->commit_pages(changes[k], !books_change.forked.empty());
   }
-  const std::vector<Op>& grows = changes.front().grows;
+  std::vector<Grows> grows_of;
+  for (std::size_t k = 0; k < kinds_.size(); ++k) grows_of.emplace_back(ops_of(k));
+  const Grows& grows = grows_of.front();
   EpochRecord record{books_.begun, {}, {}};
   record.written.reserve(grows.size());
   record.first_seen.reserve(grows.size() * kinds_.size());
   for (std::size_t i = 0; i < grows.size(); ++i) {
-    Sequence& seq = books_.seqs[grows[i].seq];
+    const Op& grow = grows[i];
+    Sequence& seq = books_.seqs[grow.seq];
     const std::int64_t before = seq.kv.length;
-    seq.kv.length = std::max(before, grows[i].kept_tokens());
-    record.written.push_back({grows[i].seq, seq.generation, before, seq.kv.length});
+    seq.kv.length = std::max(before, grow.kept_tokens());
+    record.written.push_back({grow.seq, seq.generation, before, seq.kv.length});
     for (std::size_t k = 0; k < kinds_.size(); ++k) {
-      record.first_seen.push_back(kinds_[k]->note_growth(changes[k].grows[i]));
+      record.first_seen.push_back(kinds_[k]->note_growth(grows_of[k][i]));
     }
   }
   books_.records.push_back(std::move(record));
@@ -477,10 +490,12 @@ void KVMemory::end_epochs(Epoch epoch, bool sealed) {
   if (epoch <= books_.completed) return;
   books_.completed = epoch;
   for (const auto& kind : kinds_) kind->pool.complete(epoch);
-  EpochRecord ended{epoch, {}, {}};
+  std::vector<SeqId> grown;
+  EpochRecord ended{epoch, {}, {}};  // ranges of which the epoch reads only a part
   while (!books_.records.empty() && books_.records.front().epoch <= epoch) {
     const EpochRecord record = std::move(books_.records.front());
     books_.records.pop_front();
+    grown.reserve(grown.size() + record.written.size());
     for (std::size_t i = 0; i < record.written.size(); ++i) {
       const WrittenRange& written = record.written[i];
       Sequence& seq = books_.seqs[written.seq];
@@ -493,16 +508,15 @@ void KVMemory::end_epochs(Epoch epoch, bool sealed) {
         }
         continue;
       }
-      if (books_.seal(written.seq, written.length)) {
-        for (const auto& kind : kinds_) kind->ledger.publish(written.seq);
-      }
-      const auto seen = record.first_seen.begin() + static_cast<std::ptrdiff_t>(i * kinds_.size());
+      if (books_.seal(written.seq, written.length)) publish(written.seq);
+      grown.push_back(written.seq);
+      const std::int64_t* seen = &record.first_seen[i * kinds_.size()];
+      if (*std::max_element(seen, seen + kinds_.size()) == 0) continue;
       ended.written.push_back(written);
-      ended.first_seen.insert(ended.first_seen.end(), seen,
-                              seen + static_cast<std::ptrdiff_t>(kinds_.size()));
+      ended.first_seen.insert(ended.first_seen.end(), seen, seen + kinds_.size());
     }
   }
-  for (const auto& kind : kinds_) kind->background.end_epochs(ended);
+  for (const auto& kind : kinds_) kind->background.end_epochs(grown, ended);
 }
 
 bool KVMemory::give_up_past(bool from_slots) {

@@ -67,8 +67,9 @@ void Ledger::write_table(SeqId id, std::size_t from) {
   row_sizes[id] = blocks.size();
 }
 
-// Publishes the state at a checkpoint, unless a later step has begun to overwrite it.
-void Ledger::publish_state(const Sequence& seq, BlockId block) {
+void Ledger::publish_state(SeqId id) {
+  const Sequence& seq = books.seqs[id];
+  const BlockId block = held[id].blocks[0];
   const std::int64_t at = seq.kv.sealed;
   const std::int64_t full = at / config.block_tokens;
   const bool is_checkpoint = at % config.block_tokens == 0 &&
@@ -81,17 +82,10 @@ void Ledger::publish_state(const Sequence& seq, BlockId block) {
   publish_block(block, seq.digests[full - 1]);
 }
 
-void Ledger::publish(SeqId id) {
-  const Sequence& seq = books.seqs[id];
-  Held& own = held[id];
-  if (config.has_state()) return publish_state(seq, own.blocks[0]);
-  const std::int64_t full =
-      std::min(seq.kv.sealed / config.block_tokens, static_cast<std::int64_t>(seq.digests.size()));
-  for (; own.num_published < full; ++own.num_published) {
-    const BlockId block = own.blocks[own.num_published];
-    if (block == kNoBlock || pool.is_published(block)) continue;
-    publish_block(block, seq.digests[own.num_published]);
-  }
+void Ledger::publish(SeqId id, std::int64_t index) {
+  const BlockId block = held[id].blocks[index];
+  if (block == kNoBlock || pool.is_published(block)) return;
+  publish_block(block, books.seqs[id].digests[index]);
 }
 
 void Ledger::publish_block(BlockId block, const Digest& digest) {
@@ -237,6 +231,7 @@ bool Ledger::trim_front(SeqId id, std::int64_t first_token) {
 
 bool Ledger::drop_unseen(const EpochRecord& ended) {
   bool has_dropped = false;
+  if (books.records.empty() && ended.written.empty()) return false;
   std::vector<bool> is_done(held.size());
   const auto drop = [&](const EpochRecord& record, bool is_last) {
     for (std::size_t i = 0; i < record.written.size(); ++i) {
@@ -292,7 +287,7 @@ std::uint64_t Ledger::fingerprint() const {
   Mix mix;
   mix.add(pool.fingerprint(), parkings, may_restore_access, slots.size());
   for (const Held& own : held) {
-    mix.add(own.num_trimmed, own.num_published);
+    mix.add(own.num_trimmed);
     for (const BlockId block : own.blocks) mix.add(block);
     for (const SwapId swap : own.swap) mix.add(swap);
   }

@@ -18,15 +18,18 @@ void validate(const std::vector<Op>& ops, const Books& books, const Kinds& kinds
   const MemoryConfig& config = kinds.front()->config;
   const bool has_state = std::any_of(kinds.begin(), kinds.end(),
                                      [](const auto& kind) { return kind->config.has_state(); });
-  std::vector<std::uint8_t> seen(books.seqs.size());  // 1: an op other than kGrow; 2: kSwapOut
+  const bool grows_alone = ops.empty() || ops.front().kind == OpKind::kGrow;
+  // 1: an op other than kGrow; 2: kSwapOut
+  std::vector<std::uint8_t> seen(grows_alone ? 0 : books.seqs.size());
   for (const Op& op : ops) {
-    const Sequence& seq = books.open_seq(op.seq);
+    const Sequence& seq = books.seqs[op.seq];
     require(op.num_tokens >= 0 && op.num_tokens <= config.max_len, [&] {
       return name(op.seq) + " cannot hold " + with_commas(op.num_tokens) + " tokens: max_len is " +
              with_commas(config.max_len);
     });
     if (op.kind == OpKind::kGrow) {
-      require(seen[op.seq] != 2 && (!seq.kv.swapped || seen[op.seq] == 1),
+      const std::uint8_t before = grows_alone ? 0 : seen[op.seq];
+      require(before != 2 && (!seq.kv.swapped || before == 1),
               [&] { return name(op.seq) + " is swapped out"; });
       require(op.num_drafted >= 0 && op.num_drafted <= op.num_tokens,
               [&] { return name(op.seq) + " grows by fewer tokens than are drafted"; });
@@ -49,7 +52,7 @@ void validate(const std::vector<Op>& ops, const Books& books, const Kinds& kinds
         });
         break;
       case OpKind::kFork: {
-        const Sequence& parent = books.open_seq(op.other);
+        const Sequence& parent = books.seqs[op.other];
         require(op.other != op.seq && is_empty, [&] { return name(op.seq) + " is not empty"; });
         require(parent.tenant == seq.tenant,
                 [&] { return std::string("a fork must have its parent's tenant"); });
@@ -74,42 +77,48 @@ void validate(const std::vector<Op>& ops, const Books& books, const Kinds& kinds
   }
 }
 
-std::vector<Op> merge_grows(const std::vector<Op>& ops, const Books& books) {
-  std::vector<Op> result;
-  result.reserve(ops.size());
+bool merge_grows(const std::vector<Op>& ops, const Books& books, std::vector<Op>& merged) {
+  merged.clear();
+  merged.reserve(ops.size());
   std::vector<std::int32_t> grows(books.seqs.size(), -1);
+  bool is_same = true, forks = false;
   for (const Op& op : ops) {
     books.open_seq(op.seq);
-    if (op.kind != OpKind::kGrow) result.push_back(op);
+    if (op.kind == OpKind::kGrow) continue;
+    if (op.kind == OpKind::kFork) books.open_seq(op.other);
+    forks = forks || op.kind == OpKind::kFork;
+    merged.push_back(op);
   }
-  const auto num_others = static_cast<std::ptrdiff_t>(result.size());
-  for (const Op& op : ops) {
-    if (op.kind != OpKind::kGrow) continue;
+  const std::size_t num_others = merged.size();
+  for (std::size_t i = 0; i < ops.size(); ++i) {
+    const Op& op = ops[i];
+    if (op.kind != OpKind::kGrow) {
+      is_same = is_same && i < num_others;
+      continue;
+    }
     std::int32_t& at = grows[op.seq];
     if (at < 0) {
-      at = static_cast<std::int32_t>(result.size());
-      result.push_back(op);
+      at = static_cast<std::int32_t>(merged.size());
+      merged.push_back(op);
     } else {
-      const std::int64_t kept = std::max(result[at].kept_tokens(), op.kept_tokens());
-      result[at].num_tokens = std::max(result[at].num_tokens, op.num_tokens);
-      result[at].num_drafted = result[at].num_tokens - kept;
-      result[at].first_token = std::max(result[at].first_token, op.first_token);
+      Op& first = merged[at];
+      const std::int64_t kept = std::max(first.kept_tokens(), op.kept_tokens());
+      first.num_tokens = std::max(first.num_tokens, op.num_tokens);
+      first.num_drafted = first.num_tokens - kept;
+      first.first_token = std::max(first.first_token, op.first_token);
+      is_same = false;
     }
   }
+  if (!forks) return is_same;
   // Parents grow last: the last to grow keeps the shared block without a copy, and only the parent
   // owns the rest of that page.
-  std::vector<bool> forks(num_others > 0 ? books.seqs.size() : 0);
-  bool any = false;
-  for (const Op& op : result) {
-    if (op.kind != OpKind::kFork) continue;
-    books.open_seq(op.other);
-    forks[op.other] = any = true;
+  std::vector<bool> is_parent(books.seqs.size());
+  for (std::size_t i = 0; i < num_others; ++i) {
+    if (merged[i].kind == OpKind::kFork) is_parent[merged[i].other] = true;
   }
-  if (any) {
-    std::stable_partition(result.begin() + num_others, result.end(),
-                          [&](const Op& op) { return !forks[op.seq]; });
-  }
-  return result;
+  std::stable_partition(merged.begin() + static_cast<std::ptrdiff_t>(num_others), merged.end(),
+                        [&](const Op& op) { return !is_parent[op.seq]; });
+  return false;
 }
 
 bool has_attach(const std::vector<Op>& ops) {

@@ -15,7 +15,6 @@ constexpr double kRememberedOfNewcomers = 0.98;
 }  // namespace
 
 void Ops::begin(Change& change, const std::vector<Op>& ops) {
-  if (!change.is_trial) change.grows.reserve(ops.size());
   hold_matches(change, ops);
   collect_growth_targets(change, ops);
 }
@@ -95,8 +94,7 @@ SlotId Ops::stage_attach(Change& change, const Op& op) {
                    [&](const Attached& candidate) { return candidate.seq == op.seq; });
   own.num_trimmed = config_.has_state() ? 0 : op.first_token / config_.block_tokens;
   const SlotId slot = bind(change, op.seq, attached->blocks, op.num_tokens);
-  own.num_published = op.num_tokens / config_.block_tokens;
-  change.counts.prefix_hit_blocks += own.num_published;
+  change.counts.prefix_hit_blocks += op.num_tokens / config_.block_tokens;
   return slot;
 }
 
@@ -109,7 +107,6 @@ SlotId Ops::stage_fork(Change& change, const Op& op) {
   child.num_trimmed = std::min(parent.num_trimmed, ledger_.blocks_for(op.num_tokens));
   const SlotId slot =
       op.num_tokens > 0 ? bind(change, op.seq, blocks, op.num_tokens) : SlotId{kNoSlot};
-  child.num_published = std::min(parent.num_published, op.num_tokens / config_.block_tokens);
   seal_shared(change, seqs_[op.other], op);
   ++change.counts.forks;
   return slot;
@@ -237,18 +234,16 @@ SlotId Ops::stage_swap_in(Change& change, const Op& op) {
 
 SlotId Ops::stage_grow(Change& change, const Op& op) {
   const Sequence& seq = seqs_[op.seq];
-  const SlotId slot = ledger_.slot_of(seq);
-  const bool is_virtual = ledger_.view(seq) == View::kVirtual;
-  if (!change.is_trial) change.grows.push_back(op);
-  SlotId taken = kNoSlot;
-  if (op.num_tokens == 0 && is_virtual && slot == kNoSlot) {
-    change.save(op.seq);
-    taken = assign_slot(change, op.seq, {}, 0);
+  const std::int64_t length = seq.kv.length;
+  change.drops_past = change.drops_past || op.first_token > 0;
+  if (ledger_.view(seq) == View::kPaged) {
+    if (op.num_tokens > length) grow_paged(change, op.seq, length, op.num_tokens);
+    return kNoSlot;
   }
-  if (op.num_tokens <= seq.kv.length) return taken;
-  if (is_virtual) return grow_virtual(change, op.seq, slot, op.num_tokens);
-  grow_paged(change, op.seq, seq.kv.length, op.num_tokens);
-  return kNoSlot;
+  if (op.num_tokens > length) return grow_virtual(change, op.seq, seq.kv.slot, op.num_tokens);
+  if (op.num_tokens > 0 || seq.kv.slot != kNoSlot) return kNoSlot;
+  change.save(op.seq);
+  return assign_slot(change, op.seq, {}, 0);
 }
 
 // Grows in `slot`, or in one that it takes and returns.

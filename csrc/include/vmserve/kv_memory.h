@@ -231,6 +231,7 @@ class KVMemory {
   void apply_finished_work();
   void apply_reached_marks();
   void end_epochs(Epoch epoch, bool sealed);
+  void publish(SeqId seq);
   bool give_up_past(bool from_slots);
   void finish_pending_work();
   // Blocks of the longest prefix on which all kinds agree. `stored`: counting those of the stores.
@@ -239,23 +240,27 @@ class KVMemory {
   void merge(const std::vector<Op>& ops);
   const std::vector<Op>& ops_of(std::size_t kind) const;
   Plan assess(bool packs);
-  Plan sum_up(const std::vector<Plan>& plans) const;
+  template <typename PlanOf>
+  Plan sum_up(PlanOf plan_of) const;
   Plan plan_of_nothing() const;
   bool finish_background();
   void make_mapping_room(std::int64_t needed);
-  void stage_and_execute(const std::vector<Assessed>& now, std::int64_t needed_mappings,
-                         std::deque<Change>& changes, BooksChange& books_change);
-  void commit(std::deque<Change>& changes, const BooksChange& books_change);
+  void stage_and_execute(std::int64_t needed_mappings, std::vector<Change>& changes,
+                         BooksChange& books_change);
+  void commit(std::vector<Change>& changes, const BooksChange& books_change);
 
   pid_t pid_;
   mutable std::mutex mutex_;
   Books books_;
   Kinds kinds_;
   Budget budget_;
+  bool has_states_ = false;
   bool is_closed_ = false;
   // The last plan(). It is valid while its version is: background work only adds to what it counted
   // on.
-  std::vector<Op> last_ops_, merged_;
+  std::vector<Op> merged_;
+  bool is_merged_alone_ = false;          // they are what was asked for
+  std::vector<Op> asked_;                 // else
   std::vector<std::vector<Op>> own_ops_;  // of kinds that do not see all
   bool is_planned_ = false;
   std::uint64_t planned_version_ = 0;

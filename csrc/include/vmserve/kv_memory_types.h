@@ -110,6 +110,23 @@ struct Op {
   }
 };
 
+// The growths of merged ops, which are the last of them.
+class Grows {
+ public:
+  explicit Grows(const std::vector<Op>& merged)
+      : end_(merged.data() + merged.size()), first_(end_) {
+    while (first_ != merged.data() && first_[-1].kind == OpKind::kGrow) --first_;
+  }
+  const Op* begin() const { return first_; }
+  const Op* end() const { return end_; }
+  std::size_t size() const { return static_cast<std::size_t>(end_ - first_); }
+  const Op& operator[](std::size_t i) const { return first_[i]; }
+
+ private:
+  const Op* end_;
+  const Op* first_;
+};
+
 // The needs of ops, and what is available. They fit if needed_pages <= available_pages,
 // needed_mappings <= available_mappings, no slots or swap blocks are missing, and no prefix is
 // lost. `lost_prefixes` are attaches that ask for more than is cached; with any of them nothing

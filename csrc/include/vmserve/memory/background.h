@@ -16,9 +16,9 @@ class Background : LedgerClient {
  public:
   Background(Ledger& ledger, DriverWork& work) : LedgerClient(ledger), work_(work) {}
 
-  // Drops what running epochs do not read any more. `ended`: what the ones that ended wrote, if it
-  // was sealed.
-  void end_epochs(const EpochRecord& ended);
+  // After epochs have ended, which sealed what they wrote of the `grown` sequences. Drops what
+  // running epochs do not read any more; `ended` has the ranges that read only a part.
+  void end_epochs(const std::vector<SeqId>& grown, const EpochRecord& ended);
   // Makes fully sealed pages read-only in the slots.
   void seal_slots(const std::vector<SeqId>& seqs);
   // Applies mapper outcomes and finished copies to the ledger.
@@ -31,7 +31,7 @@ class Background : LedgerClient {
   void drain_mapper(bool is_waited_for = true);
   // Submits the mapper commands that the next steps will need: growth, mapping, eviction,
   // unmapping.
-  void schedule_work(const std::vector<Op>& grows);
+  void schedule_work(const Grows& grows);
   // Makes pages writable again that were read-only because they were shared.
   void restore_write_access();
   const std::deque<InFlightCopies>& copies_in_flight() const { return copies_in_flight_; }

@@ -2,6 +2,7 @@
 // pages, and no driver call.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <limits>
@@ -23,6 +24,7 @@ struct SeqState {
   std::int64_t sealed = 0;
   // Positions from here on were not computed (abandoned epoch); they are never sealed.
   std::int64_t seal_limit = std::numeric_limits<std::int64_t>::max();
+  std::int64_t num_published = 0;  // leading blocks offered to the prefix cache
   bool swapped = false;
 };
 
@@ -66,6 +68,7 @@ class Books {
  public:
   Books(const MemoryConfig& config, std::size_t num_kinds);
 
+  std::int32_t block_tokens() const { return block_tokens_; }
   const Sequence& open_seq(SeqId seq) const;
   Sequence& open_seq(SeqId seq);
   std::optional<SeqId> open(Tenant tenant, View view, const std::string& salt,
@@ -77,6 +80,10 @@ class Books {
   std::int64_t num_matchable(const Sequence& seq) const;
   // Seals the sequence up to `length`. False if that seals nothing new.
   bool seal(SeqId seq, std::int64_t length);
+  // Leading blocks that are sealed and have a digest.
+  std::int64_t num_publishable(const Sequence& seq) const {
+    return std::min(seq.kv.sealed / block_tokens_, static_cast<std::int64_t>(seq.digests.size()));
+  }
   // Lengthens the sequence. False if the epoch that wrote it has ended: else that seals it.
   bool lengthen(SeqId seq, std::int64_t length);
   // Gives the child the tokens and digests of the parent's prefix. `first_seen`: for each kind, the
@@ -111,12 +118,15 @@ class BooksChange {
   explicit BooksChange(Books& books) : books_(books) {}
 
   // Notes an op after all kinds have staged it. `slot`: the one that it took, or kNoSlot.
-  void stage(const Op& op, SlotId slot);
+  void stage(const Op& op, SlotId slot) {
+    if (op.kind != OpKind::kGrow || slot != kNoSlot) note(op, slot);
+  }
   void undo();
 
   std::vector<Forked> forked;
 
  private:
+  void note(const Op& op, SlotId slot);
   SeqState& save(SeqId seq);
 
   Books& books_;

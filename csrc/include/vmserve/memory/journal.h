@@ -129,7 +129,7 @@ class Change : LedgerClient {
   // Applied by commit().
   std::vector<BlockId> drops;
   std::vector<SwapId> swap_drops;
-  std::vector<Op> grows;
+  bool drops_past = false;  // a growth sees not all that its sequence has
   std::vector<SeqId> touched;
   MemoryCounters counts;
 };

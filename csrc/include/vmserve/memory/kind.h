@@ -34,13 +34,14 @@ class Kind {
   // -- parts of a plan
   // The ops as this kind sees them: it needs no position before its window.
   std::vector<Op> own_ops(std::vector<Op> merged) const;
-  const Assessed& assess(const std::vector<Op>& own);
+  void assess(const std::vector<Op>& own);
   // The same for ops that are about to be applied. `is_planned`: nothing changed since assess().
-  const Assessed& assess_again(const std::vector<Op>& own, bool is_planned);
+  void assess_again(const std::vector<Op>& own, bool is_planned);
+  const Assessed& assessed() const { return assessed_; }
 
   // -- parts of a mutation
-  void make_room_for(const Assessed& now);  // mappings, and pages by compacting
-  void execute(Change& change);             // finds pages and makes the driver calls
+  void make_room_for_plan();     // mappings, and pages by compacting
+  void execute(Change& change);  // finds pages and makes the driver calls
   void undo(Change& change, const Error* error);
   // Before and after the books have the change.
   void commit_pages(Change& change, bool has_forks);

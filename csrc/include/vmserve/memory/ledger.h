@@ -19,10 +19,9 @@ namespace vmserve {
 
 // What a kind has of one sequence.
 struct Held {
-  std::int64_t num_trimmed = 0;    // leading blocks dropped (sliding window)
-  std::int64_t first_needed = 0;   // what lies before is dropped once no running epoch reads it
-  std::int64_t num_published = 0;  // leading blocks offered to the prefix cache
   std::vector<BlockId> blocks;
+  std::int64_t num_trimmed = 0;   // leading blocks dropped (sliding window)
+  std::int64_t first_needed = 0;  // what lies before is dropped once no running epoch reads it
   std::vector<SwapId> swap;
 };
 
@@ -103,8 +102,10 @@ class Ledger {
     return pool.refs(block) - num_replaced > 1 || pool.is_published(block) ||
            pool.copies(block) > 0;
   }
-  // Publishes what was sealed of the sequence.
-  void publish(SeqId seq);
+  // Publishes a block that was sealed.
+  void publish(SeqId seq, std::int64_t index);
+  // Publishes the state at a checkpoint, unless a later step has begun to overwrite it.
+  void publish_state(SeqId seq);
   bool has_published_from(PageId page, std::int32_t count) const;
   bool zeroing_races_readers(PageId page) const;
   // A hash of all state that affects later decisions: equal before and after a trial.
@@ -131,7 +132,6 @@ class Ledger {
 
  private:
   void publish_block(BlockId block, const Digest& digest);
-  void publish_state(const Sequence& seq, BlockId block);
 };
 
 // Base class with short names for the parts of the ledger and the books.
