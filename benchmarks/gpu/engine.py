@@ -445,7 +445,7 @@ def part_decode(bench: Bench) -> Iterator[Row]:
                     step_seconds(engine, 3)  # whatever is made at first use
                     found = timed(bench, engine, steps // 4 if eager else steps)
                     tokens = (sum(found.before) + sum(found.after)) / 2
-                    kv = tokens * layout.token_bytes * layout.num_groups
+                    kv = tokens * layout.shape.token_bytes * layout.num_groups
                     yield {
                         "batch": batch,
                         "regime": regime,

@@ -286,7 +286,7 @@ def test_instruction_sets_agree_but_for_rounding(dtype: torch.dtype) -> None:
 def test_real_slots_and_addresses() -> None:
     """Slots of the engine's memory, by tensors; what is not mapped is a fault."""
     layout = plan_layout(2, 3, 64, "int8", HOST_GRANULARITY, block_tokens=16)
-    assert layout.token_bytes == 2 * 3 * (64 + SCALE_BYTES)
+    assert layout.shape.token_bytes == 2 * 3 * (64 + SCALE_BYTES)
     assert layout.padding_waste < 0.03
     memory = MemoryManager(
         layout,

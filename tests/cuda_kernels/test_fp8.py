@@ -211,7 +211,7 @@ def test_the_engine_answers_as_with_the_type_of_the_model(emulated: None, regime
         found.append([token for answer in answers for token in answer])
         layout = engine.memory.layout
         engine.close()
-    assert (layout.dtype, layout.token_bytes) == (DType.FP8, 2 * (2 * 64 + 16))
+    assert (layout.dtype, layout.shape.token_bytes) == (DType.FP8, 2 * (2 * 64 + 16))
     equal = sum(one == other for one, other in zip(*found, strict=True))
     assert equal >= 0.75 * len(found[0])
 

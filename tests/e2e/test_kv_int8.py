@@ -56,7 +56,7 @@ def test_tokens_of_the_same_rounding(
     ) as llm:
         found = [result.outputs[0].token_ids for result in llm.generate(batch, greedy)]
         layout = llm.engine.memory.layout
-    assert (layout.dtype, layout.token_bytes) == ("int8", 2 * 2 * (64 + 4))
+    assert (layout.dtype, layout.shape.token_bytes) == ("int8", 2 * 2 * (64 + 4))
     assert found == [expected(model, prompt, 24) for prompt in batch]
 
 

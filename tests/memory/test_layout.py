@@ -15,7 +15,10 @@ from vmserve.memory.layout import (
     CUDA_GRANULARITY,
     HOST_GRANULARITY,
     KVLayout,
+    LayerKind,
     candidates,
+    join_layouts,
+    layer_places,
     layers_for_granularity,
     plan_layout,
 )
@@ -26,40 +29,48 @@ QWEN = (28, 4, 128, "bfloat16")
 
 def test_rows_of_8_bits_have_their_scale_behind_them() -> None:
     layout = plan_layout(4, 3, 64, "int8", HOST_GRANULARITY, layers_per_group=2)
-    assert layout.head_stride == 64 + 4
-    assert [layout.key_location(layer) for layer in (0, 1, 2)] == [(0, 0), (0, 2 * 204), (1, 0)]
-    assert layout.value_location(3) == (1, 3 * 204)
+    assert layout.shape.head_strides[0] == 64 + 4
+    assert [layout.shape.key_location(layer) for layer in (0, 1, 2)] == [
+        (0, 0),
+        (0, 2 * 204),
+        (1, 0),
+    ]
+    assert layout.shape.value_location(3) == (1, 3 * 204)
     half = plan_layout(4, 3, 64, "bfloat16", HOST_GRANULARITY, layers_per_group=2)
-    assert half.token_stride / layout.token_stride > 1.8
+    assert half.shape.token_stride / layout.shape.token_stride > 1.8
 
 
 def test_scales_of_fp8_follow_the_codes_of_all_heads() -> None:
     layout = plan_layout(4, 3, 64, "fp8", HOST_GRANULARITY, layers_per_group=2)
     vector = 3 * 64 + 3 * 4 + 4  # padded to a multiple of 16
-    assert (layout.head_stride, layout.token_bytes) == (64, 4 * vector)
-    assert [layout.key_location(layer) for layer in (0, 1, 2)] == [(0, 0), (0, 2 * vector), (1, 0)]
-    assert layout.value_location(3) == (1, 3 * vector)
-    assert layout.token_stride % 16 == 0
+    assert (layout.shape.head_strides[0], layout.shape.token_bytes) == (64, 4 * vector)
+    assert [layout.shape.key_location(layer) for layer in (0, 1, 2)] == [
+        (0, 0),
+        (0, 2 * vector),
+        (1, 0),
+    ]
+    assert layout.shape.value_location(3) == (1, 3 * vector)
+    assert layout.shape.token_stride % 16 == 0
     of_ranks = plan_layout(
         4, 8, 128, "fp8", CUDA_GRANULARITY, layers_per_group=4, tensor_parallel=8
     )
-    assert of_ranks.token_bytes == 8 * (128 + 16)
+    assert of_ranks.shape.token_bytes == 8 * (128 + 16)
     llama = dataclasses.replace(PRESETS["llama-3-8b"], dtype="fp8")
     assert [kind.token_bytes for kind in llama.kinds()] == [2 * 8 * (128 + 4)]
 
 
 def test_all_layers_of_qwen_fit_256_tokens_exactly_in_14_mib() -> None:
     layout = plan_layout(*QWEN, CUDA_GRANULARITY, layers_per_group=28)
-    assert (layout.page_bytes, layout.page_tokens, layout.num_groups) == (14 * MIB, 256, 1)
+    assert (layout.shape.page_bytes, layout.page_tokens, layout.num_groups) == (14 * MIB, 256, 1)
     assert layout.padding_waste == 0
-    assert (layout.token_bytes, layout.token_stride) == (56 * KIB, 56 * KIB)
+    assert (layout.shape.token_bytes, layout.shape.token_stride) == (56 * KIB, 56 * KIB)
     assert layout.map_calls_per_1k_tokens == 1000 / 256
     assert layout.worst_case_waste_bytes == 14 * MIB
 
 
 def test_the_host_takes_64_tokens_of_one_layer() -> None:
     layout = plan_layout(32, 8, 128, torch.bfloat16, HOST_GRANULARITY)
-    assert (layout.page_tokens, layout.page_bytes) == (64, 256 * KIB)
+    assert (layout.page_tokens, layout.shape.page_bytes) == (64, 256 * KIB)
     assert (layout.num_groups, layout.total_page_bytes) == (32, 8 * MIB)
     assert (layout.dtype, layout.itemsize, layout.blocks_per_page) == ("bfloat16", 2, 4)
     assert layout.num_pages(100 * MIB) == 12
@@ -93,19 +104,19 @@ def test_the_planner_pads_as_little_as_it_can(
     waste: float,
 ) -> None:
     layout = plan_layout(*shape, granularity, layers_per_group=layers_per_group)
-    assert (layout.page_bytes, layout.page_tokens) == (page_bytes, page_tokens)
+    assert (layout.shape.page_bytes, layout.page_tokens) == (page_bytes, page_tokens)
     assert layout.padding_waste == pytest.approx(waste)
 
 
 def test_fixed_sizes_are_kept() -> None:
     by_bytes = plan_layout(*QWEN, HOST_GRANULARITY, page_bytes=96 * KIB)
-    assert (by_bytes.page_tokens, by_bytes.token_stride) == (48, 2048)
+    assert (by_bytes.page_tokens, by_bytes.shape.token_stride) == (48, 2048)
     by_tokens = plan_layout(*QWEN, HOST_GRANULARITY, page_tokens=16)
-    assert (by_tokens.page_bytes, by_tokens.blocks_per_page) == (32 * KIB, 1)
+    assert (by_tokens.shape.page_bytes, by_tokens.blocks_per_page) == (32 * KIB, 1)
     both = plan_layout(*QWEN, HOST_GRANULARITY, page_bytes=64 * KIB, page_tokens=16)
-    assert (both.token_stride, both.padding_waste) == (4096, 0.5)
+    assert (both.shape.token_stride, both.padding_waste) == (4096, 0.5)
     padded = plan_layout(*QWEN, CUDA_GRANULARITY, layers_per_group=28, page_bytes=2 * MIB)
-    assert (padded.page_tokens, padded.token_stride) == (32, 64 * KIB)
+    assert (padded.page_tokens, padded.shape.token_stride) == (32, 64 * KIB)
 
 
 @pytest.mark.parametrize("max_len", [8192, 32768])
@@ -113,7 +124,7 @@ def test_models_of_thirty_layers_have_pages_of_64_tokens_on_the_host(max_len: in
     layout = plan_layout(
         *(30, 3, 64, "bfloat16", HOST_GRANULARITY), max_len=max_len, max_map_count=65530
     )
-    assert (layout.page_tokens, layout.page_bytes) == (64, 48 * KIB)
+    assert (layout.page_tokens, layout.shape.page_bytes) == (64, 48 * KIB)
     assert layout.slot_mappings(max_len) == max_len // 64 * 30 < 65530 / 2
 
 
@@ -131,11 +142,15 @@ def test_host_pages_grow_until_the_longest_sequence_has_its_mappings() -> None:
 def test_values_that_are_a_slice_of_keys_take_no_memory() -> None:
     deepseek = (27, 1, 576, "bfloat16")
     layout = plan_layout(*deepseek, HOST_GRANULARITY, keys_only=True)
-    assert (layout.token_bytes, layout.token_stride, layout.num_groups) == (1152, 1152, 27)
-    assert [layout.key_location(layer) for layer in (0, 26)] == [(0, 0), (26, 0)]
-    assert layout.value_location(26) == layout.key_location(26)
+    assert (layout.shape.token_bytes, layout.shape.token_stride, layout.num_groups) == (
+        1152,
+        1152,
+        27,
+    )
+    assert [layout.shape.key_location(layer) for layer in (0, 26)] == [(0, 0), (26, 0)]
+    assert layout.shape.value_location(26) == layout.shape.key_location(26)
     together = plan_layout(*deepseek, HOST_GRANULARITY, layers_per_group=3, keys_only=True)
-    assert together.key_location(5) == together.value_location(5) == (1, 2 * 1152)
+    assert together.shape.key_location(5) == together.shape.value_location(5) == (1, 2 * 1152)
     # 1 MiB holds 910 tokens of K of one layer, and half as many of K and V.
     deeper = (60, *deepseek[1:], CUDA_GRANULARITY // 2)
     assert layers_for_granularity(*deeper) == 2
@@ -147,13 +162,13 @@ def test_values_that_are_a_slice_of_keys_take_no_memory() -> None:
 def test_where_k_and_v_lie() -> None:
     together = plan_layout(4, 2, 8, "float16", 4096, layers_per_group=2)
     row = 2 * 8 * 2
-    assert [together.key_location(layer) for layer in range(4)] == [
+    assert [together.shape.key_location(layer) for layer in range(4)] == [
         (0, 0),
         (0, 2 * row),
         (1, 0),
         (1, 2 * row),
     ]
-    assert [together.value_location(layer) for layer in range(4)] == [
+    assert [together.shape.value_location(layer) for layer in range(4)] == [
         (0, row),
         (0, 3 * row),
         (1, row),
@@ -161,8 +176,13 @@ def test_where_k_and_v_lie() -> None:
     ]
     apart = plan_layout(4, 2, 8, "float16", 4096, layers_per_group=2, split_kv=True)
     assert apart.num_groups == 4
-    assert [apart.key_location(layer) for layer in range(4)] == [(0, 0), (0, row), (2, 0), (2, row)]
-    assert [apart.value_location(layer) for layer in range(4)] == [
+    assert [apart.shape.key_location(layer) for layer in range(4)] == [
+        (0, 0),
+        (0, row),
+        (2, 0),
+        (2, row),
+    ]
+    assert [apart.shape.value_location(layer) for layer in range(4)] == [
         (1, 0),
         (1, row),
         (3, 0),
@@ -214,23 +234,23 @@ def test_every_candidate_is_sound() -> None:
         for shape in PRESETS.values():
             sizes = (shape.num_layers, shape.kv_heads, shape.head_dim, shape.dtype)
             layouts = candidates(*sizes, granularity)
-            assert [layout.split_kv for layout in layouts].count(True) == len(layouts) // 2
+            assert [layout.shape.split_kv for layout in layouts].count(True) == len(layouts) // 2
             for layout in layouts:
-                assert layout.page_bytes % granularity == 0
-                assert layout.token_stride * layout.page_tokens == layout.page_bytes
-                assert layout.token_stride >= layout.token_bytes
-                assert layout.token_stride % 16 == 0
+                assert layout.shape.page_bytes % granularity == 0
+                assert layout.shape.token_stride * layout.page_tokens == layout.shape.page_bytes
+                assert layout.shape.token_stride >= layout.shape.token_bytes
+                assert layout.shape.token_stride % 16 == 0
                 assert layout.page_tokens % layout.block_tokens == 0
                 assert layout.page_tokens >= 64
                 assert 0 <= layout.padding_waste <= 0.125
-                last = layout.value_location(layout.num_layers - 1)
-                row = layout.kv_heads * layout.head_dim * layout.itemsize
-                assert last == (layout.num_groups - 1, layout.token_bytes - row)
+                last = layout.shape.value_location(layout.num_layers - 1)
+                row = layout.shape.kv_heads * layout.shape.head_dim * layout.itemsize
+                assert last == (layout.num_groups - 1, layout.shape.token_bytes - row)
 
 
 def test_candidates_leave_out_groupings_that_a_fixed_page_cannot_hold() -> None:
     layouts = candidates(*QWEN, HOST_GRANULARITY, page_bytes=64 * KIB)
-    assert [(x.layers_per_group, x.split_kv, x.page_tokens) for x in layouts] == [
+    assert [(x.shape.layers_per_group, x.shape.split_kv, x.page_tokens) for x in layouts] == [
         (1, False, 32),
         (2, False, 16),
         (1, True, 64),
@@ -244,9 +264,41 @@ def test_candidates_leave_out_groupings_that_a_fixed_page_cannot_hold() -> None:
 def test_to_dict_is_json_with_fields_and_what_follows_from_them() -> None:
     layout = plan_layout(*QWEN, CUDA_GRANULARITY, layers_per_group=28)
     values = json.loads(json.dumps(layout.to_dict()))
-    assert {field.name for field in dataclasses.fields(KVLayout)} < set(values)
+    fields = {*dataclasses.fields(KVLayout), *dataclasses.fields(layout.shape)}
+    assert {field.name for field in fields} - {"parts"} < set(values)
     assert values["total_page_bytes"] == 14 * MIB
     assert values["padding_waste"] == 0
+
+
+def test_layers_of_several_shapes_are_parts_of_one_layout() -> None:
+    """Heads that differ by kind, and V of another width than K, in groups of unequal size."""
+    all_seen = plan_layout(
+        4, 2, 96, "float32", HOST_GRANULARITY, value_dim=64, page_tokens=64, state_bytes=5000
+    )
+    windows = plan_layout(6, 1, 32, "float32", HOST_GRANULARITY, layers_per_group=3, page_tokens=64)
+    joined = join_layouts([all_seen, windows])
+    assert (joined.num_layers, joined.num_groups, joined.state_bytes) == (10, 4 + 2, 8192)
+    row, narrow = 4 * 2 * (96 + 64), 4 * 2 * 32
+    assert [part.token_bytes for part in joined.parts] == [row, 3 * narrow]
+    assert joined.total_page_bytes == 64 * (4 * row + 6 * narrow)
+    assert joined.padding_waste == 0
+    kinds = (LayerKind(tuple(range(5, 9)), None), LayerKind((0, 1, 2, 3, 4, 9), 40))
+    places = layer_places(joined, kinds)
+    assert joined.of_kinds(kinds) is joined
+    assert [places[layer].key for layer in (5, 8, 0, 9)] == [
+        (0, 0),
+        (3, 0),
+        (4, 0),
+        (5, 2 * narrow),
+    ]
+    assert places[6].value == (1, 4 * 2 * 96)
+    assert places[9].part.dims == (32, 32)
+    with pytest.raises(ValueError, match="several shapes"):
+        joined.shape  # noqa: B018
+    with pytest.raises(ConfigurationError, match="page_tokens 64 and 128 are not one pool's"):
+        join_layouts([all_seen, plan_layout(1, 1, 8, "float32", HOST_GRANULARITY, page_tokens=128)])
+    with pytest.raises(ConfigurationError, match="drop split_kv"):
+        plan_layout(2, 1, 8, "float32", HOST_GRANULARITY, value_dim=4, split_kv=True)
 
 
 # vAttention, arXiv 2405.04437, Table 8, by page size: tokens per page of one layer's K or V,

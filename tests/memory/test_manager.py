@@ -23,7 +23,7 @@ from vmserve.memory.base import (
     SwapIn,
     SwapOut,
 )
-from vmserve.memory.layout import KVLayout, plan_layout
+from vmserve.memory.layout import KVLayout, LayerKind, join_layouts, plan_layout
 from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.memory.tensors import arena_tensors, contiguous_view, safe_view
 
@@ -246,7 +246,7 @@ def test_padded_tokens_keep_one_stride() -> None:
     layout = plan_layout(
         2, 1, 24, "float32", 4096, page_bytes=8192, page_tokens=32, block_tokens=16
     )
-    assert (layout.token_bytes, layout.token_stride) == (192, 256)
+    assert (layout.shape.token_bytes, layout.shape.token_stride) == (192, 256)
     memory = MemoryManager(
         layout,
         num_slots=1,
@@ -342,3 +342,42 @@ def test_failures_are_visible() -> None:
         grow(memory, seq, 48)
     memory.release(seq)
     memory.check()
+
+
+def test_kinds_of_unequal_shapes_share_one_pool() -> None:
+    """Layers that see all have wide heads, and K wider than V; those of a window narrow ones."""
+    wide = plan_layout(2, 2, 96, "float32", 4096, value_dim=64, page_tokens=16)
+    narrow = plan_layout(3, 1, 32, "float32", 4096, layers_per_group=3, page_tokens=16)
+    kinds = (LayerKind((1, 3), None), LayerKind((0, 2, 4), 20))
+    layout = join_layouts([wide, narrow])
+    memory = make(layout, pages=8, seams={"kinds": kinds}, prefix_caching=True)
+    assert [stats.page_bytes for stats in memory.kind_stats()] == [2 * 20480, 12288]
+    assert memory.block_bytes() == [2 * 20480, 12288]
+    seq = opened(memory)
+    view = contiguous_view(memory)
+    assert [keys.shape[2:] for keys in view.keys] == [(1, 32), (2, 96), (1, 32), (2, 96), (1, 32)]
+    assert [values.shape[3] for values in view.values] == [32, 64, 32, 64, 32]
+
+    def grow(to: int, *ops: MemoryOp) -> None:
+        plan = memory.plan([Growth(seq, to)], ops)
+        assert isinstance(plan, MemoryPlan)
+        memory.complete(memory.apply(plan))
+
+    grow(50)
+    slot = int(memory.slots([seq])[0])
+    for layer in range(5):
+        view.keys[layer][slot, :50] = torch.arange(50.0)[:, None, None] + 100 * layer
+        view.values[layer][slot, :50] = -torch.arange(50.0)[:, None, None] - 100 * layer
+    grow(51, Convert(seq, Regime.PAGED))
+    keys, values = arena_tensors(memory)
+    for number, kind in enumerate(kinds):
+        first = 0 if kind.window is None else 51 - kind.window + 1  # of the next query
+        blocks = torch.from_numpy(memory.block_tables(number)[seq].copy()).long()
+        for layer in kind.layers:
+            found = keys[layer][blocks].flatten(0, 1)[first:50], values[layer][blocks]
+            expected = torch.arange(50.0)[first:, None, None] + 100 * layer
+            assert (found[0] == expected).all()
+            assert (found[1].flatten(0, 1)[first:50] == -expected).all()
+    memory.check()
+    memory.release(seq)
+    memory.close()

@@ -98,7 +98,7 @@ def test_any_shape_can_be_planned() -> None:
     shape = ModelShape(name="mine", num_layers=6, kv_heads=2, head_dim=32, dtype="float32")
     report = plan_report(shape, limit_bytes=64 << 20, max_map_count=65530)
     default = report.candidates[0]
-    assert (default.layout.page_tokens, default.layout.page_bytes) == (64, 32 << 10)
+    assert (default.layout.page_tokens, default.layout.shape.page_bytes) == (64, 32 << 10)
     assert default.num_pages == 341  # of 6 x 32 KiB
     # Its context is not known.
     assert (default.max_len_requests, default.slot_mappings) == (None, None)
@@ -106,7 +106,7 @@ def test_any_shape_can_be_planned() -> None:
     text = printed(plan_report(shape, max_len=8192, max_map_count=65530))
     assert "a request of 8,192 tokens takes 768 by default" in text
     fixed = plan_report(shape, page_bytes=8192)
-    assert {c.layout.page_bytes for c in fixed.candidates} == {8192}
+    assert {c.layout.shape.page_bytes for c in fixed.candidates} == {8192}
     with pytest.raises(ConfigurationError, match="use pages of"):
         plan_report(shape, page_bytes=4096, block_tokens=32)
 

@@ -348,11 +348,11 @@ def test_a_slot_that_is_freed_stays_mapped_for_kernels_launched_since_the_last_s
         assert (first, second) == (0, 1)
         assert cache.step([64, 64]) == 0
         keys, _ = cache.tensors()[0]
-        sim.launch_write(keys[1].data_ptr(), 64 * LAYOUT.token_stride, 5)
+        sim.launch_write(keys[1].data_ptr(), 64 * LAYOUT.shape.token_stride, 5)
         cache.free_slot(0)
         sim.pump()
         assert cache.stats().waiting_pages == 0
-        sim.launch_read(keys[1].data_ptr(), 64 * LAYOUT.token_stride, 5)
+        sim.launch_read(keys[1].data_ptr(), 64 * LAYOUT.shape.token_stride, 5)
         cache.free_slot(1)
         assert cache.stats().waiting_pages == 4
         cache.set_limit(1 * PAGE)
@@ -375,7 +375,7 @@ def swapped_memory(pages: SimulatedMemory) -> tuple[MemoryManager, int, int]:
     memory.launched(grow(memory, seq, 64))
     for group in range(LAYOUT.num_groups):
         first = paged_view(memory).keys[group].data_ptr()
-        pages._sim.launch_write(first, 64 * LAYOUT.token_stride, 7 + group)
+        pages._sim.launch_write(first, 64 * LAYOUT.shape.token_stride, 7 + group)
     assert memory.swap_out([seq])
     return memory, seq, other
 
@@ -402,8 +402,8 @@ def test_pages_that_are_swapped_out_can_be_had_when_their_copies_have_ended(sim:
     for group in range(LAYOUT.num_groups):
         first = paged_view(memory).keys[group].data_ptr()
         for block in table:
-            address = first + int(block) * 16 * LAYOUT.token_stride
-            sim.launch_read(address, 16 * LAYOUT.token_stride, 7 + group)
+            address = first + int(block) * 16 * LAYOUT.shape.token_stride
+            sim.launch_read(address, 16 * LAYOUT.shape.token_stride, 7 + group)
     memory.wait()
     memory.check()
     memory.close()

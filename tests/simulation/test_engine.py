@@ -104,7 +104,7 @@ def real_steps(requests: list[Asked], pages: int, swap: int, regime: Any) -> lis
     with LLM(
         dtype="float32",
         kv_cache_memory=pages * LAYOUT.total_page_bytes,
-        kv_page_size=LAYOUT.page_bytes,
+        kv_page_size=LAYOUT.shape.page_bytes,
         kv_regime=regime,
         max_model_len=256,
         max_num_seqs=8,

@@ -25,8 +25,8 @@ from vmserve.telemetry.counters import merged_stats
 __all__ = ["identity_of", "persist", "persist_figures", "settings_of"]
 
 #: Fields of the layout which say where a token's numbers lie; pages may have any size.
-_PLACES = ("num_layers", "kv_heads", "head_dim", "dtype", "layers_per_group", "split_kv",
-           "keys_only", "block_tokens", "state_bytes")  # fmt: skip
+_PLACES = ("num_layers", "kv_heads", "head_dim", "value_dim", "dtype", "layers_per_group",
+           "split_kv", "keys_only", "token_stride")  # fmt: skip
 
 
 def persist(
@@ -72,7 +72,7 @@ def settings_of(
     Kernels round differently, so blocks are only for those that made them. Of ``num_ranks`` ranks,
     torch's sums have an order of their own.
     """
-    layout = {name: getattr(memory.layout, name) for name in _PLACES}
+    layout = memory.layout
     kernels = set()
     for backend in computing.backends.values():
         isa = f" {backend.isa}" if isinstance(backend, CpuBackend) else ""
@@ -80,8 +80,9 @@ def settings_of(
     native = computing.native
     return {
         "dtype": str(computing.dtype),
-        "layout": {name: str(value) for name, value in layout.items()},
-        "token_stride": memory.layout.token_stride,
+        "layout": [{name: str(getattr(part, name)) for name in _PLACES} for part in layout.parts],
+        "block_tokens": layout.block_tokens,
+        "state_bytes": layout.state_bytes,
         "kinds": [str(dataclasses.astuple(kind)) for kind in memory.kinds],
         # Of these alone, the longest sequence chooses the factors of all.
         "rope_len": (

@@ -8,7 +8,7 @@ import numpy as np
 
 from vmserve import _core
 from vmserve.memory.base import Regime
-from vmserve.memory.layout import kind_of_layers, layer_places
+from vmserve.memory.layout import LayerPlace, kind_of_layers, layer_places
 from vmserve.memory.views import HostView, ViewedMemory
 from vmserve.numbers.dtypes import DType
 from vmserve.numbers.host_arrays import TensorTuple, array_tuple
@@ -57,19 +57,19 @@ def _layers(
     """
     layout = memory.layout
 
-    def described(location: tuple[int, int]) -> TensorTuple:
-        group, offset_bytes = location
+    def described(place: LayerPlace, *, is_value: bool) -> TensorTuple:
+        part = place.part
+        group, offset_bytes = place.value if is_value else place.key
         rows, row_bytes = buffers[group].shape
-        shape = (rows, num_tokens, layout.kv_heads, layout.head_dim)
-        strides = (row_bytes, layout.token_stride)
+        strides = (row_bytes, part.token_stride, part.head_strides[is_value])
         return (
             buffers[group].ctypes.data + offset_bytes,
             layout.dtype,
-            shape,
-            (*(each // layout.itemsize for each in (*strides, layout.head_stride)), 1),
+            (rows, num_tokens, part.kv_heads, part.dims[is_value]),
+            (*(each // layout.itemsize for each in strides), 1),
         )
 
-    places = layer_places(memory.token_kinds)
-    keys = [described(layout.key_location(place)) for place in places]
-    values = [described(layout.value_location(place)) for place in places]
+    places = layer_places(layout, memory.token_kinds)
+    keys = [described(place, is_value=False) for place in places]
+    values = [described(place, is_value=True) for place in places]
     return keys, values

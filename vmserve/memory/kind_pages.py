@@ -117,20 +117,20 @@ def most_units(num_tokens: int, unit: int, window: int | None, chunk_tokens: int
 
 def pages_of_layout(layout: KVLayout, kinds: Sequence[LayerKind]) -> tuple[KindPages, ...]:
     """The pages of a pool in this layout. No ``kinds``: one page has all layers."""
-    layer_bytes = layout.total_page_bytes // layout.num_layers
-    shared = [kind for kind in kinds if not kind.has_state]
+    of_tokens = [kind for kind in kinds if not kind.has_state]
+    of_tokens = of_tokens or [LayerKind(tuple(range(layout.num_layers)), None)]
     pages = [
         KindPages(
             KindShape(
-                num_layers=len(kind.layers),
-                token_bytes=layer_bytes // layout.page_tokens,
+                num_layers=part.num_layers,
+                token_bytes=part.total_page_bytes // part.num_layers // part.page_tokens,
                 window=kind.window,
                 head_slack_tokens=kind.head_slack_tokens,
             ),
-            layer_bytes * len(kind.layers),
-            layout.page_tokens,
+            part.total_page_bytes,
+            part.page_tokens,
         )
-        for kind in shared or [LayerKind(tuple(range(layout.num_layers)), None)]
+        for kind, part in zip(of_tokens, layout.of_kinds(of_tokens).parts, strict=True)
     ]
     if layout.state_bytes:
         # One page has the states of all layers, of which the layout knows no number.

@@ -96,7 +96,8 @@ class KVCache:
                 f"a KVCache has tensors of numbers, and {layout.dtype} rows have scales beside "
                 "them: plan the layout with another dtype"
             )
-        reserved = num_slots * layout.pages_for(max_len + read_slack_tokens) * layout.page_bytes
+        widest = max(part.page_bytes for part in layout.parts)
+        reserved = num_slots * layout.pages_for(max_len + read_slack_tokens) * widest
         if reserved > _MAX_RESERVATION:
             raise ConfigurationError(
                 f"{num_slots} slots of {max_len} tokens are {format_size(reserved)} of addresses "

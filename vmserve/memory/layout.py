@@ -24,8 +24,8 @@ So fewer groups mean fewer map calls, and more unused tokens in a short sequence
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vmserve.errors import ConfigurationError
 from vmserve.numbers.dtypes import DType, head_stride, vector_bytes
@@ -41,7 +41,10 @@ __all__ = [
     "HOST_GRANULARITY",
     "KVLayout",
     "LayerKind",
+    "LayerPages",
+    "LayerPlace",
     "candidates",
+    "join_layouts",
     "kind_of_layers",
     "layer_kinds",
     "layer_places",
@@ -69,57 +72,37 @@ _SLOT_SHARE = 1 / 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVLayout:
-    """Where K and V of every layer and token lie inside a page.
+class LayerPages:
+    """Where K and V of layers of one shape lie in their pages.
 
     ``kv_heads`` are those of one tensor-parallel rank; ``page_bytes`` is one page of one group.
-    Build it with :func:`plan_layout`, which checks that the numbers agree.
     """
 
     num_layers: int
     kv_heads: int
+    #: Of K, and of V; with ``keys_only`` V takes no memory, as a slice of K's row.
     head_dim: int
+    value_dim: int
     dtype: DType
     layers_per_group: int
     split_kv: bool
+    keys_only: bool
     page_bytes: int
     page_tokens: int
-    block_tokens: int
-    granularity: int
-    tensor_parallel: int = 1
-    #: Whether V takes no memory, as a slice of K's row.
-    keys_only: bool = False
-    #: Bytes of the page with the states of a sequence; 0: no layer has one.
-    state_bytes: int = 0
-
-    @property
-    def itemsize(self) -> int:
-        return self.dtype.itemsize
 
     @property
     def num_groups(self) -> int:
-        return self.groups_of(self.num_layers)
+        return self.num_layers // self.layers_per_group * (2 if self.split_kv else 1)
 
-    def groups_of(self, num_layers: int) -> int:
-        return num_layers // self.layers_per_group * (2 if self.split_kv else 1)
+    @property
+    def total_page_bytes(self) -> int:
+        """Bytes of one page over all groups."""
+        return self.page_bytes * self.num_groups
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in one group, without padding."""
-        return self.layers_per_group * self._parts * self._vector_bytes
-
-    @property
-    def head_stride(self) -> int:
-        """Bytes from one head to the next, in K or V of one token."""
-        return head_stride(self.head_dim, self.dtype)
-
-    @property
-    def _vector_bytes(self) -> int:
-        return vector_bytes(self.kv_heads, self.head_dim, self.dtype)
-
-    @property
-    def _parts(self) -> int:
-        return _parts(split_kv=self.split_kv, keys_only=self.keys_only)
+        return self.layers_per_group * self._layer_bytes
 
     @property
     def token_stride(self) -> int:
@@ -127,14 +110,95 @@ class KVLayout:
         return self.page_bytes // self.page_tokens
 
     @property
-    def padding_waste(self) -> float:
-        """Share of every page, 0 to 1, that no token can use."""
-        return 1 - self.token_bytes / self.token_stride
+    def dims(self) -> tuple[int, int]:
+        """Numbers of a head in K, and in V."""
+        return self.head_dim, self.value_dim
+
+    @property
+    def head_strides(self) -> tuple[int, int]:
+        """Bytes from one head to the next in K, and in V, of one token."""
+        return head_stride(self.head_dim, self.dtype), head_stride(self.value_dim, self.dtype)
+
+    @property
+    def _vector_bytes(self) -> tuple[int, int]:
+        """Of K and of V."""
+        return (
+            vector_bytes(self.kv_heads, self.head_dim, self.dtype),
+            vector_bytes(self.kv_heads, self.value_dim, self.dtype),
+        )
+
+    @property
+    def _layer_bytes(self) -> int:
+        """Bytes of one layer and token in a group: of K and V, or of one of them."""
+        return _layer_bytes(self._vector_bytes, split_kv=self.split_kv, keys_only=self.keys_only)
+
+    def key_location(self, layer: int) -> tuple[int, int]:
+        """``(group, offset)`` of the layer's K; the offset is in bytes inside a token."""
+        group, index = divmod(layer, self.layers_per_group)
+        return group * (2 if self.split_kv else 1), index * self._layer_bytes
+
+    def value_location(self, layer: int) -> tuple[int, int]:
+        """``(group, offset)`` of the layer's V, that of K with ``keys_only``; as above."""
+        group, offset = self.key_location(layer)
+        if self.split_kv:
+            return group + 1, offset
+        return group, offset + (0 if self.keys_only else self._vector_bytes[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayout:
+    """Where K and V of every layer and token lie inside a page.
+
+    ``parts``: layers of one shape each, which follow each other. All have equally many tokens in a
+    page and numbers of one type. Build it with :func:`plan_layout`, which checks that the numbers
+    agree, and :func:`join_layouts`.
+    """
+
+    parts: tuple[LayerPages, ...]
+    block_tokens: int
+    granularity: int
+    tensor_parallel: int = 1
+    #: Bytes of the page with the states of a sequence; 0: no layer has one.
+    state_bytes: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        return sum(part.num_layers for part in self.parts)
+
+    @property
+    def num_groups(self) -> int:
+        return sum(part.num_groups for part in self.parts)
+
+    @property
+    def page_tokens(self) -> int:
+        return self.parts[0].page_tokens
+
+    @property
+    def dtype(self) -> DType:
+        return self.parts[0].dtype
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def shape(self) -> LayerPages:
+        """What the layers have in common, if their shapes are one. Else raises ``ValueError``."""
+        first = self.parts[0]
+        if any(replace(part, num_layers=first.num_layers) != first for part in self.parts):
+            raise ValueError("the layers of this layout have several shapes: see its parts")
+        return replace(first, num_layers=self.num_layers)
 
     @property
     def total_page_bytes(self) -> int:
         """Bytes of one page over all groups: the unit of the pool."""
-        return self.page_bytes * self.num_groups
+        return sum(part.total_page_bytes for part in self.parts)
+
+    @property
+    def padding_waste(self) -> float:
+        """Share of every page, 0 to 1, that no token can use."""
+        used = sum(part.token_bytes * part.num_groups for part in self.parts)
+        return 1 - used * self.page_tokens / self.total_page_bytes
 
     @property
     def blocks_per_page(self) -> int:
@@ -170,26 +234,51 @@ class KVLayout:
         """Mappings of a slot of ``num_tokens``, if no two of its pages adjoin."""
         return self.pages_for(num_tokens) * self.num_groups
 
-    def key_location(self, layer: int) -> tuple[int, int]:
-        """``(group, offset)`` of the layer's K; the offset is in bytes inside a token."""
-        return self._location(layer, is_value=False)
+    def of_kinds(self, kinds: Sequence[LayerKind]) -> KVLayout:
+        """The same with a part for each kind that keeps tokens, whose layers follow each other.
 
-    def value_location(self, layer: int) -> tuple[int, int]:
-        """``(group, offset)`` of the layer's V, that of K with ``keys_only``; as above."""
-        return self._location(layer, is_value=not self.keys_only)
-
-    def _location(self, layer: int, *, is_value: bool) -> tuple[int, int]:
-        group, index = divmod(layer, self.layers_per_group)
-        if self.split_kv:
-            return 2 * group + is_value, index * self._vector_bytes
-        return group, (self._parts * index + is_value) * self._vector_bytes
+        Raises :class:`ConfigurationError` for kinds that are not these layers, or whose layers are
+        not whole groups of one shape.
+        """
+        counts = [len(kind.layers) for kind in kinds]
+        if counts == [part.num_layers for part in self.parts]:
+            return self
+        shape = self.shape
+        if sum(counts) != self.num_layers or any(n % shape.layers_per_group for n in counts):
+            raise ConfigurationError(
+                f"kinds of {', '.join(map(str, counts))} layers are not whole groups of "
+                f"{shape.layers_per_group} of the {self.num_layers} layers"
+            )
+        return replace(self, parts=tuple(replace(shape, num_layers=n) for n in counts))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields and derived figures as plain JSON values."""
-        names = (*self.__dataclass_fields__, "num_groups", "token_bytes", "token_stride")
-        names += ("padding_waste", "total_page_bytes", "blocks_per_page")
-        names += ("worst_case_waste_bytes", "map_calls_per_1k_tokens")
-        return {name: getattr(self, name) for name in names}
+        of_shape = ("num_layers", "kv_heads", "head_dim", "dtype", "layers_per_group", "split_kv")
+        sizes = ("page_bytes", "page_tokens", "keys_only", "value_dim", "num_groups", "token_bytes")
+        own = ("block_tokens", "granularity", "tensor_parallel", "state_bytes", "padding_waste")
+        derived = ("total_page_bytes", "blocks_per_page", "worst_case_waste_bytes")
+        shape = self.shape
+        values = {name: getattr(shape, name) for name in (*of_shape, *sizes, "token_stride")}
+        names = (*own, *derived, "map_calls_per_1k_tokens")
+        return values | {name: getattr(self, name) for name in names}
+
+
+def join_layouts(layouts: Sequence[KVLayout]) -> KVLayout:
+    """One layout of layers of several shapes, which have been planned one by one.
+
+    Raises :class:`ConfigurationError` unless they have equal tokens in pages and blocks, one type,
+    and as many ranks.
+    """
+    first = layouts[0]
+    for layout in layouts[1:]:
+        for name in ("page_tokens", "block_tokens", "dtype", "granularity", "tensor_parallel"):
+            if getattr(layout, name) != getattr(first, name):
+                raise ConfigurationError(
+                    f"layouts with {name} {getattr(first, name)} and {getattr(layout, name)} are "
+                    "not one pool's: plan them with equal ones"
+                )
+    parts = tuple(part for layout in layouts for part in layout.parts)
+    return replace(first, parts=parts, state_bytes=sum(each.state_bytes for each in layouts))
 
 
 @dataclass(frozen=True)
@@ -235,10 +324,27 @@ def layer_kinds(windows: Sequence[int | None], head_slack_tokens: int = 0) -> tu
     )
 
 
-def layer_places(kinds: Sequence[LayerKind]) -> list[int]:
-    """The layer of the layout whose location each layer has: layers of a kind follow each other."""
-    layers = [layer for kind in kinds for layer in kind.layers]
-    return sorted(range(len(layers)), key=layers.__getitem__)
+class LayerPlace(NamedTuple):
+    """Where a layer's K and V lie: ``(group, offset)``, of all groups of the layout."""
+
+    part: LayerPages
+    key: tuple[int, int]
+    value: tuple[int, int]
+
+
+def layer_places(layout: KVLayout, kinds: Sequence[LayerKind]) -> list[LayerPlace]:
+    """The place of each layer. ``layout`` has a part for each kind."""
+    places: dict[int, LayerPlace] = {}
+    first = 0  # group of the part
+    for part, kind in zip(layout.parts, kinds, strict=True):
+        for number, layer in enumerate(kind.layers):
+            (key_group, key), (value_group, value) = (
+                part.key_location(number),
+                part.value_location(number),
+            )
+            places[layer] = LayerPlace(part, (first + key_group, key), (first + value_group, value))
+        first += part.num_groups
+    return [places[layer] for layer in range(len(places))]
 
 
 def kind_of_layers(layers: Sequence[Sequence[int]]) -> list[int]:
@@ -261,17 +367,18 @@ def plan_layout(
     block_tokens: int = 16,
     tensor_parallel: int = 1,
     keys_only: bool = False,
+    value_dim: int | None = None,
     state_bytes: int = 0,
     max_len: int | None = None,
     max_map_count: int | None = None,
 ) -> KVLayout:
     """Choose the page of a model's KV cache.
 
-    ``state_bytes``: those of a sequence's states, all together; rounded up to a page.
-    ``granularity``: bytes that the driver's pages are multiples of (4 KiB on the host, 2 MiB with
-    stock CUDA). ``page_bytes`` (of one group) and ``page_tokens`` fix what they name. What is left
-    open is chosen: at least 64 tokens a page (128 on a GPU), and up to 256 tokens the size with the
-    least padding.
+    ``value_dim``: of V's heads, if they are not those of K. ``state_bytes``: those of a sequence's
+    states, all together; rounded up to a page. ``granularity``: bytes that the driver's pages are
+    multiples of (4 KiB on the host, 2 MiB with stock CUDA). ``page_bytes`` (of one group) and
+    ``page_tokens`` fix what they name. What is left open is chosen: at least 64 tokens a page (128
+    on a GPU), and up to 256 tokens the size with the least padding.
     With ``max_len`` and ``max_map_count``, pages that were not fixed are doubled until a slot of
     ``max_len`` tokens takes less than half of ``max_map_count`` mappings however its pages lie. All
     slots together can need more, because pages that sequences share are mapped in each slot. The
@@ -284,9 +391,18 @@ def plan_layout(
     _check_positive(granularity=granularity, block_tokens=block_tokens)
     if split_kv and keys_only:
         raise ConfigurationError("keys without values cannot be split from them: drop split_kv")
+    value_dim = head_dim if value_dim is None else value_dim
+    if value_dim != head_dim and (split_kv or keys_only):
+        raise ConfigurationError(
+            f"K of {head_dim} and V of {value_dim} numbers a head are only laid out side by side: "
+            "drop split_kv and keys_only"
+        )
     rank_heads = kv_heads // tensor_parallel
-    parts = _parts(split_kv=split_kv, keys_only=keys_only)
-    token_bytes = layers_per_group * parts * vector_bytes(rank_heads, head_dim, kind)
+    vectors = (
+        vector_bytes(rank_heads, head_dim, kind),
+        vector_bytes(rank_heads, value_dim, kind),
+    )
+    token_bytes = layers_per_group * _layer_bytes(vectors, split_kv=split_kv, keys_only=keys_only)
     if page_bytes is not None:
         _check_page_bytes(page_bytes, granularity)
     if page_tokens is not None:
@@ -301,26 +417,30 @@ def plan_layout(
         size = tokens * _stride(tokens, token_bytes, granularity)
 
     def layout(tokens: int, size: int) -> KVLayout:
-        return KVLayout(
+        pages = LayerPages(
             num_layers=num_layers,
             kv_heads=rank_heads,
             head_dim=head_dim,
+            value_dim=value_dim,
             dtype=kind,
             layers_per_group=layers_per_group,
             split_kv=split_kv,
+            keys_only=keys_only,
             page_bytes=size,
             page_tokens=tokens,
+        )
+        return KVLayout(
+            parts=(pages,),
             block_tokens=block_tokens,
             granularity=granularity,
             tensor_parallel=tensor_parallel,
-            keys_only=keys_only,
             state_bytes=-(-state_bytes // granularity) * granularity,
         )
 
     planned = layout(tokens, size)
     if page_bytes is None and page_tokens is None and max_len and max_map_count:
         while planned.slot_mappings(max_len) >= _SLOT_SHARE * max_map_count:
-            planned = layout(planned.page_tokens * 2, planned.page_bytes * 2)
+            planned = layout(planned.page_tokens * 2, planned.shape.page_bytes * 2)
     return planned
 
 
@@ -394,17 +514,17 @@ def layers_for_granularity(
     _check_shape(num_layers, kv_heads, head_dim, 1, 1)
     if granularity >= CUDA_GRANULARITY:
         return num_layers
-    parts = _parts(split_kv=False, keys_only=keys_only)
-    layer_bytes = parts * vector_bytes(kv_heads, head_dim, DType.of(dtype))
+    vector = vector_bytes(kv_heads, head_dim, DType.of(dtype))
+    layer_bytes = _layer_bytes((vector, vector), split_kv=False, keys_only=keys_only)
     divisors = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
     return next(
         (n for n in divisors if granularity <= _MAX_PAGE_TOKENS * n * layer_bytes), num_layers
     )
 
 
-def _parts(*, split_kv: bool, keys_only: bool) -> int:
-    """Vectors of a layer that lie side by side in a group: K and V, or one of them."""
-    return 1 if split_kv or keys_only else 2
+def _layer_bytes(vectors: tuple[int, int], *, split_kv: bool, keys_only: bool) -> int:
+    """Bytes of a layer's vectors that lie side by side in a group: K and V, or one of them."""
+    return vectors[0] if split_kv or keys_only else sum(vectors)
 
 
 def _alignment(token_bytes: int) -> int:

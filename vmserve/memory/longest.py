@@ -30,9 +30,11 @@ def own_kinds(
     Separate pages need a kind that sees all, and groups that divide the layers of each kind.
     """
     kinds = layer_kinds(windows, head_slack_tokens)
-    group = layout.layers_per_group
-    is_able = all(len(kind.layers) % group == 0 for kind in kinds) and not layout.split_kv
-    if len(kinds) == 1 or kinds[0].window is not None or not is_able:
+    if len(kinds) == 1 or kinds[0].window is not None or layout.parts[0].split_kv:
+        return ()
+    try:
+        layout.of_kinds(kinds)
+    except ConfigurationError:
         return ()
     return kinds
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.memory.base import Growth, MemoryOp
-    from vmserve.memory.layout import KVLayout
+    from vmserve.memory.layout import KVLayout, LayerPages
 
 __all__ = ["MemoryManager", "MemoryOptions"]
 
@@ -121,7 +121,11 @@ class MemoryManager:
         wrap_driver: Callable[[_core.PageDriver], _core.PageDriver] | None = None,
     ) -> None:
         options = options or MemoryOptions()
-        self.layout = layout
+        self.kinds = _all_kinds(layout, kinds)
+        #: Those that keep tokens; the one with states, if there is one, is the last of all.
+        self.token_kinds = tuple(kind for kind in self.kinds if not kind.has_state)
+        #: With a part for each of these.
+        self.layout = layout = layout.of_kinds(self.token_kinds)
         self.num_slots = num_slots
         self.max_len = max_len
         self.options = options
@@ -131,9 +135,6 @@ class MemoryManager:
         max_bytes = max(limit_bytes, options.max_limit_bytes or device.total_bytes)
         #: The highest possible limit: the reserved address space.
         self.max_pages = max_pages = max(self.limit_pages, layout.num_pages(max_bytes))
-        self.kinds = _all_kinds(layout, kinds)
-        #: Those that keep tokens; the one with states, if there is one, is the last of all.
-        self.token_kinds = tuple(kind for kind in self.kinds if not kind.has_state)
         #: Free pages that are kept ready.
         self.ready_pages = min(options.ready_bytes, limit_bytes // 8) // layout.total_page_bytes
         self._launched_epoch = 0
@@ -142,8 +143,7 @@ class MemoryManager:
         self._is_copying = False
         self._persists = False
 
-        def described(kind: LayerKind) -> dict[str, Any]:
-            own = self._of_states() if kind.has_state else self._of_tokens(kind)
+        def described(own: dict[str, Any]) -> dict[str, Any]:
             # Any kind may take the whole pool.
             own_bytes = own["num_groups"] * own["page_bytes"]
             own["max_pages"] = layout.total_page_bytes * max_pages // own_bytes
@@ -152,7 +152,12 @@ class MemoryManager:
             own["driver"] = driver if wrap_driver is None else wrap_driver(driver)
             return own
 
-        of_kinds = [described(kind) for kind in self.kinds]
+        of_kinds = [
+            described(self._of_tokens(*each))
+            for each in zip(self.token_kinds, layout.parts, strict=True)
+        ]
+        if layout.state_bytes:
+            of_kinds.append(described(self._of_states()))
         can = of_kinds[0]["driver"].capabilities
         self._is_asynchronous: bool = can.asynchronous
         self._has_host_memory: bool = can.host_memory
@@ -161,7 +166,6 @@ class MemoryManager:
             of_kinds,
             self.limit_pages,
             block_tokens=layout.block_tokens,
-            token_bytes=layout.token_stride,
             max_seqs=num_seqs or num_slots,
             num_slots=num_slots,
             max_len=max_len,
@@ -183,16 +187,17 @@ class MemoryManager:
         """Host memory for tokens, and as much for states if there are any."""
         return self.options.swap_bytes // (2 if self.layout.state_bytes else 1)
 
-    def _of_tokens(self, kind: LayerKind) -> dict[str, Any]:
+    def _of_tokens(self, kind: LayerKind, part: LayerPages) -> dict[str, Any]:
         """What a kind that keeps tokens has of its own."""
         layout, options = self.layout, self.options
-        block_bytes = layout.num_groups * layout.block_tokens * layout.token_stride
+        block_bytes = layout.total_page_bytes // layout.blocks_per_page
         grow_bytes = min(self.device.grow_bytes, self.limit_bytes // 8)
         return {
             "window": kind.kept_tokens or 0,
-            "num_groups": layout.groups_of(len(kind.layers)),
-            "page_bytes": layout.page_bytes,
-            "blocks_per_page": layout.page_tokens // layout.block_tokens,
+            "num_groups": part.num_groups,
+            "page_bytes": part.page_bytes,
+            "token_bytes": part.token_stride,
+            "blocks_per_page": layout.blocks_per_page,
             "grow_pages": max(1, grow_bytes // layout.total_page_bytes),
             "ready_pages": self.ready_pages,
             "null_page": options.null_page,
@@ -205,6 +210,7 @@ class MemoryManager:
         return {
             "num_groups": 1,
             "page_bytes": layout.state_bytes,
+            "token_bytes": 1,
             "blocks_per_page": 1,
             "state_bytes": layout.state_bytes,
             "checkpoint_tokens": self._checkpoint_tokens,
@@ -236,8 +242,7 @@ class MemoryManager:
     def block_bytes(self) -> list[int]:
         """Bytes of a block, or of a state, of each kind of layers."""
         layout = self.layout
-        group_bytes = layout.block_tokens * layout.token_stride
-        sizes = [layout.groups_of(len(kind.layers)) * group_bytes for kind in self.token_kinds]
+        sizes = [part.total_page_bytes // layout.blocks_per_page for part in layout.parts]
         return [*sizes, layout.state_bytes] if layout.state_bytes else sizes
 
     @property
@@ -567,8 +572,8 @@ class MemoryManager:
         """Of each group of layers: its number in its kind, and the kind."""
         return [
             (group, number)
-            for number, kind in enumerate(self.token_kinds)
-            for group in range(self.layout.groups_of(len(kind.layers)))
+            for number, part in enumerate(self.layout.parts)
+            for group in range(part.num_groups)
         ]
 
     # For each group uint8 ``[rows, row_bytes]``, those of a kind one after the other, in which
@@ -640,7 +645,6 @@ class MemoryManager:
 
 def _all_kinds(layout: KVLayout, kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     kinds = tuple(kinds) or (LayerKind(tuple(range(layout.num_layers)), None),)
-    assert sum(len(kind.layers) for kind in kinds) == layout.num_layers
     return (*kinds, LayerKind((), 1, has_state=True)) if layout.state_bytes else kinds
 
 

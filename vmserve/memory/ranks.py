@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from vmserve import _core
-from vmserve.memory.layout import KVLayout, LayerKind
+from vmserve.memory.layout import KVLayout, LayerKind, LayerPages
 from vmserve.numbers.dtypes import DType
 
 if TYPE_CHECKING:
@@ -122,7 +122,10 @@ class RankMemory:
         self, loops: Sequence[_core.RankLoop], device: MemoryDevice, described: dict[str, Any]
     ) -> None:
         layout = described["layout"]
-        self.layout = KVLayout(**{**layout, "dtype": DType.of(layout["dtype"])})
+        parts = [
+            LayerPages(**{**part, "dtype": DType.of(part["dtype"])}) for part in layout["parts"]
+        ]
+        self.layout = KVLayout(**{**layout, "parts": tuple(parts)})
         self.token_kinds = tuple(
             LayerKind(**{**kind, "layers": tuple(kind["layers"])}) for kind in described["kinds"]
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vmserve.memory.cuda import CudaMemory
-from vmserve.memory.layout import layer_places
+from vmserve.memory.layout import LayerPlace, layer_places
 from vmserve.memory.ranks import GroupMemory
 from vmserve.memory.views import (
     ContiguousView,
@@ -88,20 +88,20 @@ def _layer_tensors(
     dtype = as_torch(layout.dtype)
     flat = [_tensor(memory.device, buffer).view(dtype) for buffer in buffers]
 
-    strides = (layout.token_stride, layout.head_stride)
-
-    def tensor(location: tuple[int, int]) -> torch.Tensor:
-        group, offset_bytes = location
+    def tensor(place: LayerPlace, *, is_value: bool) -> torch.Tensor:
+        part = place.part
+        group, offset_bytes = place.value if is_value else place.key
         rows = flat[group]
+        strides = (part.token_stride, part.head_strides[is_value])
         return rows.as_strided(
-            (rows.shape[0], num_tokens, layout.kv_heads, layout.head_dim),
+            (rows.shape[0], num_tokens, part.kv_heads, part.dims[is_value]),
             (rows.stride(0), *(each // layout.itemsize for each in strides), 1),
             offset_bytes // layout.itemsize,
         )
 
-    places = layer_places(memory.token_kinds)
-    keys = tuple(tensor(layout.key_location(place)) for place in places)
-    values = tuple(tensor(layout.value_location(place)) for place in places)
+    places = layer_places(layout, memory.token_kinds)
+    keys = tuple(tensor(place, is_value=False) for place in places)
+    values = tuple(tensor(place, is_value=True) for place in places)
     return keys, values
 
 

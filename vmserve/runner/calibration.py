@@ -93,8 +93,9 @@ class _Scratch:
         self, layout: KVLayout, max_len: int, read_slack_tokens: int, runtime: DeviceRuntime
     ) -> None:
         self.runtime = runtime
-        per_group = layout.layers_per_group
-        self.layout = dataclasses.replace(layout, num_layers=per_group)
+        shape = layout.shape
+        group = dataclasses.replace(shape, num_layers=shape.layers_per_group)
+        self.layout = dataclasses.replace(layout, parts=(group,))
         self.length = min(_LONG[runtime.device_type], max_len - 1)
         pages = 2 * _MANY * self.layout.pages_for(self.length + 1 + read_slack_tokens)
         self._memory = MemoryManager(

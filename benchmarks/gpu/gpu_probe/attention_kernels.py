@@ -90,14 +90,16 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, last: Sequence[int]) -> Tens
 
 def slot_view(pool: Tensor, layout: KVLayout, num_slots: int, max_len: int) -> ContiguousView:
     """The last layer of a layout's first group over a bf16 pool."""
-    stride, layer = layout.token_stride // layout.itemsize, layout.layers_per_group - 1
+    stride, layer = layout.shape.token_stride // layout.itemsize, layout.shape.layers_per_group - 1
 
     def view(location: tuple[int, int]) -> tuple[Tensor]:
-        shape = (num_slots, max_len, layout.kv_heads, layout.head_dim)
-        strides = (max_len * stride, stride, layout.head_dim, 1)
+        shape = (num_slots, max_len, layout.shape.kv_heads, layout.shape.head_dim)
+        strides = (max_len * stride, stride, layout.shape.head_dim, 1)
         return (pool.as_strided(shape, strides, location[1] // layout.itemsize),)
 
-    return ContiguousView(view(layout.key_location(layer)), view(layout.value_location(layer)))
+    return ContiguousView(
+        view(layout.shape.key_location(layer)), view(layout.shape.value_location(layer))
+    )
 
 
 def random_queries(scale: SimpleNamespace, rows: int, device: str) -> Tensor:

@@ -257,10 +257,10 @@ class PlanReport:
     def _cells(self, candidate: Candidate) -> list[str]:
         layout = candidate.layout
         cells = [
-            f"{layout.layers_per_group}",
-            "alone" if layout.keys_only else "apart" if layout.split_kv else "together",
+            f"{layout.shape.layers_per_group}",
+            "alone" if layout.shape.keys_only else "apart" if layout.shape.split_kv else "together",
             f"{layout.num_groups}",
-            format_size(layout.page_bytes),
+            format_size(layout.shape.page_bytes),
             f"{layout.page_tokens:,}",
             f"{layout.padding_waste:.1%}",
             format_size(layout.worst_case_waste_bytes),
@@ -346,7 +346,7 @@ def plan_report(
 
 
 def _is_default(layout: KVLayout, layers_per_group: int) -> bool:
-    return layout.layers_per_group == layers_per_group and not layout.split_kv
+    return layout.shape.layers_per_group == layers_per_group and not layout.shape.split_kv
 
 
 def _longest(
@@ -371,7 +371,7 @@ def _pages(shape: ModelShape, default: KVLayout) -> tuple[KindPages, ...]:
         shape.kinds(default.tensor_parallel),
         default.granularity,
         page_tokens=default.page_tokens,
-        page_bytes=default.page_bytes,
+        page_bytes=default.shape.page_bytes,
         block_tokens=default.block_tokens,
     )
 
