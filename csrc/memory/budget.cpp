@@ -35,6 +35,15 @@ void Budget::allow(Kind& kind, std::int64_t bytes) const {
       std::clamp<std::int64_t>(kind.pool.num_committed() + more, 0, kind.config.max_pages));
 }
 
+void Budget::allow_beside(std::size_t number, const std::vector<std::int64_t>& needed) const {
+  std::int64_t bytes = uncommitted_bytes();
+  for (std::size_t j = number + 1; j < kinds_.size(); ++j) {
+    const std::int64_t more = needed[j] - kinds_[j]->pool.num_free();
+    bytes -= std::max<std::int64_t>(0, more) * kinds_[j]->page_bytes();
+  }
+  allow(*kinds_[number], bytes);
+}
+
 void Budget::share() const {
   for (const auto& kind : kinds_) allow(*kind, uncommitted_bytes());
 }

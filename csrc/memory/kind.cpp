@@ -10,6 +10,24 @@
 namespace vmserve {
 namespace {
 
+// Pages per extent if mappings are limited, else 1. An eighth of a slot's share of the pool, which
+// may lie unused after each slot; at most 32, because more gains nothing.
+std::int64_t extent_pages(const PageDriver& driver, const MemoryConfig& config) {
+  constexpr std::int64_t kMost = 32;
+  const std::int64_t share = config.limit_pages / config.num_slots / 8;
+  std::int64_t pages = 1;
+  while (2 * pages <= std::min(share, kMost)) pages *= 2;
+  return driver.mapping_room() == kUnlimitedMappings ? 1 : pages;
+}
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+}  // namespace
+
 void check_sizes(const MemoryConfig& config) {
   require(config.num_groups > 0 && config.num_slots > 0 && config.max_seqs > 0 &&
               config.block_tokens > 0 && config.blocks_per_page > 0 && config.token_bytes > 0 &&
@@ -36,26 +54,7 @@ void check_sizes(const MemoryConfig& config) {
           });
 }
 
-// Pages per extent if mappings are limited, else 1. An eighth of a slot's share of the pool, which
-// may lie unused after each slot; at most 32, because more gains nothing.
-std::int64_t extent_pages(const PageDriver& driver, const MemoryConfig& config) {
-  constexpr std::int64_t kMost = 32;
-  const std::int64_t share = config.limit_pages / config.num_slots / 8;
-  std::int64_t pages = 1;
-  while (2 * pages <= std::min(share, kMost)) pages *= 2;
-  return driver.mapping_room() == kUnlimitedMappings ? 1 : pages;
-}
-
-using Clock = std::chrono::steady_clock;
-
-double seconds_since(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-}  // namespace
-
 MemoryConfig validated(const PageDriver& driver, MemoryConfig config) {
-  check_sizes(config);
   require(static_cast<std::size_t>(config.bytes_of(config.page_tokens())) == driver.frame_bytes(),
           [&] {
             if (config.has_state()) {

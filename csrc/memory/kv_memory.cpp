@@ -29,32 +29,58 @@ void require_alike(const MemoryConfig& kind, const MemoryConfig& first) {
           });
 }
 
-Books make_books(const std::vector<KindConfig>& kinds) {
+std::int64_t page_bytes(const KindConfig& kind) {
+  return kind.memory.num_groups * static_cast<std::int64_t>(kind.driver->frame_bytes());
+}
+
+// Bytes of a page of every kind that keeps tokens.
+std::int64_t whole_page_bytes(const std::vector<KindConfig>& kinds) {
+  std::int64_t bytes = 0;
+  for (const KindConfig& kind : kinds) bytes += kind.memory.has_state() ? 0 : page_bytes(kind);
+  return bytes > 0 ? bytes : page_bytes(kinds.front());
+}
+
+Books make_books(const std::vector<KindConfig>& kinds, std::int64_t limit_pages) {
   require(!kinds.empty(), [] { return std::string("a memory has at least one kind of layers"); });
-  require(kinds.front().memory.max_seqs > 0,
-          [] { return std::string("max_seqs must be positive"); });
-  return Books(kinds.front().memory, kinds.size());
+  for (const KindConfig& kind : kinds) {
+    require(kind.driver != nullptr, [] { return std::string("a kind of layers has no driver"); });
+    check_sizes(kind.memory);
+    if (kinds.size() > 1) require_alike(kind.memory, kinds.front().memory);
+  }
+  const std::int64_t whole = whole_page_bytes(kinds);
+  const KindConfig& first = kinds.front();
+  const std::int64_t most = round_up_div(first.memory.max_pages * page_bytes(first), whole);
+  require(limit_pages > 0 && limit_pages <= most, [&] {
+    return "limit_pages is " + with_commas(limit_pages) + ": it must lie between 1 and " +
+           with_commas(most);
+  });
+  for (const KindConfig& kind : kinds) {
+    require(limit_pages * whole >= page_bytes(kind), [&] {
+      return "a limit of " + with_commas(limit_pages * whole) + " bytes does not hold a page of " +
+             with_commas(page_bytes(kind)) + " bytes of one kind";
+    });
+  }
+  return Books(first.memory, kinds.size());
 }
 
 }  // namespace
 
 KVMemory::KVMemory(std::vector<KindConfig> kinds, std::int64_t limit_pages)
-    : pid_(::getpid()), books_(make_books(kinds)), budget_(kinds_), own_ops_(kinds.size()) {
-  const auto size_of = [](const KindConfig& kind) {
-    return kind.memory.num_groups * static_cast<std::int64_t>(kind.driver->frame_bytes());
-  };
-  std::int64_t whole = 0;
-  for (const KindConfig& kind : kinds) whole += kind.memory.has_state() ? 0 : size_of(kind);
+    : pid_(::getpid()),
+      books_(make_books(kinds, limit_pages)),
+      budget_(kinds_),
+      own_ops_(kinds.size()) {
+  const std::int64_t whole = vmserve::whole_page_bytes(kinds);
   for (KindConfig& kind : kinds) {
-    if (kinds.size() > 1) require_alike(kind.memory, kinds.front().memory);
-    kind.memory.limit_pages = whole == 0 ? limit_pages : limit_pages * whole / size_of(kind);
+    kind.memory.limit_pages =
+        std::min(limit_pages * whole / page_bytes(kind), kind.memory.max_pages);
     kind.memory = validated(*kind.driver, kind.memory);
     kinds_.push_back(std::make_unique<Kind>(kind, books_, kinds_.size()));
     has_states_ = has_states_ || kind.memory.has_state();
     if (kinds.size() > 1) kinds_.back()->pool.keep_found();
   }
   budget_.set_limit(limit_pages * whole_page_bytes());
-  require(limit_pages > 0 && budget_.uncommitted_bytes() >= 0,
+  require(budget_.uncommitted_bytes() >= 0,
           [] { return std::string("the limit must hold the pages that are made at the start"); });
   budget_.share();
 }
@@ -120,10 +146,11 @@ void KVMemory::keep(const std::vector<SeqId>& seqs, const std::vector<std::int64
   const Ledger& first = kinds_.front()->ledger;
   for (std::size_t i = 0; i < seqs.size(); ++i) {
     const Sequence& seq = books_.open_seq(seqs[i]);
+    const std::int64_t length = std::min(lengths[i], first.config.max_len);
     const std::int64_t blocks = first.view(seq) == View::kVirtual
-                                    ? first.pages_for(lengths[i]) * first.config.blocks_per_page
-                                    : first.blocks_for(lengths[i]);
-    require(!seq.kv.swapped && lengths[i] >= seq.kv.length &&
+                                    ? first.pages_for(length) * first.config.blocks_per_page
+                                    : first.blocks_for(length);
+    require(!seq.kv.swapped && lengths[i] >= seq.kv.length && lengths[i] == length &&
                 blocks <= static_cast<std::int64_t>(first.held[seqs[i]].blocks.size()),
             [&] {
               return "sequence " + std::to_string(seqs[i]) + " of " + with_commas(seq.kv.length) +
@@ -407,12 +434,7 @@ void KVMemory::stage_and_execute(std::int64_t needed_mappings, std::vector<Chang
     }
     budget_.gather(needed);
     for (at = 0; at < kinds_.size(); ++at) {
-      std::int64_t bytes = budget_.uncommitted_bytes();
-      for (std::size_t j = at + 1; j < kinds_.size(); ++j) {
-        const std::int64_t more = needed[j] - kinds_[j]->pool.num_free();
-        bytes -= std::max<std::int64_t>(0, more) * kinds_[j]->page_bytes();
-      }
-      budget_.allow(*kinds_[at], bytes);
+      budget_.allow_beside(at, needed);
       kinds_[at]->execute(changes[at]);
     }
   } catch (const Error& error) {
@@ -624,7 +646,8 @@ std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle) {
   finish_pending_work();
   const std::int64_t whole = whole_page_bytes();
   const std::int64_t there = drop_idle ? budget_.reclaimable_bytes() : budget_.free_bytes();
-  const std::int64_t bytes = std::max<std::int64_t>(0, there - keep_pages * whole);
+  const std::int64_t kept = std::min(keep_pages, there / whole + 1) * whole;
+  const std::int64_t bytes = std::max<std::int64_t>(0, there - kept);
   if (drop_idle) budget_.evict_until_free(bytes);
   for (const auto& kind : kinds_) kind->release_swap_memory();
   return budget_.return_free(bytes, std::vector<std::int64_t>(kinds_.size())) / whole;

@@ -23,8 +23,13 @@ void KVMemory::persist_to(const std::vector<std::shared_ptr<PageStore>>& stores,
           [] {
             return std::string("a memory with a prefix cache and no sequences takes stores once");
           });
+  require(std::all_of(stores.begin(), stores.end(), [](const auto& store) { return store; }),
+          [] { return std::string("a store is missing"); });
+  books_.generation = 0;
+  for (const auto& store : stores) {
+    books_.generation = std::max(books_.generation, store->generation());
+  }
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
-    books_.generation = std::max(books_.generation, stores[k]->generation());
     Background& background = kinds_[k]->background;
     background.persist_to(stores[k], touch_seconds);
     background.persistence()->call_when_written([this, &background] {
@@ -37,6 +42,7 @@ void KVMemory::persist_to(const std::vector<std::shared_ptr<PageStore>>& stores,
 bool KVMemory::restore(SeqId id, const std::vector<Op>& beside) {
   const auto lock = enter();
   const Sequence& seq = books_.open_seq(id);
+  for (const Op& op : beside) books_.open_seq(op.seq);
   for (const auto& kind : kinds_) {
     if (kind->background.persistence() == nullptr || !kind->work.failure.empty()) return false;
   }
@@ -70,7 +76,7 @@ bool KVMemory::restore(SeqId id, const std::vector<Op>& beside) {
       for (at = 0; at < kinds_.size(); ++at) {
         if (needed[at] == 0) continue;
         Kind& kind = *kinds_[at];
-        budget_.allow(kind, budget_.uncommitted_bytes());
+        budget_.allow_beside(at, needed);
         kind.room.make_room(needed[at]);
         kind.background.persistence()->begin_restore(seq, missing[at].indices);
       }

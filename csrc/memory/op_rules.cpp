@@ -46,6 +46,8 @@ void validate(const std::vector<Op>& ops, const Books& books, const Kinds& kinds
     switch (op.kind) {
       case OpKind::kAttach:
         require(is_empty, [&] { return name(op.seq) + " is not empty"; });
+        require(op.first_token >= 0 && op.first_token <= op.num_tokens,
+                [&] { return name(op.seq) + " cannot drop tokens that it does not have"; });
         require(op.num_tokens % config.block_tokens == 0, [&] {
           return "a cached prefix has whole blocks of " + std::to_string(config.block_tokens) +
                  " tokens, not " + with_commas(op.num_tokens);

@@ -262,6 +262,7 @@ std::int64_t Persistence::pages_for(const std::vector<std::int64_t>& indices) co
 
 void Persistence::hold_cached(const Sequence& seq, std::int64_t first, std::int64_t end,
                               std::vector<PageId>& held) {
+  end = std::min(end, static_cast<std::int64_t>(seq.digests.size()));
   for (std::int64_t i = first; i < end; ++i) {
     const BlockId block = pool_.find(seq.digests[i]);
     if (block == kNoBlock || pool_.state(pool_.page_of(block)) != PageState::kIdle) continue;

@@ -31,6 +31,7 @@ from tests.memory.kinds_model import (
     make_kinds,
 )
 from tests.memory.support import PAGE, Op, attach, convert, fork, grow, swap_in, swap_out
+from vmserve import _core
 from vmserve._core import Health, MapperMode, View, ZeroPolicy
 from vmserve.errors import DriverError, OutOfMemoryError
 
@@ -394,6 +395,42 @@ def test_gauges_of_kinds_are_those_of_all_of_them() -> None:
     assert stats.num_mappings == sum(part.num_mappings for part in parts)
     assert stats.free_mappings == min(part.free_mappings for part in parts)
     assert rig.core.open_seqs() == [first, second]
+
+
+def test_bad_kinds_are_refused() -> None:
+    driver = _core.HostDriver(PAGE, 64)
+    kind: dict[str, Any] = {"driver": driver, "num_groups": 1, "max_pages": 8, "token_bytes": PAGE}
+    common: dict[str, Any] = {"block_tokens": 1, "blocks_per_page": 1, "max_seqs": 1}
+    common |= {"num_slots": 1, "max_len": 8}
+    for others, limit, told in (
+        ([{"driver": None}], 4, "no driver"),
+        ([{}, {"num_groups": 0}], 4, "must be positive"),
+        ([{}, {"max_seqs": 2}], 4, "equal pages"),
+        ([{"window": 2}, {}], 4, "sees all positions"),
+        ([{}], 2**52 + 8, "between 1 and 8"),
+        ([], 4, "at least one kind"),
+        ([{}, {"state_bytes": 64 * PAGE}], 4, "does not hold a page of 262,144 bytes"),
+    ):
+        if others and others[-1].get("state_bytes"):
+            others[-1]["driver"] = _core.HostDriver(64 * PAGE, 8)
+        with pytest.raises(ValueError, match=told):
+            _core.KVMemory([kind | own for own in others], limit, **common)
+    memory = _core.KVMemory([kind], 4, **common)
+    for call in (
+        lambda: memory.block_tables(1),
+        lambda: memory.blocks(0, 1),
+        lambda: memory.restore(memory.open(), [attach(99, 1)]),
+        lambda: memory.plan([(*attach(0, 1)[:3], 400, *attach(0, 1)[4:])]),
+        lambda: memory.keep(np.array([0]), np.array([2**63 - 1])),
+    ):
+        with pytest.raises(ValueError, match=r"outside|not open|does not have|was not grown"):
+            call()
+    seq = 0
+    memory.complete(memory.apply([grow(seq, 4)], memory.plan([grow(seq, 4)]).version))
+    memory.release(seq)
+    idle = memory.stats().idle_pages
+    assert memory.trim(2**52, drop_idle=True) == 0
+    assert memory.stats().idle_pages == idle == 4
 
 
 def test_a_state_takes_no_drafts() -> None:

@@ -404,6 +404,24 @@ def test_bad_uses_are_refused(tmp_path: Path) -> None:
         make_memory(prefix_caching=False).core.persist_to([store_in(tmp_path)])
 
 
+def test_a_cache_cleared_before_it_has_a_store_finds_what_it_stores(
+    tmp_path: Path,
+) -> None:
+    memory = make_memory(prefix_caching=True)
+    memory.core.clear_cache()
+    with pytest.raises(ValueError, match="a store is missing"):
+        memory.core.persist_to([None])
+    memory.core.persist_to([store_in(tmp_path)])
+    memory.release(memory.start([3] * 9))
+    assert memory.core.flush(10)
+    memory.core.close()
+    again = memory_over(tmp_path)
+    seq = again.open([3] * 9)
+    while again.core.restore(seq):
+        again.core.finish_restores()
+    assert again.core.match(seq) == 8
+
+
 # -- several kinds of layers
 
 

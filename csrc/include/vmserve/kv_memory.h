@@ -191,9 +191,9 @@ class KVMemory {
 
   // Block tables of all sequences, `[max_seqs, blocks_per_row()]`, always current; block 0 beyond a
   // sequence's end. Valid as long as this object.
-  const BlockId* block_tables(std::size_t kind) const { return &kinds_[kind]->ledger.tables[0]; }
+  const BlockId* block_tables(std::size_t kind) const { return &kind_at(kind).ledger.tables[0]; }
   std::int64_t blocks_per_row(std::size_t kind) const {
-    return kinds_[kind]->ledger.blocks_per_row;
+    return kind_at(kind).ledger.blocks_per_row;
   }
 
   // Creates the shadow, a read-only copy of all slot mappings that reads as zero where nothing is

@@ -27,6 +27,8 @@ class Budget {
 
   // Allows the kind to commit `bytes` more, or to have as much less if that is negative.
   void allow(Kind& kind, std::int64_t bytes) const;
+  // The same of what is left beside what later kinds lack, of which each needs `needed` free pages.
+  void allow_beside(std::size_t number, const std::vector<std::int64_t>& needed) const;
   // Allows each kind what none has committed.
   void share() const;
   // Allows each kind all that remains if the others keep only what sequences use.

@@ -18,6 +18,8 @@ struct KindConfig {
   MemoryConfig memory;
 };
 
+// Throws MisuseError for numbers that no configuration has.
+void check_sizes(const MemoryConfig& config);
 // Throws MisuseError for a configuration that the driver cannot have.
 MemoryConfig validated(const PageDriver& driver, MemoryConfig config);
 
