@@ -313,6 +313,7 @@ bool Ops::claim_spare(Change& change, SeqId id, SlotId slot_id, std::int64_t ind
 
 // The last of several sequences that continue from one block in a step keeps it without a copy.
 bool Ops::needs_copy(const Change& change, BlockId block) const {
+  if (change.replaced_refs.empty()) return ledger_.needs_copy(block);  // mostly
   const auto replaced = change.replaced_refs.find(block);
   const std::int32_t num_replaced = replaced == change.replaced_refs.end() ? 0 : replaced->second;
   return ledger_.needs_copy(block, num_replaced);
