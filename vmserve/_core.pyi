@@ -400,7 +400,6 @@ _Op = tuple[OpKind, int, int, int, int, View]
 class KVMemory:
     """``kinds``: of each its ``driver`` and options of its own; others are common to all."""
 
-    num_kinds: Final[int]
     closed: Final[bool]
     def __init__(
         self,

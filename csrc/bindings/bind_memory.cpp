@@ -352,8 +352,7 @@ py::array_t<BlockId> block_tables(const py::object& self, std::size_t kind) {
 
 void bind_reading(py::class_<KVMemory>& memory) {
   using unlocked = py::call_guard<py::gil_scoped_release>;
-  memory.def_property_readonly("num_kinds", &KVMemory::num_kinds)
-      .def("length", &KVMemory::length, py::arg("seq"), unlocked())
+  memory.def("length", &KVMemory::length, py::arg("seq"), unlocked())
       .def("sealed", &KVMemory::sealed, py::arg("seq"), unlocked())
       .def("view", &KVMemory::view, py::arg("seq"), unlocked())
       .def("swapped", &KVMemory::swapped, py::arg("seq"), unlocked())

@@ -272,11 +272,10 @@ bool Kind::give_up_past(const std::vector<bool>& running, bool from_slots) {
 
 bool Kind::will_give_up_past(const std::vector<bool>& running) const {
   for (SeqId id = 0; id < config.max_seqs && config.window > 0; ++id) {
-    const SeqState& kv = seqs_[id].kv;
-    const bool is_virtual = kv.view == View::kVirtual;
-    const std::int64_t unit = is_virtual ? config.page_tokens() : config.block_tokens;
-    const std::int64_t past = config.first_seen(kv.length) / unit * unit / config.block_tokens;
-    if (running[id] && !kv.swapped && held_[id].num_trimmed < past) return true;
+    const Sequence& seq = seqs_[id];
+    if (!running[id] || seq.kv.swapped) continue;
+    const std::int64_t first = config.first_seen(seq.kv.length);
+    if (held_[id].num_trimmed < ledger.num_past_blocks(seq, first)) return true;
   }
   return false;
 }

@@ -40,46 +40,44 @@ std::int64_t whole_page_bytes(const std::vector<KindConfig>& kinds) {
   return bytes > 0 ? bytes : page_bytes(kinds.front());
 }
 
-Books make_books(const std::vector<KindConfig>& kinds, std::int64_t limit_pages) {
+Books make_books(const std::vector<KindConfig>& kinds) {
   require(!kinds.empty(), [] { return std::string("a memory has at least one kind of layers"); });
   for (const KindConfig& kind : kinds) {
     require(kind.driver != nullptr, [] { return std::string("a kind of layers has no driver"); });
     check_sizes(kind.memory);
     if (kinds.size() > 1) require_alike(kind.memory, kinds.front().memory);
   }
-  const std::int64_t whole = whole_page_bytes(kinds);
-  const KindConfig& first = kinds.front();
-  const std::int64_t most = round_up_div(first.memory.max_pages * page_bytes(first), whole);
-  require(limit_pages > 0 && limit_pages <= most, [&] {
-    return "limit_pages is " + with_commas(limit_pages) + ": it must lie between 1 and " +
-           with_commas(most);
-  });
-  for (const KindConfig& kind : kinds) {
-    require(limit_pages * whole >= page_bytes(kind), [&] {
-      return "a limit of " + with_commas(limit_pages * whole) + " bytes does not hold a page of " +
-             with_commas(page_bytes(kind)) + " bytes of one kind";
-    });
-  }
-  return Books(first.memory, kinds.size());
+  return Books(kinds.front().memory, kinds.size());
 }
 
 }  // namespace
 
 KVMemory::KVMemory(std::vector<KindConfig> kinds, std::int64_t limit_pages)
     : pid_(::getpid()),
-      books_(make_books(kinds, limit_pages)),
+      books_(make_books(kinds)),
+      whole_page_bytes_(whole_page_bytes(kinds)),
+      most_pages_(round_up_div(kinds.front().memory.max_pages * page_bytes(kinds.front()),
+                               whole_page_bytes_)),
       budget_(kinds_),
       own_ops_(kinds.size()) {
-  const std::int64_t whole = vmserve::whole_page_bytes(kinds);
+  require(limit_pages > 0 && limit_pages <= most_pages_, [&] {
+    return "limit_pages is " + with_commas(limit_pages) + ": it must lie between 1 and " +
+           with_commas(most_pages_);
+  });
+  budget_.set_limit(limit_pages * whole_page_bytes_);
   for (KindConfig& kind : kinds) {
-    kind.memory.limit_pages =
-        std::min(limit_pages * whole / page_bytes(kind), kind.memory.max_pages);
+    const std::int64_t pages = budget_.limit_bytes() / page_bytes(kind);
+    require(pages > 0, [&] {
+      return "a limit of " + with_commas(budget_.limit_bytes()) +
+             " bytes does not hold a page of " + with_commas(page_bytes(kind)) +
+             " bytes of one kind";
+    });
+    kind.memory.limit_pages = std::min(pages, kind.memory.max_pages);
     kind.memory = validated(*kind.driver, kind.memory);
     kinds_.push_back(std::make_unique<Kind>(kind, books_, kinds_.size()));
     has_states_ = has_states_ || kind.memory.has_state();
     if (kinds.size() > 1) kinds_.back()->pool.keep_found();
   }
-  budget_.set_limit(limit_pages * whole_page_bytes());
   require(budget_.uncommitted_bytes() >= 0,
           [] { return std::string("the limit must hold the pages that are made at the start"); });
   budget_.share();
@@ -112,12 +110,6 @@ std::unique_lock<std::mutex> KVMemory::enter() const {
 
 void KVMemory::require_alive() const {
   for (const auto& kind : kinds_) kind->work.require_alive();
-}
-
-std::int64_t KVMemory::whole_page_bytes() const {
-  std::int64_t bytes = 0;
-  for (const auto& kind : kinds_) bytes += kind->config.has_state() ? 0 : kind->page_bytes();
-  return bytes > 0 ? bytes : kinds_.front()->page_bytes();
 }
 
 // -- sequences
@@ -323,7 +315,7 @@ Plan KVMemory::sum_up(PlanOf plan_of) const {
         0, kind->work.available_mappings(kUnlimitedMappings) - kind->work.mapping_room());
   }
   sum.available_mappings = std::max<std::int64_t>(0, sum.available_mappings);
-  const std::int64_t whole = whole_page_bytes();
+  const std::int64_t whole = whole_page_bytes_;
   sum.excess_pages = round_up_div(std::max<std::int64_t>(0, -available), whole);
   available = std::max<std::int64_t>(0, available);
   sum.available_pages = available / whole;
@@ -644,7 +636,7 @@ std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle) {
   require(keep_pages >= 0, [&] { return std::string("keep_pages must not be negative"); });
   require_alive();
   finish_pending_work();
-  const std::int64_t whole = whole_page_bytes();
+  const std::int64_t whole = whole_page_bytes_;
   const std::int64_t there = drop_idle ? budget_.reclaimable_bytes() : budget_.free_bytes();
   const std::int64_t kept = std::min(keep_pages, there / whole + 1) * whole;
   const std::int64_t bytes = std::max<std::int64_t>(0, there - kept);
@@ -655,17 +647,14 @@ std::int64_t KVMemory::trim(std::int64_t keep_pages, bool drop_idle) {
 
 void KVMemory::set_limit(std::int64_t limit_pages) {
   const auto lock = enter();
-  const Kind& first = *kinds_.front();
-  const std::int64_t whole = whole_page_bytes();
-  const std::int64_t most = round_up_div(first.config.max_pages * first.page_bytes(), whole);
-  require(limit_pages > 0 && limit_pages <= most, [&] {
+  require(limit_pages > 0 && limit_pages <= most_pages_, [&] {
     return "the limit of " + with_commas(limit_pages) + " pages must lie between 1 and " +
-           with_commas(most);
+           with_commas(most_pages_);
   });
   require_alive();
   finish_pending_work();
   ++books_.version;
-  budget_.set_limit(limit_pages * whole);
+  budget_.set_limit(limit_pages * whole_page_bytes_);
   budget_.share();
   budget_.give_back_excess();
   budget_.share();

@@ -155,7 +155,7 @@ MemoryStats KVMemory::stats() {
 #include "vmserve/stats.def"
   }
   const auto lock = enter();
-  const std::int64_t whole = whole_page_bytes();
+  const std::int64_t whole = whole_page_bytes_;
 #define VMSERVE_GAUGE(type, name, rule, what) rule::end(sum.name, whole, first);
 #include "vmserve/stats.def"
   sum.page_bytes = whole;

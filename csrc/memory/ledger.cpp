@@ -176,12 +176,6 @@ std::unordered_map<Tenant, std::vector<PageId>> Ledger::compactable_pages() cons
   return pages;
 }
 
-std::int64_t Ledger::num_usable_slots() const {
-  return std::count_if(slots.begin(), slots.end(), [&](const Slot& slot) {
-    return !slot.active() && !slot.in_repair && slot.retire <= books.completed;
-  });
-}
-
 // Pages that cannot be compacted yet: pages in use with gaps, while an epoch or a copy runs, and
 // pages with a copy in flight.
 std::int64_t Ledger::num_uncompactable_pages() const {
@@ -207,12 +201,16 @@ std::int64_t Ledger::num_own_blocks_after(SeqId id, BlockId block) const {
   return next - block - 1;
 }
 
+std::int64_t Ledger::num_past_blocks(const Sequence& seq, std::int64_t first_token) const {
+  const bool is_virtual = seq.kv.view == View::kVirtual;
+  const std::int64_t unit = is_virtual ? config.page_tokens() : config.block_tokens;
+  return first_token / unit * unit / config.block_tokens;
+}
+
 bool Ledger::trim_front(SeqId id, std::int64_t first_token) {
   Held& own = held[id];
   if (config.has_state()) return false;
-  const bool is_virtual = books.seqs[id].kv.view == View::kVirtual;
-  const std::int64_t unit = is_virtual ? config.page_tokens() : config.block_tokens;
-  const std::int64_t stop = std::min(first_token / unit * unit / config.block_tokens,
+  const std::int64_t stop = std::min(num_past_blocks(books.seqs[id], first_token),
                                      static_cast<std::int64_t>(own.blocks.size()));
   if (stop <= own.num_trimmed) return false;
   for (std::int64_t i = own.num_trimmed; i < stop; ++i) {

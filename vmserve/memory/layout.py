@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vmserve.errors import ConfigurationError
@@ -151,7 +152,7 @@ class KVLayout:
 
     ``parts``: layers of one shape each, which follow each other. All have equally many tokens in a
     page and numbers of one type. Build it with :func:`plan_layout`, which checks that the numbers
-    agree, and :func:`join_layouts`.
+    agree, and :func:`join_layouts`. What a scheduler asks for each sequence is computed once.
     """
 
     parts: tuple[LayerPages, ...]
@@ -161,15 +162,15 @@ class KVLayout:
     #: Bytes of the page with the states of a sequence; 0: no layer has one.
     state_bytes: int = 0
 
-    @property
+    @cached_property
     def num_layers(self) -> int:
         return sum(part.num_layers for part in self.parts)
 
-    @property
+    @cached_property
     def num_groups(self) -> int:
         return sum(part.num_groups for part in self.parts)
 
-    @property
+    @cached_property
     def page_tokens(self) -> int:
         return self.parts[0].page_tokens
 
@@ -189,7 +190,7 @@ class KVLayout:
             raise ValueError("the layers of this layout have several shapes: see its parts")
         return replace(first, num_layers=self.num_layers)
 
-    @property
+    @cached_property
     def total_page_bytes(self) -> int:
         """Bytes of one page over all groups: the unit of the pool."""
         return sum(part.total_page_bytes for part in self.parts)
@@ -200,7 +201,7 @@ class KVLayout:
         used = sum(part.token_bytes * part.num_groups for part in self.parts)
         return 1 - used * self.page_tokens / self.total_page_bytes
 
-    @property
+    @cached_property
     def blocks_per_page(self) -> int:
         return self.page_tokens // self.block_tokens
 

@@ -85,7 +85,6 @@ class KVMemory {
   KVMemory(const KVMemory&) = delete;
   KVMemory& operator=(const KVMemory&) = delete;
 
-  std::size_t num_kinds() const { return kinds_.size(); }
   const MemoryConfig& config(std::size_t kind = 0) const;  // throws MisuseError for no kind
 
   // Opens an empty sequence without memory or slot. Nullopt if max_seqs are open. `tokens`: token
@@ -205,8 +204,8 @@ class KVMemory {
   // Of each kind, in pages of its own.
   std::vector<MemoryStats> kind_stats();
   // Describes the pool in at most `max_cells` cells and one for each kind: the kinds' pages one
-  // after the other, then what no kind has committed, in pages of the first. Slots are the first
-  // kind's. O(pages).
+  // after the other. What no kind has committed follows the pages of the first, in pages of its
+  // size. Slots are the first kind's. O(pages).
   MemoryMap memory_map(std::int64_t max_cells);
   std::string last_error() const;  // text of the last driver error; empty if none
   void check();
@@ -225,7 +224,6 @@ class KVMemory {
  private:
   std::unique_lock<std::mutex> enter() const;  // refuses forks and a closed memory, then locks
   const Kind& kind_at(std::size_t kind) const;
-  std::int64_t whole_page_bytes() const;
   void require_alive() const;
   void require_begun(Epoch epoch) const;
   void apply_finished_work();
@@ -252,6 +250,8 @@ class KVMemory {
   pid_t pid_;
   mutable std::mutex mutex_;
   Books books_;
+  const std::int64_t whole_page_bytes_;
+  const std::int64_t most_pages_;  // highest possible limit
   Kinds kinds_;
   Budget budget_;
   bool has_states_ = false;

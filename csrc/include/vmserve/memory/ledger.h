@@ -78,9 +78,10 @@ class Ledger {
                                       std::int64_t first_token) const;
   bool takes_whole_page(std::int64_t block_index, bool dense) const;
   std::unordered_map<Tenant, std::vector<PageId>> compactable_pages() const;
-  std::int64_t num_usable_slots() const;
   std::int64_t num_retiring_pages() const;
   std::int64_t num_own_blocks_after(SeqId seq, BlockId block) const;
+  // Leading blocks, of whole pages in the virtual view, that lie wholly before the token.
+  std::int64_t num_past_blocks(const Sequence& seq, std::int64_t first_token) const;
   // Drops pages (virtual) or blocks (paged) that lie wholly before the token. Returns whether there
   // were any.
   bool trim_front(SeqId id, std::int64_t first_token);
