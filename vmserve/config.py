@@ -47,7 +47,7 @@ Quantization = Literal["none", "int8", "int8-dynamic"]
 KVMapper = Literal["auto", "off", "thread"]
 KVCacheDType = Literal["auto", "int8", "fp8"]
 Preemption = Literal["auto", "recompute", "swap"]
-SchedulingPolicy = Literal["fcfs", "priority", "v0"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 #: Source of drafts; "auto": as far as they pay.
 Speculative = Literal["off", "prompt-lookup", "draft-model", "auto"]
 #: Whether a step is launched while the previous one runs; "auto": on a GPU.
@@ -350,8 +350,7 @@ class EngineConfig:
         SchedulingPolicy,
         Option(
             "Who runs first. fcfs: first come, first served; priority: the lowest number, "
-            "which may preempt higher ones; v0: the PagedAttention paper's policy (a step has"
-            " prompts or decodes), for comparison.",
+            "which may preempt higher ones.",
             _SCHEDULING,
         ),
     ] = "fcfs"
@@ -402,16 +401,6 @@ class EngineConfig:
             unit="seconds",
         ),
     ] = None
-    scheduler_delay_factor: Annotated[
-        float,
-        Option(
-            "With the policy v0: prompts wait for this many times as long as the last ones "
-            "took, so that several are read together.",
-            _SCHEDULING,
-            Bounds(0, 100),
-            default="0",
-        ),
-    ] = 0.0
     fair_sharing: Annotated[
         bool,
         Option(
@@ -505,7 +494,6 @@ class ResolvedConfig:
     scheduling_policy: SchedulingPolicy
     #: Seconds after which a waiting request goes before all priorities; None without priorities.
     priority_max_wait: float | None
-    scheduler_delay_factor: float
     #: Whether a step is launched while the previous one runs.
     async_scheduling: bool
     speculative: Speculative
@@ -602,14 +590,8 @@ def resolve(
         preemption=config.preemption,
         scheduling_policy=config.scheduling_policy,
         priority_max_wait=_priority_max_wait(config),
-        scheduler_delay_factor=config.scheduler_delay_factor,
         async_scheduling=config.async_scheduling == "on"
-        or (
-            config.async_scheduling == "auto"
-            and on_gpu
-            and config.scheduling_policy != "v0"
-            and not model.state_bytes
-        ),
+        or (config.async_scheduling == "auto" and on_gpu and not model.state_bytes),
         speculative=config.speculative,
         fair_sharing=config.fair_sharing,
         request_timeout=config.request_timeout,

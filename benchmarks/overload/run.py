@@ -83,7 +83,7 @@ def closed_loop(
         "tokens_per_second": (after - before) / (ended - began),
         "window_s": ended - began,
         "num_preemptions": engine.scheduler.num_preemptions_total,
-        "num_swaps": engine.scheduler.num_swaps_total,
+        "num_swaps": engine.scheduler.counters()["num_swapped_out_total"],
         "num_steps": num_steps,
     }
 

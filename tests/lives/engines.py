@@ -64,7 +64,7 @@ AXES: dict[str, Sequence[Any]] = {
     "kv_persist": ["none", "roomy", "tight"],
     "swap_space": [0, "256KiB", "64MiB"],
     "preemption": ["auto", "recompute", "swap"],
-    "scheduling_policy": ["fcfs", "priority", "v0"],
+    "scheduling_policy": ["fcfs", "priority"],
     "priority_max_wait": [None, 0.01],
     "fair_sharing": [False, True],
     "speculative": ["off", "prompt-lookup", "auto", "draft-model"],
@@ -97,7 +97,6 @@ def allowed(row: Row) -> bool:
         (row["kv_persist"] != "none" and not row["enable_prefix_caching"])
         or (row["preemption"] == "swap" and not row["swap_space"])
         or (row["priority_max_wait"] is not None and row["scheduling_policy"] != "priority")
-        or (row["async_scheduling"] == "on" and row["scheduling_policy"] == "v0")
         or (has_states and (drafts or row["async_scheduling"] == "on"))
         # A model that drafts is smaller than the one that it drafts for.
         or (row["speculative"] == "draft-model" and row["family"] != "embedded")

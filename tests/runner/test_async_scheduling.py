@@ -482,8 +482,6 @@ def test_when_it_is_on() -> None:
         True,
         False,
     ]
-    with pytest.raises(ConfigurationError, match="the policy v0 ends a step before"):
-        EngineConfig(async_scheduling="on", scheduling_policy="v0")
     with pytest.raises(ConfigurationError, match="'perhaps' is not one of auto, on, off"):
         EngineConfig(async_scheduling="perhaps")  # type: ignore[arg-type]
 

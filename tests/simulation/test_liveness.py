@@ -76,8 +76,7 @@ def test_the_bound_counts_what_is_to_be_computed() -> None:
     assert step_bound([one, beams]) == 8 * (7 * 2 + 6 * 3) + 100
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "v0"])
-def test_cached_blocks_beside_a_parked_slot_do_not_end_a_request(policy: Any) -> None:
+def test_cached_blocks_beside_a_parked_slot_do_not_end_a_request() -> None:
     """It began with one cached block of a page that a parked slot shows, and needs all pages."""
     layout = plan_layout(1, 1, 64, "float32", 4096, page_tokens=32, block_tokens=8)
     config = SimulationConfig(
@@ -88,7 +87,6 @@ def test_cached_blocks_beside_a_parked_slot_do_not_end_a_request(policy: Any) ->
         max_num_seqs=2,
         max_num_batched_tokens=64,
         regime="virtual",
-        policy=policy,
         check_every=1,
     )
     common = tuple(range(8))

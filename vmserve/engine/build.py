@@ -34,7 +34,7 @@ from vmserve.runner.cpu_runtime import open_runtime
 from vmserve.runner.model_runner import ModelRunner, Runner
 from vmserve.runner.runtime import DeviceRuntime
 from vmserve.sampling import TokenSampler
-from vmserve.scheduler.fcfs import FCFSScheduler
+from vmserve.scheduler.base import Scheduler
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.regime import RegimePolicy
 from vmserve.speculation.base import Drafter
@@ -68,7 +68,7 @@ class EngineParts:
     model_config: ModelConfig
     tokenizer: Tokenizer
     memory: MemoryManager
-    scheduler: FCFSScheduler
+    scheduler: Scheduler
     regimes: RegimePolicy
     preemption: PreemptionPolicy
     runtime: DeviceRuntime

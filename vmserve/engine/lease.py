@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vmserve.engine.pins import PinnedPrefixes
     from vmserve.memory.longest import LongestSequence
     from vmserve.memory.manager import MemoryManager
-    from vmserve.scheduler.fcfs import FCFSScheduler
+    from vmserve.scheduler.base import Scheduler
 
 __all__ = ["Lease"]
 
@@ -45,7 +45,7 @@ class Lease:
     def __init__(
         self,
         memory: MemoryManager,
-        scheduler: FCFSScheduler,
+        scheduler: Scheduler,
         pins: PinnedPrefixes,
         longest: LongestSequence,
         clock: Callable[[], float],

@@ -123,8 +123,6 @@ def create_scheduler(
             narrowest_window=memory.narrowest_window,
             checkpoints=memory.checkpoints,
             priority_max_wait=resolved.priority_max_wait,
-            separates_phases=resolved.scheduling_policy == "v0",
-            delay_factor=resolved.scheduler_delay_factor,
             **limits,
         ),
         regimes,

@@ -87,7 +87,6 @@ _RANKS = Fact(
     "tensor_parallel_size", "`--tensor-parallel-size` above 1", lambda value: value > 1, 2
 )
 _STATES = _true("state_bytes", "a model with linear attention", 4096)
-_V0 = _is("scheduling_policy", "v0")
 _NATIVE = _true(
     "native_asked",
     "`--linear-backend native`, `--quantization`",
@@ -132,23 +131,6 @@ _STEPS: Final = (
         _given("num_speculative_tokens", 5),
         _is("speculative", "off"),
         "num_speculative_tokens: nothing is drafted with --speculative off",
-    ),
-    Rule(
-        Fact("scheduler_delay_factor", "`--scheduler-delay-factor`", bool, 0.5),
-        Fact(
-            "scheduling_policy",
-            "a `--scheduling-policy` other than `v0`",
-            lambda value: value != "v0",
-            "fcfs",
-        ),
-        "scheduler_delay_factor: only the policy v0 waits before it reads prompts; give "
-        "--scheduling-policy v0 too",
-    ),
-    Rule(
-        _ASYNC,
-        _V0,
-        "async_scheduling: the policy v0 ends a step before it plans the next: use "
-        "--async-scheduling off, or --scheduling-policy fcfs",
     ),
     Rule(
         Fact(

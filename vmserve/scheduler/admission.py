@@ -78,13 +78,10 @@ class Admission:
     def _forecast(self) -> BlockForecast:
         return self._forecast_beside if self._queues.running else self._forecast_alone
 
-    def admit(
-        self, draft: StepInProgress, *, prompts: bool = True, admission_paused: bool = False
-    ) -> list[Sequence]:
+    def admit(self, draft: StepInProgress, *, admission_paused: bool = False) -> list[Sequence]:
         """Add newcomers to ``draft`` while budget, places and memory last; returns them.
 
-        Without ``prompts``, only swapped sequences come back. With ``admission_paused``, nothing is
-        admitted unless nothing runs.
+        With ``admission_paused``, nothing is admitted unless nothing runs.
         """
         self.has_deferred = False
         if not (self._queues.waiting or self._queues.swapped) or (
@@ -108,7 +105,7 @@ class Admission:
                 return opening.newcomers  # those after it wait too
         while self._queues.swapped and self._swap_in(self._queues.swapped[0], opening):
             pass
-        if self._queues.swapped or not prompts:
+        if self._queues.swapped:
             return opening.newcomers  # swapped sequences come back first
         while self._queues.waiting and self._begin(self.next_waiting(draft), opening):
             pass

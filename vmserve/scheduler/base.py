@@ -305,6 +305,8 @@ class Scheduler(Protocol):
     """Owns the queues. It sees token counts and pages, never a tensor."""
 
     num_preemptions_total: int
+    #: Whether the last step was put off because memory may come.
+    awaits_memory: bool
 
     def add(self, request: Request) -> None: ...
 
@@ -366,6 +368,19 @@ class Scheduler(Protocol):
 
     def make_room(self) -> bool:
         """Free memory after the system refused some; False if only one request runs."""
+        ...
+
+    def give_way(self) -> bool:
+        """Preempt the last arrival for memory that is to go elsewhere; False if it runs alone."""
+        ...
+
+    def wanted_pages(self) -> int:
+        """Pages that running sequences lack for what they know, and that those need that wait for
+        memory alone."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """Totals by metric name."""
         ...
 
     @property

@@ -34,11 +34,6 @@ class SchedulerLimits:
     max_scored_tokens: int = 1 << 20
     #: Most pairs of a prompt's token and one that it attends to in a step (:class:`StepBudget`).
     max_pairs: int | None = None
-    #: Whether prompts are never read in steps that decode (policy "v0", as in the paper).
-    separates_phases: bool = False
-    #: With "v0": wait of prompts that are to be read together, as a multiple of the time of the
-    #: last ones.
-    delay_factor: float = 0.0
 
 
 #: Divisor of a step's pairs: the part that a sequence may take when others have taken all.

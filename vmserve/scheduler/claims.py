@@ -102,7 +102,7 @@ class Claims:
         queues = self._queues
         if not queues.running or not (queues.waiting or queues.swapped):
             return None
-        if self._limits.separates_phases or not (self._has_rivals() or self._has_urgent()):
+        if not (self._has_rivals() or self._has_urgent()):
             return None
         by_tenant = self._places_by_tenant()
         candidates = [seq for seq in self._candidates() if self._may_claim(seq, by_tenant)]

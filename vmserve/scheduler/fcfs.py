@@ -96,9 +96,6 @@ class FCFSScheduler:
 
     def _begin_empty(self) -> None:
         memory, limits, shares = self._memory, self._limits, self._shares
-        #: Seconds of the last step with prompts only, and the start of one that still runs.
-        self._prompts_took = 0.0
-        self._prompts_began: float | None = None
         self._copies = CopiesOut(memory, self._forecast, self._preemption)
         self._queues = Queues()
         self._running = self._queues.running
@@ -133,7 +130,6 @@ class FCFSScheduler:
         self._has_unapplied_plan = False
         #: Last reason why admitted newcomers had to wait again.
         self._last_shortfall: Shortfall | None = None
-        #: Whether the last step was put off because memory may come.
         self.awaits_memory = False
 
     @property
@@ -145,7 +141,6 @@ class FCFSScheduler:
         return list(dict.fromkeys(sequence.request.request_id for sequence in self._running))
 
     def counters(self) -> dict[str, int]:
-        """Totals by metric name."""
         by_claim = self.num_preemptions_by_claim
         return {
             "num_preemptions_total": self.num_preemptions_total,
@@ -291,9 +286,6 @@ class FCFSScheduler:
             self._add_drafts = None  # it knows the scheduler: there should be no circle
 
     def _schedule_step(self) -> StepPlan | None:
-        if self._prompts_began is not None:
-            self._prompts_took = self._clock() - self._prompts_began
-            self._prompts_began = None
         self.awaits_memory = False
         plan = self._schedule()
         while plan is None and not self.awaits_memory and self._break_deadlock():
@@ -324,8 +316,6 @@ class FCFSScheduler:
 
     def _schedule(self) -> StepPlan | None:
         self._begin()
-        if self._limits.separates_phases and (prompts := self._schedule_prompts()) is not None:
-            return prompts
         self._preempt_for_claims()
         preempted_before = self.num_preemptions_total
         draft, plan = self._schedule_running()
@@ -333,9 +323,7 @@ class FCFSScheduler:
             return None
         # If only waiting beams run, the sequence just preempted may be the one to continue.
         if self.num_preemptions_total == preempted_before or not draft:
-            # If nothing decodes after all, this step may read prompts too.
-            mixes = not self._limits.separates_phases or len(draft) == 0
-            plan = self._with_admitted(draft, plan, prompts=mixes)
+            plan = self._with_admitted(draft, plan)
         return plan if draft else None
 
     def _preempt_for_claims(self) -> None:
@@ -351,14 +339,10 @@ class FCFSScheduler:
                     self.num_preemptions_by_claim[reason] += 1
             self._claims.grant(claim)
 
-    def _with_admitted(
-        self, draft: StepInProgress, plan: StepPlan | None, *, prompts: bool = True
-    ) -> StepPlan | None:
+    def _with_admitted(self, draft: StepInProgress, plan: StepPlan | None) -> StepPlan | None:
         """Add newcomers to the draft. ``plan``: of the draft before; the result is None for no
         step."""
-        newcomers = self._admission.admit(
-            draft, prompts=prompts, admission_paused=self._admission_paused
-        )
+        newcomers = self._admission.admit(draft, admission_paused=self._admission_paused)
         if newcomers:
             plan = self._plan_with_newcomers(draft, newcomers)
         elif plan is not None and self._admission.has_deferred:
@@ -431,15 +415,12 @@ class FCFSScheduler:
         return self.awaits_memory
 
     def give_way(self) -> bool:
-        """Preempt the last arrival for memory that is to go elsewhere; False if it runs alone."""
         if self._donors:
             self._drop_donors()
             return True
         return self._preempt_last()
 
     def wanted_pages(self) -> int:
-        """Pages that running sequences lack for what they know, and that those need that wait for
-        memory alone."""
         blocks = sum(self._forecast.owed(seq) for seq in self._running)
         places = max(0, self._limits.max_num_seqs - len(self._running))
         for sequence in islice(chain(self._swapped, self._waiting), places):
@@ -539,8 +520,6 @@ class FCFSScheduler:
         budget = StepBudget.within(self._limits)
         decoding = [seq for seq in self._running if len(seq.tokens) - seq.num_computed == 1]
         draft = budget.take_next_tokens(decoding)
-        if self._limits.separates_phases and decoding:
-            return draft
         prompts = [seq for seq in self._running if seq.num_uncomputed > 1]
         if not granted and self._shares is None:
             for sequence in prompts:
@@ -556,33 +535,6 @@ class FCFSScheduler:
             elif most and budget.can_take(sequence):
                 draft.append(budget.take(sequence, most))
         return draft
-
-    def _schedule_prompts(self) -> StepPlan | None:
-        """Prompts only, newcomers' included; None while sequences are in host memory."""
-        if self._swapped or not self._may_read_prompts():
-            return None
-        draft = StepInProgress()
-        budget = StepBudget.within(self._limits)
-        for sequence in self._running:
-            # Includes a prompt's last token, if a budget ended before it.
-            reads = sequence.num_uncomputed > 1 or sequence.num_computed < sequence.num_prompt
-            if reads and budget.can_take(sequence):
-                draft.append(budget.take(sequence))
-        plan = self._plan_memory(draft)
-        if not isinstance(plan, StepPlan):
-            return None  # decodes run, or free memory
-        with_newcomers = self._with_admitted(draft, plan)
-        if with_newcomers is not None:
-            self._prompts_began = self._clock()
-        return with_newcomers
-
-    def _may_read_prompts(self) -> bool:
-        """Whether the first waiting request has waited long enough, or delays none."""
-        factor = self._limits.delay_factor
-        if not factor or not self._waiting or not self._running:
-            return True
-        waited = self._clock() - self._admission.next_waiting().request.metrics.arrival_time
-        return waited > factor * self._prompts_took
 
     def _preempt_last(self) -> bool:
         """Preempt the last arrival, with its beams; False if nothing else would run."""

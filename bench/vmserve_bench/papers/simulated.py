@@ -19,6 +19,7 @@ from vmserve_bench.simulation.devices import (
     Device,
     opt_13b,
 )
+from vmserve_bench.simulation.prompts_first import PromptsFirst
 from vmserve_bench.workloads.shapes import get_workload
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ __all__ = ["FIGURES", "Options", "Trace", "measure", "sustained_rate", "swap_sec
 _OURS: dict[str, dict[str, Any]] = {
     "vmserve, paged": {"regime": "paged"},
     "vmserve, virtual": {"regime": "virtual"},
-    "vmserve, the paper's policy": {"regime": "paged", "policy": "v0"},
+    "vmserve, the paper's policy": {"regime": "paged", "scheduler": PromptsFirst},
 }
 #: What a baseline knows of a request, and whether it batches statically.
 _BASELINES: dict[str, tuple[Knowledge, bool]] = {

@@ -24,6 +24,7 @@ from vmserve.numbers.dtypes import DType
 from vmserve.runner.cpu_runtime import CpuRuntime
 from vmserve.runner.model_runner import null_logits
 from vmserve.sampling.tokens import SampledToken
+from vmserve.scheduler.budget import SchedulerLimits
 from vmserve.scheduler.preemption import Preemption, PreemptionPolicy
 from vmserve.scheduler.profile import SequenceWork
 from vmserve.scheduler.regime import CostModel, RegimePolicy
@@ -44,11 +45,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from vmserve.config import ResolvedConfig
-    from vmserve.memory.base import MemoryPlan
+    from vmserve.memory.base import KVMemory, MemoryPlan
     from vmserve.memory.layout import KVLayout, LayerKind
     from vmserve.runner.model_runner import StepLogits
     from vmserve.sampling.tokens import Logits, SamplingRow, TokenSampler
-    from vmserve.scheduler.base import StepPlan
+    from vmserve.scheduler.base import Scheduler, StepPlan
     from vmserve.scheduler.profile import DeviceProfile
     from vmserve.scheduler.sequence import Request
     from vmserve.text.tokenizer import Tokenizer
@@ -74,7 +75,8 @@ class SimulationConfig:
     maps. ``check_every``: steps between checks of the memory's conservation laws; 0: never.
     ``seconds_per_swap_run``: time of each copy to or from the host besides its bytes. ``kinds``: of
     layers that have pages of their own, as :class:`~vmserve.memory.manager.MemoryManager` takes
-    them.
+    them. ``scheduler``: another one than the engine's own, which then obeys the first three limits
+    only.
     """
 
     layout: KVLayout
@@ -91,11 +93,12 @@ class SimulationConfig:
     prefix_caching: bool = True
     mapper: Literal["manual", "off"] = "manual"
     lookahead_tokens: int = 16
-    policy: Literal["fcfs", "priority", "v0"] = "fcfs"
+    policy: Literal["fcfs", "priority"] = "fcfs"
     priority_max_wait: float = 60.0
     fair_sharing: bool = False
     check_every: int = 0
     kinds: tuple[LayerKind, ...] = ()
+    scheduler: Callable[[KVMemory, SchedulerLimits], Scheduler] | None = None
 
     @staticmethod
     def of(device: Device, **options: object) -> SimulationConfig:
@@ -236,19 +239,25 @@ class SimulatedEngine:
         )
         regimes = RegimePolicy(config.regime, CostModel(config.profile, config.layout))
         model = _NullModel(self)
-        return EngineParts(
-            resolved=resolved,
-            model_config=model_config,
-            tokenizer=cast("Tokenizer", SimpleNamespace(eos_ids=frozenset({END_ID}))),
-            memory=memory,
-            scheduler=create_scheduler(
+        scheduler: Scheduler
+        if config.scheduler is not None:
+            limits = (config.max_num_seqs, config.max_num_batched_tokens, config.watermark)
+            scheduler = config.scheduler(memory, SchedulerLimits(*limits))
+        else:
+            scheduler = create_scheduler(
                 resolved,
                 memory,
                 regimes,
                 preemption,
                 lambda: self.now,
                 watermark=config.watermark,
-            ),
+            )
+        return EngineParts(
+            resolved=resolved,
+            model_config=model_config,
+            tokenizer=cast("Tokenizer", SimpleNamespace(eos_ids=frozenset({END_ID}))),
+            memory=memory,
+            scheduler=scheduler,
             regimes=regimes,
             preemption=preemption,
             runtime=CpuRuntime(),

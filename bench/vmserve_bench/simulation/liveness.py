@@ -117,7 +117,7 @@ def _config(rng: random.Random, layout: KVLayout, max_len: int) -> SimulationCon
         prefix_caching=rng.random() < 0.6,
         mapper=mapper,
         lookahead_tokens=rng.choice([0, 8, 16]),
-        policy=rng.choice(["fcfs", "fcfs", "priority", "v0"]),
+        policy=rng.choice(["fcfs", "fcfs", "priority", "priority"]),
         priority_max_wait=rng.choice([0.01, 0.03, 60.0]),
         fair_sharing=rng.random() < 0.4,
         check_every=rng.choice([1, 3]),
