@@ -38,6 +38,7 @@ import torch  # isort: skip
 import vmserve.runner.computing  # isort: skip
 import vmserve.runner.graphs  # isort: skip
 from vmserve.config import EngineConfig
+from vmserve.engine.build import IDLE_BYTES
 from vmserve.engine.engine import LLMEngine
 from vmserve.engine.parts import LOOKAHEAD_TOKENS
 from vmserve.errors import ConfigurationError, OutOfMemoryError
@@ -700,7 +701,7 @@ def part_idle(bench: Bench) -> Iterator[Row]:
     num, on_device = max(bench.plan.batches), bench.device == "cuda"
     with bench.engine((num,), max_num_seqs=num) as engine:
         memory, page_bytes = engine.memory, engine.memory.layout.total_page_bytes
-        kept = max(engine._idle_bytes // page_bytes, memory.ready_pages)
+        kept = max(IDLE_BYTES // page_bytes, memory.ready_pages)
 
         def row(when: str, steps: str | None, seconds: float | None = None) -> Row:
             stats = memory.stats()

@@ -80,9 +80,8 @@ class Engine:
 
     def flush(self) -> None:
         """Tell the pool what is new."""
-        if self.sim.engine.lease is not None:
-            for holding, is_answer in self.sim.engine.memory_news():
-                self.lender.report(MemoryReport(holding, is_answer))
+        for holding, is_answer in self.sim.engine.memory_news():
+            self.lender.report(MemoryReport(holding, is_answer))
 
     def add(self, count: int) -> None:
         for number, (num_prompt, num_answer) in self._jobs[:count]:

@@ -149,7 +149,7 @@ def test_a_limit_below_what_pinned_prefixes_leave_or_above_the_device() -> None:
         llm.pin_prefix([7] * 256)
         with pytest.raises(ConfigurationError, match=r"beside \d+ pages of pinned prefixes: raise"):
             llm.set_kv_cache_memory(least * page)
-        pinned = llm.engine._pins.num_pages
+        pinned = llm.engine.pool.pins.num_pages
         assert llm.set_kv_cache_memory((least + pinned) * page) == (least + pinned) * page
         with pytest.raises(ConfigurationError, match=r"is more than the .* that the device has"):
             llm.set_kv_cache_memory(1 << 60)

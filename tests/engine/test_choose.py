@@ -47,7 +47,7 @@ def test_an_engine_is_what_was_chosen(options: dict[str, Any]) -> None:
         assert (
             type(engine.runner.model.network).__name__ == "NativeDecoder"
         ) is choices.target.native  # type: ignore[attr-defined]
-        assert (engine.ranks is not None) is (choices.num_ranks > 1)
+        assert engine.ranks.size == choices.num_ranks
         draft = engine.draft_model
         assert (draft is None) is (choices.draft is None)
         if draft is not None and choices.draft is not None:

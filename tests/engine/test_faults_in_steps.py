@@ -42,13 +42,13 @@ PLANNING = [
 ]  # fmt: skip
 COMPUTING = [
     ("memory", "slots"), ("runner", "execute"), ("memory", "launched"), ("scheduler", "computed"),
-    ("structured", "masks"), ("sampler", "sample"), ("steps", "draw"),
+    ("structured", "masks"), ("sampler", "sample"), ("steps", "draw"), ("_figures", "launched"),
 ]  # fmt: skip
 TAKING = [
     ("_acceptor", "_append"), ("_acceptor", "_advance"), ("_acceptor", "updates"),
     ("scheduler", "finish"), ("scheduler", "fork"), ("memory", "release"),
     ("memory", "append_tokens"), ("steps", "publish_tokens"), ("_regimes", "finished"),
-    ("_regimes", "stepped"), ("", "_record"), ("", "_retire"),
+    ("_regimes", "stepped"), ("_figures", "ended"), ("", "_retire"),
 ]  # fmt: skip
 
 #: Stages that not every kind of engine comes to.

@@ -25,6 +25,8 @@ class Engine:
         longest = SimpleNamespace(least_bytes=lambda pinned: 10 * PAGE)
         parts: list[Any] = [self, scheduler, SimpleNamespace(num_pages=0), longest]
         self.lease = Lease(*parts, clock=lambda: self.now)
+        self.lease.order(self.limit_bytes, reclaim=False)
+        self.lease.obey()
 
     @property
     def limit_pages(self) -> int:

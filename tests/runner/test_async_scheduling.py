@@ -112,7 +112,7 @@ class Life:
         engine.memory.wait()
         engine.memory.check()
         stats = engine.stats()
-        assert engine._flight is None
+        assert engine.steps.in_flight is None
         assert stats["num_seqs"] == stats["used_pages"] == stats["waiting_pages"] == 0
         told = sum(len(tokens) for choices in self.done.values() for tokens, _ in choices)
         assert stats["generation_tokens_total"] == told

@@ -175,7 +175,7 @@ def test_pages_are_made_at_start_ahead_of_need_and_kept_while_nothing_runs(sim: 
     calls = sim.num_calls("cuMemCreate")
     tokens_of(engine, 4, temperature=0)
     engine.memory.trim(ready, drop_idle=True)
-    engine._idle()
+    engine.pool.idle()
     tokens_of(engine, 4, temperature=0)
     assert sim.num_calls("cuMemCreate") == calls
     assert engine.memory.stats().committed_pages == ready

@@ -74,7 +74,7 @@ def test_a_trace_that_is_cut_off_lacks_its_end_only(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with LLM(kv_cache_memory="64MiB", trace_file=str(path)) as llm:
         llm.generate([[1, 5, 6]], SamplingParams(max_tokens=4))
-        llm.engine._trace._file.flush()  # type: ignore[union-attr]
+        llm.engine._figures.trace._file.flush()  # type: ignore[union-attr]
         events = json.loads(path.read_text() + "]")
     assert len(named(events, "X", "step")) == 4
 

@@ -29,7 +29,8 @@ from vmserve.client.messages import (
     ToEngine,
     Unpin,
 )
-from vmserve.engine.engine import LLMEngine, StepResult
+from vmserve.engine.engine import LLMEngine
+from vmserve.engine.results import StepResult
 from vmserve.errors import EngineDeadError, FrameTooLargeError, VmserveError
 from vmserve.models import resolve_model
 from vmserve.sampling.params import SamplingParams
@@ -110,8 +111,7 @@ class EngineService:
         #: Pinned prefixes by the client's handles, and those by the requests that compute them.
         self._pins: dict[int, _Pin] = {}
         self._pinning: dict[str, int] = {}
-        if engine.ranks is not None:
-            engine.ranks.on_lost(self._rank_lost)
+        engine.ranks.on_lost(self._rank_lost)
 
     # -- any thread -------------------------------------------------------------------
 
@@ -373,9 +373,8 @@ class EngineService:
 
     def flush(self) -> None:
         """Send what is new, if there is anything."""
-        if self.engine.lease is not None:
-            for holding, is_answer in self.engine.memory_news():
-                self._send(MemoryReport(holding, is_answer))
+        for holding, is_answer in self.engine.memory_news():
+            self._send(MemoryReport(holding, is_answer))
         counts = (self.engine.scheduler.num_running, self.engine.scheduler.num_waiting)
         if counts == self._counts and not (self._updates or self._accepted or self._failures):
             return

@@ -11,12 +11,18 @@ import contextlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from vmserve.config import LEAST_BYTES, EngineConfig, ResolvedConfig
 from vmserve.engine.choose import Choices, DraftChoice, choices_for
 from vmserve.engine.draft_model import DraftModel
-from vmserve.engine.parts import cost_model, create_memory, create_scheduler, most_pairs
+from vmserve.engine.parts import (
+    cost_model,
+    create_memory,
+    create_scheduler,
+    most_pairs,
+    most_scored,
+)
 from vmserve.engine.persistence import identity_of, persist, settings_of
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
@@ -28,10 +34,10 @@ from vmserve.models.gguf.reader import GgufModel
 from vmserve.models.loader import Progress
 from vmserve.options import rules
 from vmserve.parallel.launched import placement
-from vmserve.parallel.ranks import Ranks
+from vmserve.parallel.ranks import OneRank, Ranks
 from vmserve.runner.computing import Computing
 from vmserve.runner.cpu_runtime import open_runtime
-from vmserve.runner.model_runner import ModelRunner, Runner
+from vmserve.runner.model_runner import ModelRunner, OtherRanks, Runner
 from vmserve.runner.runtime import DeviceRuntime
 from vmserve.sampling import TokenSampler
 from vmserve.scheduler.base import Scheduler
@@ -48,8 +54,6 @@ __all__ = ["EngineParts", "build"]
 
 #: Free pages that an idle engine keeps, so that the next short request waits for no page fault.
 IDLE_BYTES = 16 << 20
-#: Most logits of prompt tokens computed in a step (128 MiB in float32).
-SCORED_LOGITS = 1 << 25
 #: Cost of a step of a draft model before it was measured, as a multiple of the ratio of bytes of
 #: weights: little, so that it is tried.
 _HOPED = 0.5
@@ -80,8 +84,8 @@ class EngineParts:
     drafter: Drafter | None = None
     #: Model that drafts, if one does; its KV memory is a part of the engine's.
     draft_model: DraftModel | None = None
-    #: The other ranks, if there are any.
-    ranks: Ranks | None = None
+    #: The other ranks, without which the engine does not work.
+    ranks: Ranks | OneRank = field(default_factory=OneRank)
     weights: str = ""
     identity: str = ""
 
@@ -111,19 +115,14 @@ def _build(
     resolved, target = choices.resolved, choices.target
     tokenizer = _tokenizer(choices)
     ranks = _start_ranks(choices, runtime, undo)
-    pages = runtime.memory(resolved.activation_bytes)
-    if ranks is None:
-        model = target.load(runtime, progress)
-    else:
-        pages = ranks.memory(pages)
-        model = target.load(runtime, progress, collective=ranks.collective, group=ranks.group)
-        ranks.wait_loaded()
+    pages = ranks.memory(runtime.memory(resolved.activation_bytes))
+    model = target.load(runtime, progress, collective=ranks.collective, group=ranks.group)
+    ranks.wait_loaded()
     draft = None
     if choices.draft is not None:
         draft = _build_draft(choices.draft, choices.kv_driver, model.parameter_bytes, progress)
     memory = create_memory(resolved, choices.own_model, target, pages, num_ranks=choices.num_ranks)
-    if ranks is not None:
-        ranks.begin(memory)
+    ranks.begin(memory)
     settings = settings_of(memory, target, runtime, choices.num_ranks)
     persist(memory, resolved, target.path, settings)
     if resolved.kv_limit_bytes == LEAST_BYTES:
@@ -138,7 +137,7 @@ def _build(
         regimes,
         preemption,
         window=target.window,
-        max_scored_tokens=max(1, SCORED_LOGITS // target.model.vocab_size),
+        max_scored_tokens=most_scored(target.model.vocab_size),
         max_pairs=most_pairs(resolved, target.model, runtime),
     )
     runner = _runner(resolved, target, model, memory, runtime, ranks)
@@ -192,9 +191,9 @@ def _open_gguf(computing: Computing) -> GgufModel | None:
 
 def _start_ranks(
     choices: Choices, runtime: DeviceRuntime, undo: contextlib.ExitStack
-) -> Ranks | None:
+) -> Ranks | OneRank:
     if choices.num_ranks == 1:
-        return None
+        return OneRank()
     ranks = Ranks(
         choices.num_ranks,
         choices.target,
@@ -244,7 +243,7 @@ def _runner(
     model: LoadedModel,
     memory: MemoryManager,
     runtime: DeviceRuntime,
-    ranks: Ranks | None = None,
+    ranks: OtherRanks | None = None,
 ) -> ModelRunner:
     kernels = computing.kernels(runtime, memory)
     graphs = None

@@ -13,16 +13,40 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vmserve.engine.parts import most_scored
 from vmserve.scheduler.base import Drafted
 
 if TYPE_CHECKING:
+    from vmserve.engine.build import EngineParts
     from vmserve.memory.manager import MemoryManager
     from vmserve.scheduler.base import Columns, Scheduler, StepInProgress, StepPlan
     from vmserve.scheduler.sequence import Request, Sequence
     from vmserve.speculation.base import Drafter
     from vmserve.telemetry.counters import EngineCounters
 
-__all__ = ["Drafts"]
+__all__ = ["Drafts", "NoDrafts", "drafts_of"]
+
+
+class NoDrafts:
+    """Steps without drafts."""
+
+    def wanted(self, sequences: Iterable[Sequence]) -> bool:
+        return False
+
+    def add(self, step: StepInProgress, columns: Columns) -> None:
+        pass
+
+    def keep(self, plan: StepPlan) -> None:
+        pass
+
+    def learn(self, seconds: float, attention: float) -> None:
+        pass
+
+    def start_over(self) -> None:
+        pass
+
+    def forget(self, request: Request) -> None:
+        pass
 
 
 class Drafts:
@@ -106,6 +130,8 @@ class Drafts:
 
     def keep(self, plan: StepPlan) -> None:
         """Keep what was accepted, when the tokens are appended and before sequences end."""
+        if not plan.drafts:
+            return
         seqs, lengths = [], []
         known = plan.columns.num_known.tolist()
         for place, draft in enumerate(plan.drafts):
@@ -140,6 +166,22 @@ class Drafts:
         self._asked, self._proposed = ([], []), None
         for sequence in request.sequences:
             self._drafter.forget(sequence)
+
+
+def drafts_of(parts: EngineParts, counters: EngineCounters) -> Drafts | NoDrafts:
+    """The drafts of an engine with these parts."""
+    if parts.drafter is None:
+        return NoDrafts()
+    vocab_size = parts.model_config.vocab_size
+    return Drafts(
+        parts.drafter,
+        parts.memory,
+        parts.scheduler,
+        counters,
+        vocab_size=vocab_size,
+        max_tokens=parts.resolved.max_num_batched_tokens,
+        max_rows=most_scored(vocab_size),
+    )
 
 
 def _most(sequence: Sequence) -> int:

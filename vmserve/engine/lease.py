@@ -9,7 +9,7 @@ when it can give back what it could not before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from vmserve.errors import DriverError, OutOfMemoryError
 from vmserve.pool.shares import Holding
 
 if TYPE_CHECKING:
+    from vmserve.engine.draft_model import DraftModel
     from vmserve.engine.pins import PinnedPrefixes
     from vmserve.memory.longest import LongestSequence
     from vmserve.memory.manager import MemoryManager
@@ -37,9 +38,9 @@ _LATELY_SECONDS = 1.0
 
 
 class Lease:
-    """The KV memory that an engine has from a pool.
+    """The KV memory that an engine has from a pool; its own until the first order comes.
 
-    ``draft_bytes``: what a draft model's KV cache has of it, always.
+    ``drafting``: models that draft, whose KV caches have a part of it that stays as it is.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class Lease:
         pins: PinnedPrefixes,
         longest: LongestSequence,
         clock: Callable[[], float],
-        draft_bytes: int = 0,
+        drafting: Sequence[DraftModel] = (),
     ) -> None:
-        self._draft_bytes = draft_bytes
+        #: Whether the memory is a pool's.
+        self.is_lent = False
+        self._drafting = drafting
         self._memory = memory
         self._scheduler = scheduler
         self._pins = pins
@@ -92,6 +95,7 @@ class Lease:
 
     def order(self, limit_bytes: int, *, reclaim: bool) -> None:
         """Note an order of the pool, for :meth:`obey`."""
+        self.is_lent = True
         self._orders.append((limit_bytes, reclaim))
 
     def obey(self) -> None:
@@ -125,6 +129,8 @@ class Lease:
 
         ``is_last_resort``: otherwise a request fails.
         """
+        if not self.is_lent:
+            return False
         now = self._clock()
         self._is_starved = True
         if self._asked_at is None:
@@ -139,6 +145,8 @@ class Lease:
 
     def take_news(self, *, is_idle: bool) -> list[tuple[Holding, bool]]:
         """What to report to the pool since the last call, and whether it answers an order."""
+        if not self.is_lent:
+            return []
         self._look(is_idle)
         news, self._news = self._news, []
         return news
@@ -221,6 +229,10 @@ class Lease:
         self._news.append((holding, is_answer))
 
     # -- counts: with the draft model's part ----------------------------------------------
+
+    @property
+    def _draft_bytes(self) -> int:
+        return sum(each.limit_bytes for each in self._drafting)
 
     @property
     def _limit_bytes(self) -> int:

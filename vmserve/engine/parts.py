@@ -30,10 +30,12 @@ from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.profile import DeviceProfile
 from vmserve.scheduler.regime import CostModel, RegimePolicy
 
-__all__ = ["cost_model", "create_memory", "create_scheduler", "most_pairs"]
+__all__ = ["cost_model", "create_memory", "create_scheduler", "most_pairs", "most_scored"]
 
 #: Tokens ahead of a sequence for which pages are mapped while a step computes.
 LOOKAHEAD_TOKENS = 16
+#: Most logits of prompt tokens computed in a step (128 MiB in float32).
+_SCORED_LOGITS = 1 << 25
 
 
 def create_memory(
@@ -157,6 +159,11 @@ def _q_heads(model: ModelConfig) -> int:
     """Query heads; of a model that transformers computes, at least as many as there are of keys."""
     network = model.network
     return network.q_heads if isinstance(network, DecoderConfig) else model.kv_heads
+
+
+def most_scored(vocab_size: int) -> int:
+    """Most rows of logits beyond those of next tokens, for prompts and drafts, in a step."""
+    return max(1, _SCORED_LOGITS // vocab_size)
 
 
 def most_pairs(resolved: ResolvedConfig, model: ModelConfig, runtime: DeviceRuntime) -> int | None:

@@ -34,7 +34,7 @@ from vmserve.parallel.launched import Placement
 from vmserve.parallel.link import RankOrders
 from vmserve.parallel.processes import LaunchedRank, LocalRank, RankProcess
 from vmserve.runner.computing import Computing
-from vmserve.runner.model_runner import StepColumns
+from vmserve.runner.model_runner import Alone, StepColumns
 from vmserve.system.threads import keep_to, split_cpus
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from vmserve.models.collective import Collective
 
-__all__ = ["Ranks", "for_ranks", "refuse", "share_of"]
+__all__ = ["OneRank", "Ranks", "for_ranks", "refuse", "share_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +83,37 @@ def for_ranks(
         rules.check({**config.facts, **known})
         config = replace(config, linear_backend="torch")
     return config, replace(resolved, async_scheduling=False, captures_graphs=False)
+
+
+class OneRank(Alone):
+    """An engine without other ranks."""
+
+    size = 1
+    pids: Sequence[int] = ()
+    group: RankGroup | None = None
+    collective: Collective | None = None
+    failure: str | None = None
+
+    def memory(self, own: MemoryDevice) -> MemoryDevice:
+        return own
+
+    def wait_loaded(self) -> None:
+        pass
+
+    def begin(self, memory: MemoryManager) -> None:
+        pass
+
+    def on_lost(self, listener: Callable[[str], None]) -> None:
+        """None can be lost."""
+
+    def check(self) -> None:
+        """None has ended."""
+
+    def memory_failed(self, error: Exception) -> None:
+        """It is no other rank's."""
+
+    def close(self) -> None:
+        pass
 
 
 class Ranks:
@@ -269,6 +300,10 @@ class Ranks:
         """Raises :class:`~vmserve.errors.RankLostError` if a rank has ended."""
         if self._failure is not None:
             raise RankLostError(self._failure)
+
+    def memory_failed(self, error: Exception) -> None:
+        """Raises :class:`~vmserve.errors.RankLostError`: the memories of ranks may differ now."""
+        raise self.lost(error) from error
 
     def lost(self, error: Exception) -> RankLostError:
         """End the group because of an error in a step or in a call of a rank's memory."""

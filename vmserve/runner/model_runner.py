@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vmserve.sampling.tokens import Logits
 
 __all__ = [
+    "Alone",
     "AttentionTime",
     "ModelRunner",
     "OtherRanks",
@@ -158,6 +159,16 @@ class OtherRanks(Protocol):
         ...
 
 
+class Alone:
+    """No other ranks."""
+
+    def computing(self, columns: StepColumns) -> AbstractContextManager[None]:
+        return _NOBODY
+
+
+_NOBODY: AbstractContextManager[None] = contextlib.nullcontext()
+
+
 class Runner(Protocol):
     """Executes step plans: :class:`ModelRunner`, or one without a model."""
 
@@ -178,10 +189,10 @@ class ModelRunner:
         kernels: Mapping[Regime, RegimeKernels],
         runtime: DeviceRuntime,
         graphs: StepGraphs | None = None,
-        followers: OtherRanks | None = None,
+        others: OtherRanks | None = None,
     ) -> None:
         self.model = model
-        self._followers = followers
+        self._others = others or Alone()
         self._kernels = kernels
         self._runtime = runtime
         self._graphs = graphs
@@ -224,11 +235,8 @@ class ModelRunner:
             None if plan.only_decodes else np.array(rows, dtype=np.int64),
             len(wanted.hidden_rows),
         )
-        if self._followers is None:
+        with self._others.computing(columns):
             logits, parts, hidden = self._compute(columns, drawn, whole)
-        else:
-            with self._followers.computing(columns):
-                logits, parts, hidden = self._compute(columns, drawn, whole)
         self._begun = None
         return _step_logits(logits, wanted, self._times(parts), hidden)
 

@@ -21,12 +21,15 @@ __all__ = [
     "Drafted",
     "Flags",
     "Ints",
+    "MayCome",
     "NoRoomError",
     "ScheduledSequence",
     "Scheduler",
     "StepGrant",
     "StepInProgress",
     "StepPlan",
+    "no_drafts",
+    "none_comes",
 ]
 
 #: A sequence, and the number of its tokens that a step computes.
@@ -185,6 +188,23 @@ class Drafted:
 AddDrafts = Callable[[StepInProgress, Columns], Drafted | None]
 
 
+def no_drafts(step: StepInProgress, columns: Columns) -> None:
+    """The step has none."""
+
+
+class MayCome(Protocol):
+    """Says whether memory may come soon, from elsewhere, for a step that has none."""
+
+    def __call__(self, *, is_last_resort: bool = False) -> bool:
+        """``is_last_resort``: else a request fails, not only waits."""
+        ...
+
+
+def none_comes(*, is_last_resort: bool = False) -> bool:
+    """The memory is the scheduler's own."""
+    return False
+
+
 @step_value
 class StepPlan:
     """One step: what is computed, and the memory that it needs.
@@ -319,12 +339,17 @@ class Scheduler(Protocol):
         ...
 
     def schedule(
-        self, *, ahead: bool = False, add_drafts: AddDrafts | None = None
+        self,
+        *,
+        ahead: bool = False,
+        add_drafts: AddDrafts = no_drafts,
+        may_come: MayCome = none_comes,
     ) -> StepPlan | None:
         """The next step, or None if there is nothing to run.
 
         ``add_drafts`` is asked for drafts, perhaps several times; the step has them where there is
-        memory for them.
+        memory for them. ``may_come`` is asked where there is no memory; :attr:`awaits_memory` then
+        says that the step was put off.
 
         ``ahead``: the last step still runs and some of its tokens are unknown. Nothing is preempted
         then, and None means: ask again when the tokens are known.

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 from operator import attrgetter
-from typing import Protocol
 
 from vmserve.memory.base import (
     Attach,
@@ -38,7 +37,15 @@ from vmserve.memory.base import (
 )
 from vmserve.scheduler.admission import Admission
 from vmserve.scheduler.ageing import Ageing
-from vmserve.scheduler.base import AddDrafts, NoRoomError, StepInProgress, StepPlan
+from vmserve.scheduler.base import (
+    AddDrafts,
+    MayCome,
+    NoRoomError,
+    StepInProgress,
+    StepPlan,
+    no_drafts,
+    none_comes,
+)
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
 from vmserve.scheduler.claims import ClaimReason, Claims
 from vmserve.scheduler.copies import CopiesOut
@@ -56,14 +63,6 @@ from vmserve.scheduler.siblings import computes_prompt, has_followers, is_fork_o
 __all__ = ["FCFSScheduler", "SchedulerLimits"]
 
 logger = logging.getLogger(__name__)
-
-
-class MemoryLender(Protocol):
-    """Lends memory to this scheduler's, and may have more of it."""
-
-    def may_come(self, *, is_last_resort: bool = False) -> bool:
-        """Whether a step that has no memory should wait; ``is_last_resort``: or a request fails."""
-        ...
 
 
 class FCFSScheduler:
@@ -85,8 +84,6 @@ class FCFSScheduler:
         self._policy = regimes or RegimePolicy("virtual")
         self._shares = shares
         self._clock = clock
-        #: MemoryLender of the memory; None: the memory is its own.
-        self.lender: MemoryLender | None = None
         self.num_preemptions_total = 0
         #: Preemptions for claims, by reason.
         self.num_preemptions_by_claim: dict[ClaimReason, int] = {"priority": 0, "fairness": 0}
@@ -124,8 +121,9 @@ class FCFSScheduler:
         #: Whether the system refused memory below the limit. Nothing is then admitted while
         #: sequences run, until one of them ends, or the refusal would repeat at each step.
         self._admission_paused = False
-        #: Source of drafts for the step that is planned.
-        self._add_drafts: AddDrafts | None = None
+        #: Source of drafts for the step that is planned, and of memory.
+        self._add_drafts: AddDrafts = no_drafts
+        self._may_come: MayCome = none_comes
         #: Whether a step was planned and not applied.
         self._has_unapplied_plan = False
         #: Last reason why admitted newcomers had to wait again.
@@ -276,14 +274,18 @@ class FCFSScheduler:
             shares.served(sequence.request, num_read=num_read, num_generated=int(samples))
 
     def schedule(
-        self, *, ahead: bool = False, add_drafts: AddDrafts | None = None
+        self,
+        *,
+        ahead: bool = False,
+        add_drafts: AddDrafts = no_drafts,
+        may_come: MayCome = none_comes,
     ) -> StepPlan | None:
-        self._add_drafts = add_drafts
+        self._add_drafts, self._may_come = add_drafts, may_come
         try:
             self._regimes.reconsider()
             return self._schedule_ahead() if ahead else self._schedule_step()
-        finally:
-            self._add_drafts = None  # it knows the scheduler: there should be no circle
+        finally:  # both know the scheduler: there should be no circle
+            self._add_drafts, self._may_come = no_drafts, none_comes
 
     def _schedule_step(self) -> StepPlan | None:
         self.awaits_memory = False
@@ -410,7 +412,7 @@ class FCFSScheduler:
 
     def _waits_for_memory(self, *, is_last_resort: bool = False) -> bool:
         """Put the step off, if memory has been asked for and may come soon."""
-        if self.lender is not None and self.lender.may_come(is_last_resort=is_last_resort):
+        if self._may_come(is_last_resort=is_last_resort):
             self.awaits_memory = True
         return self.awaits_memory
 
@@ -478,7 +480,7 @@ class FCFSScheduler:
         """Plan with the requested conversions and with drafts, as far as there is memory for them
         now; drafts keep no conversion waiting."""
         columns = draft.columns(self._limits.window)
-        drafted = None if self._add_drafts is None else self._add_drafts(draft, columns)
+        drafted = self._add_drafts(draft, columns)
         starts: list[MemoryOp] = []
         # Waiting beams may start too.
         if columns.has_starts or len(draft) < len(self._running):

@@ -19,12 +19,15 @@ from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 
 if TYPE_CHECKING:
-    from vmserve.memory.base import MemoryStats
+    from collections.abc import Iterable
+
+    from vmserve.memory.manager import MemoryManager
     from vmserve.scheduler.base import Scheduler, StepPlan
     from vmserve.telemetry.phases import StepPhases
+    from vmserve.text.update import RequestUpdate
     from vmserve.types import RequestMetrics
 
-__all__ = ["StepTrace"]
+__all__ = ["NoTrace", "StepTrace"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,16 @@ _EVENTS = (
     "swapped_out_blocks_total",
     "swapped_in_blocks_total",
 )
+
+
+class NoTrace:
+    """Writes nothing."""
+
+    def step(self, *_: object, ahead: bool) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 class StepTrace:
@@ -71,11 +84,13 @@ class StepTrace:
         plan: StepPlan,
         phases: StepPhases,
         scheduler: Scheduler,
-        stats: MemoryStats,
+        memory: MemoryManager,
+        outputs: Iterable[RequestUpdate] = (),
         *,
         ahead: bool = False,
     ) -> None:
-        """One step: its phases, what it computed, and how the memory is after it.
+        """One step: its phases, what it computed, how the memory is after it, and the requests that
+        have ended with it.
 
         ``ahead``: it began before the last one ended, and so has a track next to that one's.
         """
@@ -94,7 +109,7 @@ class StepTrace:
         self._span("step", spans[0].began, spans[-1].ended, args)
         for span in spans:
             self._span(span.phase, span.began, span.ended, {})
-        now = spans[-1].ended
+        now, stats = spans[-1].ended, memory.stats()
         values = {**stats.as_dict(), "num_preemptions_total": scheduler.num_preemptions_total}
         self._count("pages", now, {name: values[name] for name in _PAGES})
         running = {"virtual": stats.virtual_seqs, "paged": stats.paged_seqs}
@@ -104,6 +119,9 @@ class StepTrace:
             if count:
                 label = name.removesuffix("_total")
                 self._event("i", label, now, tid=_STEPS, s="t", args={"count": count})
+        for output in outputs:
+            if output.finished and output.metrics is not None:
+                self.request(output.request_id, output.metrics)
 
     def request(self, request_id: str, metrics: RequestMetrics) -> None:
         """Write a request that has ended."""

@@ -69,8 +69,15 @@ class WatchedEngine(LLMEngine):
         self.counts: Counts = []
         self._every = every
         self._known: dict[int, Sequence] = {}
+        scheduled = self._figures.scheduled
 
-    def _mark_scheduled(self, plan: StepPlan) -> None:
+        def record(plan: StepPlan) -> None:
+            self._record(plan)
+            scheduled(plan)
+
+        self._figures.scheduled = record  # type: ignore[method-assign]
+
+    def _record(self, plan: StepPlan) -> None:
         requests = self._requests.values()
         live = {
             sequence.memory_id: sequence
@@ -95,7 +102,6 @@ class WatchedEngine(LLMEngine):
                     prefixes += common_prefixes(beams)
         self.recorded.append(Step(forks, growths, list(live.values()), counted, prefixes))
         self._known = live
-        super()._mark_scheduled(plan)
 
 
 def run_to_end(engine: LLMEngine) -> dict[str, list[int]]:

@@ -11,7 +11,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vmserve.memory.base import MemoryPlan, Regime
-from vmserve.scheduler.base import NoRoomError, StepInProgress, StepPlan
+from vmserve.scheduler.base import (
+    NoRoomError,
+    StepInProgress,
+    StepPlan,
+    no_drafts,
+    none_comes,
+)
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
 from vmserve.scheduler.donors import open_memory, release_memory
 from vmserve.scheduler.forecast import BlockForecast
@@ -20,7 +26,7 @@ from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
     from vmserve.memory.base import KVMemory
-    from vmserve.scheduler.base import AddDrafts
+    from vmserve.scheduler.base import AddDrafts, MayCome
 
 __all__ = ["PromptsFirst"]
 
@@ -93,7 +99,11 @@ class PromptsFirst:
     # -- the step -----------------------------------------------------------------------
 
     def schedule(
-        self, *, ahead: bool = False, add_drafts: AddDrafts | None = None
+        self,
+        *,
+        ahead: bool = False,
+        add_drafts: AddDrafts = no_drafts,
+        may_come: MayCome = none_comes,
     ) -> StepPlan | None:
         """Prompts if there is room for one, else decodes."""
         if ahead:

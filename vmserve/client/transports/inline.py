@@ -155,8 +155,7 @@ class InlineTransport(Here):
                 self._service.flush()
                 if len(results) < len(works) and not woken:
                     assert self._engine.has_unfinished, "all wait, and nothing runs"
-                    if self._engine.lease is not None:
-                        self._service.handle_posted()
+                    self._service.handle_posted()
                     self._service.step()
         except BaseException as error:
             if not isinstance(error, (VmserveError, ValueError)):
