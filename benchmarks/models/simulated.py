@@ -115,7 +115,7 @@ def serve(device: str, jobs: list[list[Job]], *, shares: bool, asks_again: bool)
     outcome = Outcome(
         max(sim.now for sim in runs),
         sum(step.num_tokens for sim in runs for step in sim.run.steps),
-        sum(sim.scheduler.num_preemptions_total for sim in runs),
+        sum(sim.scheduler.totals.preemptions for sim in runs),
     )
     for sim in runs:
         sim.close()

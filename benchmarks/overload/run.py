@@ -82,8 +82,8 @@ def closed_loop(
         "num_clients": clients,
         "tokens_per_second": (after - before) / (ended - began),
         "window_s": ended - began,
-        "num_preemptions": engine.scheduler.num_preemptions_total,
-        "num_swaps": engine.scheduler.counters()["num_swapped_out_total"],
+        "num_preemptions": engine.scheduler.totals.preemptions,
+        "num_swaps": engine.scheduler.totals.swaps,
         "num_steps": num_steps,
     }
 

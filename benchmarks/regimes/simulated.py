@@ -71,7 +71,7 @@ def serve(requests: list[Asked], regime: str, clients: int) -> dict[str, float]:
             "seconds": engine.now,
             "virtual_share": sum(s.num_virtual for s in steps) / sum(s.num_seqs for s in steps),
             "conversions": stats.converted_to_virtual_total + stats.converted_to_paged_total,
-            "preemptions": engine.scheduler.num_preemptions_total,
+            "preemptions": engine.scheduler.totals.preemptions,
         }
 
 

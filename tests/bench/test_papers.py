@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.overload.run import closed_loop, num_clients, real, simulated
+from vmserve.scheduler.base import Totals
 from vmserve_bench.papers.command import papers_command
 from vmserve_bench.papers.simulated import Options, Trace, measure, sustained_rate, swap_seconds
 from vmserve_bench.simulation.devices import opt_13b
@@ -78,7 +79,7 @@ def test_clients_offer_so_many_times_the_pool() -> None:
 def test_a_window_is_of_the_time_in_which_all_clients_are_there() -> None:
     engine: Any = SimpleNamespace(
         counters=SimpleNamespace(generation_tokens=0),
-        scheduler=SimpleNamespace(num_preemptions_total=0, num_swaps_total=0),
+        scheduler=SimpleNamespace(totals=Totals()),
     )
 
     def step() -> tuple[float, int]:

@@ -490,7 +490,7 @@ def test_prompt_log_probabilities_of_many_prompts_take_bounded_memory(
     with LLM(dtype="float32", kv_cache_memory="32MiB") as llm:
         whole = llm.generate(batch, params)
         vocab = llm.engine.model_config.vocab_size
-    monkeypatch.setattr("vmserve.engine.build.SCORED_LOGITS", 32 * vocab)
+    monkeypatch.setattr("vmserve.engine.parts._SCORED_LOGITS", 32 * vocab)
     with LLM(dtype="float32", kv_cache_memory="32MiB") as llm:
         widest = 0
         execute = llm.engine.runner.execute

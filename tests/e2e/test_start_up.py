@@ -40,7 +40,7 @@ for regime, preemption in (("auto", "recompute"), ("virtual", "swap"), ("paged",
                                repetition_penalty=1.1, logit_bias={7: 1.0}, stop=["xyz"])
         assert len(llm.generate(prompts, greedy)) == 12
         assert all(len(each.outputs) == 3 for each in llm.generate(prompts, drawn))
-        assert llm.engine.scheduler.num_preemptions_total > 0 or regime == "virtual"
+        assert llm.engine.scheduler.totals.preemptions > 0 or regime == "virtual"
         beams = BeamSearchParams(beam_width=3, max_tokens=8)
         assert len(llm.generate(prompts[:1], beams)[0].outputs) == 3
 print("done")

@@ -36,9 +36,10 @@ PLANNING = [
     ("scheduler._claims", "find"), ("scheduler", "_share_budget"), ("memory", "plan"),
     ("scheduler._admission", "admit"), ("memory", "available_pages"), ("memory", "open"),
     ("memory", "match"), ("memory", "restore"), ("scheduler._regimes", "choose"),
-    ("scheduler._regimes", "keep"), ("scheduler", "_preempt"), ("memory", "swap_out"),
-    ("scheduler", "_back_to_waiting"), ("memory", "apply"), ("scheduler", "applied"),
-    ("scheduler._queues", "run"), ("scheduler._queues", "wait"), ("scheduler._donors", "find"),
+    ("scheduler._regimes", "keep"), ("scheduler._preempter", "preempt"), ("memory", "swap_out"),
+    ("scheduler._preempter", "back_to_waiting"), ("memory", "apply"), ("scheduler", "applied"),
+    ("scheduler._order", "run"), ("scheduler._order", "wait"),
+    ("scheduler._families", "parent_for"), ("scheduler._planner", "plan"),
 ]  # fmt: skip
 COMPUTING = [
     ("memory", "slots"), ("runner", "execute"), ("memory", "launched"), ("scheduler", "computed"),
@@ -52,7 +53,7 @@ TAKING = [
 ]  # fmt: skip
 
 #: Stages that not every kind of engine comes to.
-RARE = {"restore", "_back_to_waiting", "swap_out", "choose", "keep", "find"}
+RARE = {"restore", "back_to_waiting", "swap_out", "choose", "keep", "find"}
 
 
 class Run:

@@ -215,7 +215,7 @@ class Life:
         assert stats["num_seqs"] == stats["used_pages"] == stats["waiting_pages"] == 0
         assert scheduler.num_running == scheduler.num_waiting == 0
         left = (
-            scheduler._donors,
+            scheduler._families._donors,
             scheduler._regimes._converting,
             engine._acceptor._answers,
             engine._requests,

@@ -204,7 +204,7 @@ def test_an_engine_at_its_limit_of_mappings_serves_on(
         assert stats.pages_mapped_total > 0
         assert (stats.converted_to_paged_total > 0) == (regime == "auto")
         # With auto, whether any is preempted as well depends on how far the mapper has come.
-        assert llm.engine.scheduler.num_preemptions_total > 0 or regime == "auto"
+        assert llm.engine.scheduler.totals.preemptions > 0 or regime == "auto"
         assert stats.parked_pages > 0
         assert serve(llm, [[*range(700, 1300)]], 64) == ["length"]
         llm.engine.memory.check()

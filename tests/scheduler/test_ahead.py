@@ -55,11 +55,11 @@ def test_a_shortfall_is_an_answer() -> None:
     assert scheduler.schedule(ahead=True) is None
     statuses = [request.sequences[0].status for request in requests]
     assert statuses == [SequenceStatus.RUNNING] * 2
-    assert scheduler.num_preemptions_total == 0
+    assert scheduler.totals.preemptions == 0
     for request in requests:  # the running step is taken in
         request.sequences[0].tokens[-1] = 7
     assert shape(scheduler.schedule()) == [("a", 8, 1)]
-    assert scheduler.num_preemptions_total == 1
+    assert scheduler.totals.preemptions == 1
 
 
 def test_nothing_to_run_beside_it() -> None:

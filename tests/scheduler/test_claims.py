@@ -59,7 +59,7 @@ class Fair:
 
     @property
     def num_claimed(self) -> int:
-        return self.scheduler.counters()["num_fairness_preemptions_total"]
+        return self.scheduler.totals.fairness_preemptions
 
 
 def test_a_flood_of_choices_delays_one_token_of_another_tenant_by_a_step() -> None:
@@ -181,7 +181,7 @@ def test_memory_that_is_short_is_taken_from_the_tenant_with_most_places() -> Non
     engine.add(other)
     assert engine.steps_until(other) == 12
     assert other.metrics.num_preemptions == 0
-    assert engine.scheduler.num_preemptions_total > 0
+    assert engine.scheduler.totals.preemptions > 0
 
 
 def test_without_fair_sharing_nobody_gives_way() -> None:
@@ -270,7 +270,7 @@ def test_an_urgent_request_takes_the_place_of_the_last_one_of_lower_priority() -
     assert urgent.finished
     # And its place is the victim's again.
     assert [name for name, _, _ in engine.step()][-1] == "low-3"
-    assert engine.scheduler.counters()["num_priority_preemptions_total"] == 1
+    assert engine.scheduler.totals.priority_preemptions == 1
 
 
 def test_urgent_requests_all_begin_in_the_next_step() -> None:
@@ -344,7 +344,7 @@ def test_those_that_have_waited_for_long_leave_three_quarters_to_the_urgent() ->
         assert len(low) <= 2
         assert all(seq.is_raised for seq in low)
     # Two at a time, 50 tokens each.
-    assert engine.scheduler.counters()["num_priority_raised_total"] == 2 * 4
+    assert engine.scheduler.totals.raised == 2 * 4
 
 
 def test_who_is_raised_is_not_preempted_by_urgent_requests() -> None:

@@ -87,7 +87,7 @@ def test_who_needs_no_page_goes_on_beside_the_copies() -> None:
     memory, scheduler, policy = full_memory()
     speed = policy.copy_bytes_per_second
     assert shape(run(scheduler, memory)) == [("b", 2, 1)]
-    assert (memory.num_waits, memory.is_copying, scheduler.num_swaps_total) == (0, True, 1)
+    assert (memory.num_waits, memory.is_copying, scheduler.totals.swaps) == (0, True, 1)
     assert policy.copy_bytes_per_second == speed  # not known yet
     assert shape(run(scheduler, memory)) == [("a", 4, 1), ("b", 3, 1)]
     assert (memory.num_waits, memory.is_copying) == (1, False)
@@ -140,6 +140,6 @@ def test_a_victim_that_comes_last_of_all_comes_back() -> None:
         if steps % 3 == 0:
             memory.end()
         assert steps < 500
-    assert scheduler.num_swaps_total > 1
+    assert scheduler.totals.swaps > 1
     assert all(r.sequences[0].status is SequenceStatus.FINISHED for r in requests)
     assert (memory.page_lists, memory.swapped) == ({}, {})

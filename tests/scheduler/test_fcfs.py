@@ -127,7 +127,7 @@ def test_admission_waits_for_what_running_prompts_are_still_owed() -> None:
     assert shape(run(scheduler, memory)) == [("a", 0, 16)]
     assert scheduler.num_waiting == 1
     assert shape(run(scheduler, memory)) == [("a", 16, 16)]
-    assert scheduler.num_preemptions_total == 0
+    assert scheduler.totals.preemptions == 0
 
 
 def test_the_head_of_the_queue_that_does_not_fit_blocks_those_behind_it() -> None:
@@ -182,7 +182,7 @@ def test_the_last_arrival_is_preempted_and_computes_everything_again() -> None:
     assert shape(run(scheduler, memory)) == [("a", 7, 1), ("b", 7, 1)]
     # Position 8 needs a third page each; there are none.
     assert shape(run(scheduler, memory)) == [("a", 8, 1)]
-    assert scheduler.num_preemptions_total == 1
+    assert scheduler.totals.preemptions == 1
     [victim] = second.sequences
     assert (victim.status, victim.num_computed, victim.memory_id) == (
         SequenceStatus.WAITING,
@@ -437,7 +437,7 @@ def test_memory_that_is_kept_for_followers_goes_before_anybody_is_preempted() ->
     # The donor's 4 pages are all there are: a fork that shares 3 finds none for its fourth.
     assert (forks(plan), shape(plan)) == ([], [("a", 0, 13)])
     assert memory.page_lists == {}
-    assert scheduler.num_preemptions_total == 0
+    assert scheduler.totals.preemptions == 0
 
 
 def test_a_fork_needs_what_lies_within_the_window_before_the_prompts_end() -> None:
@@ -481,7 +481,7 @@ def test_beams_go_together_and_one_of_them_computes_the_prompt_again() -> None:
         SequenceStatus.FOLLOWING,
         SequenceStatus.FOLLOWING,
     ]
-    assert (scheduler.num_preemptions_total, wide.metrics.num_preemptions) == (1, 1)
+    assert (scheduler.totals.preemptions, wide.metrics.num_preemptions) == (1, 1)
     later = []
     while not children[1].num_computed:
         later.append(run(scheduler, memory))
@@ -633,7 +633,7 @@ def test_a_conversion_waits_for_memory_and_nobody_is_preempted_for_it() -> None:
     assert taken is not None
     assert [item.regime for item in taken.scheduled] == [Regime.PAGED]
     assert memory.regimes[0] is Regime.PAGED
-    assert (request.metrics.kv_regime, scheduler.num_preemptions_total) == ("paged", 0)
+    assert (request.metrics.kv_regime, scheduler.totals.preemptions) == ("paged", 0)
 
 
 def test_a_request_for_which_there_is_no_memory_at_all_is_an_error() -> None:
@@ -661,7 +661,7 @@ def waiting_beam(scheduler: FCFSScheduler, memory: CountingMemory, wide: Request
     run(scheduler, memory)
     leader.tokens.pop()  # as if its candidates were known, and nothing sampled yet
     leader.num_computed = leader.num_tokens
-    scheduler._back_to_waiting(second)
+    scheduler._preempter.back_to_waiting(second)
 
 
 @pytest.mark.parametrize("obstacle", ["refusal", "preemption"])
@@ -774,7 +774,7 @@ def test_swapped_sequences_come_back_before_newcomers_and_do_not_thrash() -> Non
     back = next(i for i, step in enumerate(order) if any(name == "b" for name, _, _ in step))
     newcomer = next(i for i, step in enumerate(order) if any(name == "c" for name, _, _ in step))
     assert back <= newcomer
-    assert (scheduler.num_preemptions_total, scheduler.num_swaps_total) == (1, 1)
+    assert (scheduler.totals.preemptions, scheduler.totals.swaps) == (1, 1)
     assert (memory.page_lists, memory.swapped) == ({}, {})
 
 

@@ -129,7 +129,7 @@ def real_steps(requests: list[Asked], pages: int, swap: int, regime: Any) -> lis
             engine.add_request(what.name, [1 + t for t in what.prompt], params)
         while engine.has_unfinished:
             engine.step()
-        assert engine.scheduler.num_preemptions_total > 0
+        assert engine.scheduler.totals.preemptions > 0
     return seen
 
 

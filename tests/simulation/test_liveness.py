@@ -15,7 +15,7 @@ from vmserve.memory.layout import plan_layout
 from vmserve.memory.manager import MemoryManager
 from vmserve.scheduler.base import NoRoomError
 from vmserve.scheduler.fcfs import FCFSScheduler
-from vmserve.scheduler.queues import Queues
+from vmserve.scheduler.order import Order
 from vmserve.scheduler.sequence import Sequence
 from vmserve_bench.simulation import Asked, SimulatedEngine, SimulationConfig, replay
 from vmserve_bench.simulation.liveness import (
@@ -182,13 +182,13 @@ def test_a_scheduler_that_stops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_queue_that_serves_the_last_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = Queues.wait
+    wait = Order.wait
 
-    def push(self: Queues, sequence: Sequence) -> None:
+    def push(self: Order, sequence: Sequence) -> None:
         wait(self, sequence)
         self.waiting.reverse()
 
-    assert "has its first token before" in breaks(monkeypatch, Queues, "wait", push)
+    assert "has its first token before" in breaks(monkeypatch, Order, "wait", push)
 
 
 def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

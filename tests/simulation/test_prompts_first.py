@@ -68,7 +68,7 @@ def test_the_last_arrival_is_preempted_and_computed_again() -> None:
     while (step := driven.step()) is not None:
         steps.append(step)
         assert len({num_new > 1 for _, _, num_new in step}) == 1, step
-    assert driven.scheduler.num_preemptions_total == requests[1].metrics.num_preemptions == 1
+    assert driven.scheduler.totals.preemptions == requests[1].metrics.num_preemptions == 1
     assert sum((name, past) == ("b", 0) for step in steps for name, past, _ in step) == 2
     assert all(request.sequences[0].status is SequenceStatus.FINISHED for request in requests)
 

@@ -498,7 +498,7 @@ class LLMEngine:
         return {
             "num_requests_running": self.scheduler.num_running,
             "num_requests_waiting": self.scheduler.num_waiting,
-            **self.scheduler.counters(),
+            **self.scheduler.totals.by_name(),
             **self.counters.as_dict(),
             **self.pool.figures(),
         }

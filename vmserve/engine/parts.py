@@ -24,7 +24,7 @@ from vmserve.models.decoder_config import DecoderConfig
 from vmserve.runner.calibration import measure_profile
 from vmserve.runner.computing import Computing
 from vmserve.runner.runtime import DeviceRuntime, HeadShape
-from vmserve.scheduler.fairness import TenantShares
+from vmserve.scheduler.fairness import OneTenant, TenantShares
 from vmserve.scheduler.fcfs import FCFSScheduler, SchedulerLimits
 from vmserve.scheduler.preemption import PreemptionPolicy
 from vmserve.scheduler.profile import DeviceProfile
@@ -129,7 +129,7 @@ def create_scheduler(
         ),
         regimes,
         preemption,
-        TenantShares() if resolved.fair_sharing else None,
+        TenantShares() if resolved.fair_sharing else OneTenant(),
         clock,
     )
 

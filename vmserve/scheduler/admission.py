@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 from vmserve.memory.base import Attach, Fork, KVMemory, Regime, SwapIn
 from vmserve.scheduler.base import StepInProgress
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
-from vmserve.scheduler.donors import Donors, open_memory, release_memory
-from vmserve.scheduler.sequence import SequenceStatus
-from vmserve.scheduler.siblings import num_places, with_its_gang
+from vmserve.scheduler.rooms import Rooms, RoomsAlone, open_memory, release_memory
+from vmserve.scheduler.sequence import SequenceStatus, num_places, with_its_gang
 
 if TYPE_CHECKING:
     from vmserve.scheduler.claims import Claims
-    from vmserve.scheduler.fairness import TenantShares
-    from vmserve.scheduler.forecast import BlockForecast, ForecastAlone
-    from vmserve.scheduler.queues import Queues
+    from vmserve.scheduler.fairness import OneTenant, TenantShares
+    from vmserve.scheduler.families import Families
+    from vmserve.scheduler.order import Order
     from vmserve.scheduler.regime import RegimeChoice
     from vmserve.scheduler.regime_keeper import RegimeKeeper
     from vmserve.scheduler.sequence import Sequence
@@ -52,20 +51,19 @@ class Admission:
         self,
         memory: KVMemory,
         limits: SchedulerLimits,
-        forecast: BlockForecast,
-        alone: ForecastAlone,
-        queues: Queues,
-        donors: Donors,
+        order: Order,
+        families: Families,
+        rooms: Rooms,
         regimes: RegimeKeeper,
         claims: Claims,
-        shares: TenantShares | None,
+        shares: TenantShares | OneTenant,
     ) -> None:
         self._memory = memory
         self._limits = limits
-        self._forecast_beside = forecast
-        self._forecast_alone = alone
-        self._queues = queues
-        self._donors = donors
+        self._order = order
+        self._families = families
+        self._rooms_with_others = rooms
+        self._rooms_alone = RoomsAlone(memory, limits)
         self._regimes = regimes
         self._claims = claims
         self._shares = shares
@@ -75,8 +73,8 @@ class Admission:
         self.starting: Sequence | None = None
 
     @property
-    def _forecast(self) -> BlockForecast:
-        return self._forecast_beside if self._queues.running else self._forecast_alone
+    def _rooms(self) -> Rooms:
+        return self._rooms_with_others if self._order.running else self._rooms_alone
 
     def admit(self, draft: StepInProgress, *, admission_paused: bool = False) -> list[Sequence]:
         """Add newcomers to ``draft`` while budget, places and memory last; returns them.
@@ -84,48 +82,33 @@ class Admission:
         With ``admission_paused``, nothing is admitted unless nothing runs.
         """
         self.has_deferred = False
-        if not (self._queues.waiting or self._queues.swapped) or (
-            admission_paused and self._queues.running
-        ):
+        order = self._order
+        if not (order.waiting or order.swapped) or (admission_paused and order.running):
             return []
         budget = StepBudget.within(self._limits)
         budget.spend(draft)
-        # What a newcomer may take: the memory that no running sequence is owed.
-        blocks_per_page = self._forecast.blocks_per_page
-        opening = _Opening(
-            draft,
-            budget,
-            room=self._memory.available_pages() * blocks_per_page
-            - sum(self._forecast.owed(seq) for seq in self._queues.running),
-            watermark=int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page,
-        )
+        rooms = self._rooms
+        opening = _Opening(draft, budget, rooms.left(order.running), rooms.watermark)
         for sequence in self._claimants(draft):
             is_swapped = sequence.status is SequenceStatus.SWAPPED
             if not (self._swap_in if is_swapped else self._begin)(sequence, opening):
                 return opening.newcomers  # those after it wait too
-        while self._queues.swapped and self._swap_in(self._queues.swapped[0], opening):
+        while order.swapped and self._swap_in(order.swapped[0], opening):
             pass
-        if self._queues.swapped:
+        if order.swapped:
             return opening.newcomers  # swapped sequences come back first
-        while self._queues.waiting and self._begin(self.next_waiting(draft), opening):
+        while order.waiting and self._begin(self.next_waiting(draft), opening):
             pass
         return opening.newcomers
 
     def next_waiting(self, draft: StepInProgress | None = None) -> Sequence:
-        """The next waiting sequence: the first with a granted claim, else the first in order.
-
-        With fair sharing, preempted sequences come before others, then the tenant whose turn it is,
-        the grants of ``draft`` counted.
-        """
+        """The next waiting sequence: the first with a granted claim, else of the tenant whose turn
+        it is, the grants of ``draft`` counted."""
         draft = StepInProgress() if draft is None else draft
-        waiting = self._queues.waiting
         for sequence in self._claimants(draft):
             if sequence.status is SequenceStatus.WAITING:
                 return sequence
-        if self._shares is None:
-            return waiting[0]
-        preempted = (seq for seq in waiting if seq.was_preempted)
-        return next(preempted, None) or self._shares.next_of(waiting, draft)
+        return self._shares.next_of(self._order.waiting, draft)
 
     def _claimants(self, draft: StepInProgress) -> list[Sequence]:
         """Sequences with granted claims, without those for which ``draft`` keeps no token.
@@ -145,7 +128,7 @@ class Admission:
         request = sequence.request
         if not opening.budget.can_take(sequence):
             return False
-        if num_places([*self._queues.running, sequence]) > self._limits.max_num_seqs:
+        if num_places([*self._order.running, sequence]) > self._limits.max_num_seqs:
             return False
         num_branches = opening.num_branches + 1
         if request.num_branches > 1:
@@ -155,23 +138,23 @@ class Admission:
                 return False
         # Running beams may wait for this very one: then no reserve is needed.
         gang = request if request.is_gang else None
-        alone = all(other.request is gang for other in self._queues.running)
-        donor = self._donors.find(sequence)
-        shared = sequence.num_prompt if donor else 0
+        alone = all(other.request is gang for other in self._order.running)
+        parent = self._families.parent_for(sequence)
+        shared = sequence.num_prompt if parent else 0
         reserve = 0 if alone else opening.watermark
-        if self._forecast.at_least(sequence, shared) + reserve > opening.room:
+        if self._rooms.at_least(sequence, shared) + reserve > opening.room:
             return False  # no room in either regime: skip choosing one at every step
         choice = self._regimes.choose(request)
         sequence.regime = choice.regime
-        blocks = self._forecast.next_token(sequence) - self._forecast.shared(sequence, shared)
+        blocks = self._rooms.next_token(sequence) - self._rooms.shared(sequence, shared)
         if sequence.was_preempted and not alone:
             reserve = max(reserve, self._headroom([sequence]))
         if blocks + reserve > opening.room:
             return False
-        if not self._open(sequence, donor, choice):
+        if not self._open(sequence, parent, choice):
             return False
-        self._queues.leave(sequence)
-        self._queues.run(sequence)
+        self._order.leave(sequence)
+        self._order.run(sequence)
         opening.newcomers.append(sequence)
         opening.num_branches = num_branches
         opening.room -= blocks
@@ -190,19 +173,19 @@ class Admission:
     def _bring_back(self, first: Sequence, opening: _Opening) -> bool:
         if opening.budget.tokens <= 0:
             return False
-        group = with_its_gang(first, self._queues.swapped)
-        blocks = sum(self._forecast.next_token(seq) for seq in group)
-        alone = not self._queues.running
+        group = with_its_gang(first, self._order.swapped)
+        blocks = sum(self._rooms.next_token(seq) for seq in group)
+        alone = not self._order.running
         reserve = 0 if alone else self._headroom(group)
-        num_after = num_places([*self._queues.running, first])
+        num_after = num_places([*self._order.running, first])
         if blocks + reserve > opening.room or num_after > self._limits.max_num_seqs:
             return False
         opening.room -= blocks
         for sequence in group:
             assert sequence.memory_id is not None
-            self._queues.leave(sequence)
+            self._order.leave(sequence)
             sequence.start = SwapIn(sequence.memory_id)
-            self._queues.run(sequence)
+            self._order.run(sequence)
             opening.newcomers.append(sequence)
             if opening.budget.can_take(sequence) and sequence.num_uncomputed:
                 opening.draft.append(opening.budget.take(sequence))
@@ -214,25 +197,23 @@ class Admission:
         Without them they would be preempted again after a few steps, and the copying or computing
         would be wasted.
         """
-        return self._forecast.headroom(
-            [*self._queues.running, *newcomers], self._regimes.mean_output
-        )
+        return self._rooms.headroom([*self._order.running, *newcomers], self._regimes.mean_output)
 
-    def _open(self, sequence: Sequence, donor: Sequence | None, choice: RegimeChoice) -> bool:
+    def _open(self, sequence: Sequence, parent: Sequence | None, choice: RegimeChoice) -> bool:
         """Open the sequence in memory and set its start; False if memory has no place for it.
 
         ``choice``: its request's regime, kept from now on. A new request's regime is chosen again
         if its prompt turns out to be cached.
         """
         request = sequence.request
-        open_memory(self._memory, sequence, None if donor is not None else sequence.tokens)
+        open_memory(self._memory, sequence, None if parent is not None else sequence.tokens)
         memory_id = sequence.memory_id
         if memory_id is None:
             return False
-        sequence.borrowed = donor is not None
-        if donor is not None:
-            assert donor.memory_id is not None
-            sequence.start = Fork(memory_id, donor.memory_id, sequence.num_prompt)
+        sequence.borrowed = parent is not None
+        if parent is not None:
+            assert parent.memory_id is not None
+            sequence.start = Fork(memory_id, parent.memory_id, sequence.num_prompt)
             sequence.num_computed = sequence.num_published = sequence.num_prompt
             self._regimes.keep(request, choice)
             return True
@@ -258,12 +239,12 @@ class Admission:
 
     def _awaits_restore(self, sequence: Sequence, memory_id: int) -> bool:
         """Whether a prefix is being read from a store while others run; waits if none do."""
-        starts = (seq.start for seq in self._queues.running)
+        starts = (seq.start for seq in self._order.running)
         beside = [start for start in starts if isinstance(start, Attach)]
         if not self._memory.restore(memory_id, beside):
             return False
         sequence.num_restoring_steps += 1
-        if self._queues.running and sequence.num_restoring_steps < MOST_RESTORING_STEPS:
+        if self._order.running and sequence.num_restoring_steps < MOST_RESTORING_STEPS:
             return True
         self._memory.finish_restores()
         return False

@@ -28,6 +28,7 @@ __all__ = [
     "StepGrant",
     "StepInProgress",
     "StepPlan",
+    "Totals",
     "no_drafts",
     "none_comes",
 ]
@@ -321,10 +322,32 @@ class StepPlan:
         return [converted.get(memory_id, sequence.regime) for sequence, memory_id in ids]
 
 
+@dataclass(slots=True)
+class Totals:
+    """What a scheduler has done so far."""
+
+    preemptions: int = 0
+    #: Among them those for claims.
+    priority_preemptions: int = 0
+    fairness_preemptions: int = 0
+    raised: int = 0
+    swaps: int = 0
+
+    def by_name(self) -> dict[str, int]:
+        """By metric name."""
+        return {
+            "num_preemptions_total": self.preemptions,
+            "num_priority_preemptions_total": self.priority_preemptions,
+            "num_fairness_preemptions_total": self.fairness_preemptions,
+            "num_priority_raised_total": self.raised,
+            "num_swapped_out_total": self.swaps,
+        }
+
+
 class Scheduler(Protocol):
     """Owns the queues. It sees token counts and pages, never a tensor."""
 
-    num_preemptions_total: int
+    totals: Totals
     #: Whether the last step was put off because memory may come.
     awaits_memory: bool
 
@@ -402,10 +425,6 @@ class Scheduler(Protocol):
     def wanted_pages(self) -> int:
         """Pages that running sequences lack for what they know, and that those need that wait for
         memory alone."""
-        ...
-
-    def counters(self) -> dict[str, int]:
-        """Totals by metric name."""
         ...
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
@@ -109,14 +109,14 @@ class StepBudget:
         n * (num_past + n / 2)."""
         return math.isqrt(num_past * num_past + 2 * pairs) - num_past
 
-    def divide(self, prompts: list[Sequence], *, by_tenant: bool) -> list[int]:
+    def divide(self, prompts: list[Sequence], tenant_of: Callable[[Sequence], str]) -> list[int]:
         """Divide the tokens among ``prompts``, which are in order: lower ranks first.
 
-        ``by_tenant``: tenants of one rank get equal parts, as far as they need them.
+        Tenants of one rank get equal parts, as far as they need them.
         """
 
         def key_of(sequence: Sequence) -> tuple[int, str]:
-            return sequence.rank, sequence.request.tenant if by_tenant else ""
+            return sequence.rank, tenant_of(sequence)
 
         needs: Counter[tuple[int, str]] = Counter()
         for sequence in prompts:

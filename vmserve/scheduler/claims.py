@@ -18,18 +18,16 @@ from bisect import insort
 from collections import Counter
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from vmserve.scheduler.sequence import SequenceStatus
-from vmserve.scheduler.siblings import num_places, with_its_gang
+from vmserve.scheduler.sequence import SequenceStatus, num_places, with_its_gang
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from vmserve.memory.base import KVMemory
     from vmserve.scheduler.budget import SchedulerLimits
-    from vmserve.scheduler.fairness import TenantShares
-    from vmserve.scheduler.forecast import BlockForecast
-    from vmserve.scheduler.queues import Queues
+    from vmserve.scheduler.fairness import OneTenant, TenantShares
+    from vmserve.scheduler.order import Order
     from vmserve.scheduler.regime_keeper import RegimeKeeper
+    from vmserve.scheduler.rooms import Rooms
     from vmserve.scheduler.sequence import Sequence
 
 __all__ = ["Claim", "ClaimReason", "Claims"]
@@ -56,31 +54,30 @@ class _Occupancy:
     def places(self) -> int:
         return self.by_tenant.total()
 
-    def give_up(self, group: list[Sequence], num_blocks: int) -> None:
+    def give_up(self, group: list[Sequence], tenant: str, num_blocks: int) -> None:
         places = num_places(group)
         self.running = [seq for seq in self.running if seq not in group]
-        self.by_tenant[group[0].request.tenant] -= places
+        self.by_tenant[tenant] -= places
         self.blocks += num_blocks
 
 
 class Claims:
-    """Finds claims of the sequences that wait in ``queues``, one after the other in a step."""
+    """Finds claims of the sequences that wait, one after the other in a step."""
 
     def __init__(
         self,
-        memory: KVMemory,
         limits: SchedulerLimits,
-        forecast: BlockForecast,
-        queues: Queues,
+        order: Order,
+        rooms: Rooms,
         regimes: RegimeKeeper,
-        shares: TenantShares | None,
+        shares: TenantShares | OneTenant,
     ) -> None:
-        self._memory = memory
         self._limits = limits
-        self._forecast = forecast
-        self._queues = queues
+        self._order = order
+        self._rooms = rooms
         self._regimes = regimes
         self._shares = shares
+        self._tenant_of = shares.tenant_of
         self._granted: list[Sequence] = []
 
     @property
@@ -99,17 +96,17 @@ class Claims:
 
     def find(self) -> Claim | None:
         """The next claim that can be met, or None. Changes nothing."""
-        queues = self._queues
-        if not queues.running or not (queues.waiting or queues.swapped):
+        order = self._order
+        if not order.running or not (order.waiting or order.swapped):
             return None
-        if not (self._has_rivals() or self._has_urgent()):
+        if not (self._shares.num_tenants > 1 or self._has_urgent()):
             return None
         by_tenant = self._places_by_tenant()
         candidates = [seq for seq in self._candidates() if self._may_claim(seq, by_tenant)]
         if not candidates:
             return None  # most steps of a busy engine
         occupancy = self._occupancy(by_tenant)
-        candidates.sort(key=lambda seq: (seq.rank, by_tenant[_tenant(seq)]))
+        candidates.sort(key=lambda seq: (seq.rank, by_tenant[self._tenant_of(seq)]))
         for sequence in candidates:
             claim = self._claim(sequence, occupancy)
             if claim is not None:
@@ -122,40 +119,33 @@ class Claims:
         With fair sharing: the last arrival of the tenant with the most places. The first of all
         running sequences is never chosen with others still running, so one always continues.
         """
-        running = self._queues.running
+        running, tenant_of = self._order.running, self._tenant_of
         last = running[-1]
-        if self._shares is not None:
-            places = Counter(seq.request.tenant for seq in running)
-            first = with_its_gang(running[0], running)
-            last_of_tenant = {
-                seq.request.tenant: seq
-                for seq in running
-                if seq.rank == last.rank and seq not in first
-            }
-            last = max(
-                last_of_tenant.values(),
-                key=lambda seq: (places[seq.request.tenant], seq.order),
-                default=last,
-            )
+        places = Counter(map(tenant_of, running))
+        first = with_its_gang(running[0], running)
+        last_of_tenant = {
+            tenant_of(seq): seq for seq in running if seq.rank == last.rank and seq not in first
+        }
+        last = max(
+            last_of_tenant.values(),
+            key=lambda seq: (places[tenant_of(seq)], seq.order),
+            default=last,
+        )
         return with_its_gang(last, running)
 
     # -- claimants ----------------------------------------------------------------------
 
-    def _has_rivals(self) -> bool:
-        return self._shares is not None and self._shares.num_tenants > 1
-
     def _has_urgent(self) -> bool:
         """Whether a sequence waits with a higher priority than one that runs or is swapped out."""
-        queues = self._queues
         firsts = (
             next((seq for seq in each if not seq.is_raised), None)
-            for each in (queues.waiting, queues.swapped)
+            for each in (self._order.waiting, self._order.swapped)
         )
         return any(seq is not None and self._outranks_some(seq) for seq in firsts)
 
     def _outranks_some(self, sequence: Sequence) -> bool:
         """Whether a running or swapped sequence has a lower priority."""
-        queues = (self._queues.running, self._queues.swapped)
+        queues = (self._order.running, self._order.swapped)
         return any(queue and queue[-1].rank > sequence.rank for queue in queues)
 
     def _candidates(self) -> list[Sequence]:
@@ -167,16 +157,16 @@ class Claims:
         """
         granted = self.granted
         firsts: dict[str, Sequence] = {}
-        num_tenants = self._shares.num_tenants if self._shares is not None else 1
+        num_tenants = self._shares.num_tenants
         raised: dict[str, int] = {}
-        for queue in (self._queues.swapped, self._queues.waiting):
+        for queue in (self._order.swapped, self._order.waiting):
             for sequence in itertools.takewhile(lambda seq: seq.is_raised, queue):
-                tenant, own_rank = self._shared_by(sequence), sequence.request.rank
+                tenant, own_rank = self._tenant_of(sequence), sequence.request.rank
                 raised[tenant] = min(own_rank, raised.get(tenant, own_rank))
-        for queue in (self._queues.swapped, self._queues.waiting):
+        for queue in (self._order.swapped, self._order.waiting):
             seen = set()
             for sequence in queue:
-                tenant = self._shared_by(sequence)
+                tenant = self._tenant_of(sequence)
                 if tenant in seen or sequence.is_raised or sequence in granted:
                     continue
                 if tenant in raised and sequence.request.rank >= raised[tenant]:
@@ -189,14 +179,10 @@ class Claims:
                     break
         return list(firsts.values())
 
-    def _shared_by(self, sequence: Sequence) -> str:
-        """Whose turn the sequence takes: its tenant's, or everybody's."""
-        return _tenant(sequence) if self._shares is not None else ""
-
     def _may_claim(self, sequence: Sequence, by_tenant: Counter[str]) -> bool:
         """Whether a running or swapped sequence exists that might be a victim."""
         return self._outranks_some(sequence) or (
-            self._shares is not None and max(by_tenant.values()) > by_tenant[_tenant(sequence)]
+            max(by_tenant.values()) > by_tenant[self._tenant_of(sequence)]
         )
 
     def _places_by_tenant(self) -> Counter[str]:
@@ -204,24 +190,24 @@ class Claims:
         by_tenant: Counter[str] = Counter()
         gangs = set()
         waiting = (seq for granted in self.granted for seq in self._group(granted))
-        for sequence in itertools.chain(self._queues.running, waiting):
-            request = sequence.request
+        for sequence in itertools.chain(self._order.running, waiting):
+            request, tenant = sequence.request, self._tenant_of(sequence)
             if not request.is_gang:
-                by_tenant[request.tenant] += 1
+                by_tenant[tenant] += 1
             elif request not in gangs:
                 gangs.add(request)
-                by_tenant[request.tenant] += request.num_branches
+                by_tenant[tenant] += request.num_branches
         return by_tenant
 
     def _occupancy(self, by_tenant: Counter[str]) -> _Occupancy:
-        owed = sum(self._forecast.owed(seq) for seq in self._queues.running)
-        owed += sum(self._needs(self._group(seq)) for seq in self.granted)
-        blocks = self._memory.available_pages() * self._forecast.blocks_per_page - owed
-        return _Occupancy(self._queues.running, by_tenant, blocks)
+        running = self._order.running
+        blocks = self._rooms.left(running)
+        blocks -= sum(self._needs(self._group(seq)) for seq in self.granted)
+        return _Occupancy(running, by_tenant, blocks)
 
     def _group(self, sequence: Sequence) -> list[Sequence]:
         if sequence.status is SequenceStatus.SWAPPED:
-            return with_its_gang(sequence, self._queues.swapped)
+            return with_its_gang(sequence, self._order.swapped)
         return [sequence]
 
     # -- victims ------------------------------------------------------------------------
@@ -240,7 +226,8 @@ class Claims:
             if victim is None:
                 return None
             victims.append(victim)
-            left.give_up(victim[0], sum(self._freed(seq) for seq in victim[0]))
+            freed = sum(self._freed(seq) for seq in victim[0])
+            left.give_up(victim[0], self._tenant_of(victim[0][0]), freed)
         if not victims and not self._goes_first(sequence, places, left):
             return None
         return Claim(sequence, victims)
@@ -253,14 +240,15 @@ class Claims:
         last = left.running[-1]
         if last.rank > sequence.rank:
             return with_its_gang(last, left.running), "priority"
-        if self._shares is None or any(_tenant(seq) == _tenant(sequence) for seq in self.granted):
+        tenant_of, claimant = self._tenant_of, self._tenant_of(sequence)
+        if any(tenant_of(seq) == claimant for seq in self.granted):
             return None  # one place for a tenant in a step
         for tenant, _ in left.by_tenant.most_common():
-            of_tenant = [seq for seq in left.running if _tenant(seq) == tenant]
+            of_tenant = [seq for seq in left.running if tenant_of(seq) == tenant]
             if not of_tenant or of_tenant[-1].rank != sequence.rank:
                 continue
             group = with_its_gang(of_tenant[-1], of_tenant)
-            if self._is_over(tenant, num_places(group), _tenant(sequence), places, left):
+            if self._is_over(tenant, num_places(group), claimant, places, left):
                 return group, "fairness"
         return None
 
@@ -268,7 +256,6 @@ class Claims:
         self, tenant: str, given: int, claimant: str, taken: int, left: _Occupancy
     ) -> bool:
         """Whether ``tenant`` can give ``given`` places to ``claimant``, which takes ``taken``."""
-        assert self._shares is not None
         held = left.by_tenant[tenant]
         slack = self._limits.max_num_batched_tokens
         return (
@@ -280,40 +267,33 @@ class Claims:
 
     def _goes_first(self, sequence: Sequence, places: int, left: _Occupancy) -> bool:
         """Whether the sequence goes before earlier arrivals, there being room without victims."""
-        queues = self._queues
-        if any(queue and queue[0].is_raised for queue in (queues.waiting, queues.swapped)):
+        queues = (self._order.waiting, self._order.swapped)
+        if any(queue and queue[0].is_raised for queue in queues):
             return False
-        return self._outranks_some(sequence) or (
-            self._shares is not None
-            and any(
-                self._is_over(who, 0, _tenant(sequence), places, left) for who in left.by_tenant
-            )
+        claimant = self._tenant_of(sequence)
+        return self._outranks_some(sequence) or any(
+            self._is_over(who, 0, claimant, places, left) for who in left.by_tenant
         )
 
     # -- estimates, in blocks -----------------------------------------------------------
 
     def _needs(self, group: Iterable[Sequence]) -> int:
         """Blocks that these need at most, in either regime."""
-        return sum(self._forecast.at_most(seq) for seq in group)
+        return sum(self._rooms.at_most(seq) for seq in group)
 
     def _reserve(self, group: list[Sequence], left: _Occupancy) -> int:
         """Blocks that must stay free besides these, as for every admission."""
-        pages = int(self._limits.watermark * self._memory.limit_pages)
-        reserve = pages * self._forecast.blocks_per_page
+        reserve = self._rooms.watermark
         if any(seq.was_preempted for seq in group):
-            ahead = self._forecast.headroom([*left.running, *group], self._regimes.mean_output)
+            ahead = self._rooms.headroom([*left.running, *group], self._regimes.mean_output)
             reserve = max(reserve, ahead)
         return reserve
 
     def _freed(self, sequence: Sequence) -> int:
         """Blocks that a victim frees at least: without a prompt that others may share."""
-        has = self._forecast.blocks(sequence, sequence.num_computed)
+        has = self._rooms.blocks(sequence, sequence.num_computed)
         if sequence.start is not None:
             has = 0
         elif sequence.borrowed or sequence.request.num_branches > 1:
-            has -= self._forecast.shared(sequence, min(sequence.num_prompt, sequence.num_computed))
-        return has + self._forecast.owed(sequence)
-
-
-def _tenant(sequence: Sequence) -> str:
-    return sequence.request.tenant
+            has -= self._rooms.shared(sequence, min(sequence.num_prompt, sequence.num_computed))
+        return has + self._rooms.owed(sequence)

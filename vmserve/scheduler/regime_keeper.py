@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from vmserve.memory.base import Convert, KVMemory, MemoryOp, Regime
+from vmserve.scheduler.order import Order
 from vmserve.scheduler.regime import RegimeChoice, RegimePolicy, RunningLength, Situation
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
-from vmserve.scheduler.siblings import has_followers
 
 __all__ = ["RegimeKeeper"]
 
@@ -54,19 +54,13 @@ class _SlotHistory:
 
 
 class RegimeKeeper:
-    """``running`` and ``waiting``: the scheduler's own lists of sequences."""
+    """Knows the sequences that run and wait, and changes no queue."""
 
-    def __init__(
-        self,
-        policy: RegimePolicy,
-        memory: KVMemory,
-        running: list[Sequence],
-        waiting: list[Sequence],
-    ) -> None:
+    def __init__(self, policy: RegimePolicy, memory: KVMemory, order: Order) -> None:
         self._policy = policy
         self._memory = memory
-        self._running = running
-        self._waiting = waiting
+        self._running = order.running
+        self._waiting = order.waiting
         #: Running sequences that are to change their regime.
         self._converting: dict[Sequence, Regime] = {}
         self._num_steps = 0
@@ -162,7 +156,7 @@ class RegimeKeeper:
         forking: set[Regime] = set()
         for sequence in self._running:
             request = sequence.request
-            if request.is_gang or has_followers(request):
+            if request.is_gang or request.has_followers:
                 forking.add(sequence.regime)
             left = max(1, self._policy.expected_output(request) - sequence.num_output)
             running[sequence.regime].append(RunningLength(sequence.num_tokens, left))

@@ -10,12 +10,22 @@ from vmserve.memory.base import Attach, Fork, Regime, SwapIn
 from vmserve.sampling.tokens import Kept
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     from vmserve.sampling.params import SamplingParams
     from vmserve.sampling.tokens import BeamCandidates, BeamOutput, SamplingRow
     from vmserve.structured.guide import Guide
     from vmserve.types import RequestMetrics
 
-__all__ = ["Changes", "Gang", "Request", "Sequence", "SequenceStatus"]
+__all__ = [
+    "Changes",
+    "Gang",
+    "Request",
+    "Sequence",
+    "SequenceStatus",
+    "num_places",
+    "with_its_gang",
+]
 
 
 #: Rank before every priority.
@@ -116,6 +126,11 @@ class Request:
         ]
 
     @property
+    def has_followers(self) -> bool:
+        """Whether a sequence has yet to start, perhaps as a fork of another."""
+        return any(seq.has_yet_to_start for seq in self.sequences)
+
+    @property
     def finished(self) -> bool:
         return all(seq.status is SequenceStatus.FINISHED for seq in self.sequences)
 
@@ -181,6 +196,25 @@ class Sequence:
         )
 
     @property
+    def computes_prompt(self) -> bool:
+        """Whether it computes its request's prompt, will, or has."""
+        return self.status in (
+            SequenceStatus.RUNNING,
+            SequenceStatus.WAITING,
+            SequenceStatus.SWAPPED,
+        )
+
+    @property
+    def has_yet_to_start(self) -> bool:
+        if self.status in (SequenceStatus.FOLLOWING, SequenceStatus.WAITING):
+            return True
+        return self.status is SequenceStatus.RUNNING and isinstance(self.start, Fork)
+
+    def is_fork_of(self, sources: Collection[int | None]) -> bool:
+        """Whether the next plan starts it as a fork of one of ``sources``, ids in memory."""
+        return isinstance(self.start, Fork) and self.start.parent in sources
+
+    @property
     def num_unscored(self) -> int:
         """Prompt tokens whose log-probabilities are wanted and not known yet."""
         if self.index != 0 or self.request.params.prompt_logprobs is None:
@@ -202,3 +236,23 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+
+def with_its_gang(sequence: Sequence, among: Iterable[Sequence]) -> list[Sequence]:
+    """The sequence; of a beam search, all its beams that are in ``among``."""
+    request = sequence.request
+    if not request.is_gang:
+        return [sequence]
+    return [other for other in among if other.request is request]
+
+
+def num_places(sequences: Iterable[Sequence]) -> int:
+    """How many sequences these are or may become: beams fork at any step."""
+    gangs: set[Request] = set()
+    others = 0
+    for sequence in sequences:
+        if sequence.request.is_gang:
+            gangs.add(sequence.request)
+        else:
+            others += 1
+    return others + sum(gang.num_branches for gang in gangs)

@@ -110,7 +110,7 @@ class StepTrace:
         for span in spans:
             self._span(span.phase, span.began, span.ended, {})
         now, stats = spans[-1].ended, memory.stats()
-        values = {**stats.as_dict(), "num_preemptions_total": scheduler.num_preemptions_total}
+        values = {**stats.as_dict(), **scheduler.totals.by_name()}
         self._count("pages", now, {name: values[name] for name in _PAGES})
         running = {"virtual": stats.virtual_seqs, "paged": stats.paged_seqs}
         self._count("sequences", now, {**running, "waiting": scheduler.num_waiting})

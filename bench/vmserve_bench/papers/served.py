@@ -227,7 +227,7 @@ class Fleet:
         engine, is_ours = self.engine(system), system.knowledge is None
         scheduler = engine.scheduler
         engine.memory.clear_cache()
-        counters = scheduler.counters()
+        totals = replace(scheduler.totals)
         hits = engine.stats()["prefix_cache_hits_total"]
         pool = Buddies(self.pool_tokens)
         places: dict[str, list[Place]] = {}
@@ -276,8 +276,7 @@ class Fleet:
                 if not parts[name]:
                     pool.free(places.pop(name, []))
                     latencies[name] = last - running.pop(name).arrival_s
-        counted = {name: num - counters[name] for name, num in scheduler.counters().items()}
-        preempted = counted["num_preemptions_total"]
+        preempted = scheduler.totals.preemptions - totals.preemptions
         if preempted and not is_ours:
             raise RuntimeError(f"{preempted} preemptions behind the gate")
         ordered = sorted(latencies.values())
@@ -289,7 +288,7 @@ class Fleet:
             "e2e_p90_s": ordered[int(0.9 * (len(jobs) - 1))],
             **means(samples, len(jobs), self.pool_tokens),
             "preemptions": preempted,
-            "swaps": counted["num_swapped_out_total"],
+            "swaps": scheduler.totals.swaps - totals.swaps,
         }
         if engine.resolved.prefix_caching:
             hits = engine.stats()["prefix_cache_hits_total"] - hits

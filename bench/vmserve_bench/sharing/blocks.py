@@ -95,7 +95,7 @@ def run_engine(
         params = beams if method == "beam" else sampling
         engine.add_request(str(shape.index), prompt, params)
     run_to_end(engine)
-    preempted = engine.scheduler.num_preemptions_total
+    preempted = engine.scheduler.totals.preemptions
     engine.close()
     if preempted:
         raise RuntimeError(f"{preempted} preemptions: memory is short, use fewer requests")

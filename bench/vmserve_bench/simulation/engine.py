@@ -404,7 +404,7 @@ class SimulatedEngine:
             self.abort(name)
         stats = self.memory.stats()
         self.run.counters = {
-            **self.scheduler.counters(),
+            **self.scheduler.totals.by_name(),
             **{name: getattr(stats, name) for name in _COUNTED},
         }
         self.memory.check()

@@ -7,6 +7,7 @@ prompt above the token budget was refused; here it is read in several steps of p
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -15,13 +16,13 @@ from vmserve.scheduler.base import (
     NoRoomError,
     StepInProgress,
     StepPlan,
+    Totals,
     no_drafts,
     none_comes,
 )
 from vmserve.scheduler.budget import SchedulerLimits, StepBudget
-from vmserve.scheduler.donors import open_memory, release_memory
-from vmserve.scheduler.forecast import BlockForecast
-from vmserve.scheduler.queues import Queues
+from vmserve.scheduler.order import Order
+from vmserve.scheduler.rooms import Rooms, open_memory, release_memory
 from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -39,24 +40,21 @@ class PromptsFirst:
     def __init__(self, memory: KVMemory, limits: SchedulerLimits) -> None:
         self._memory = memory
         self._limits = limits
-        self._forecast = BlockForecast(memory.layout)
-        self._queues = Queues()
-        self.num_preemptions_total = 0
+        self._rooms = Rooms(memory, limits)
+        self._order = Order(limits, time.monotonic)
+        self.totals = Totals()
 
     @property
     def num_running(self) -> int:
-        return len(self._queues.running)
+        return len(self._order.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queues.waiting)
+        return len(self._order.waiting)
 
     @property
     def running_request_ids(self) -> list[str]:
-        return [sequence.request.request_id for sequence in self._queues.running]
-
-    def counters(self) -> dict[str, int]:
-        return {"num_preemptions_total": self.num_preemptions_total, "num_swapped_out_total": 0}
+        return [sequence.request.request_id for sequence in self._order.running]
 
     # -- requests -----------------------------------------------------------------------
 
@@ -64,7 +62,7 @@ class PromptsFirst:
         """Raises ``ValueError`` for a request with several sequences."""
         if request.is_gang or request.num_branches > 1:
             raise ValueError("this policy is for requests with one sequence each")
-        self._queues.wait(request.sequences[0])
+        self._order.wait(request.sequences[0])
 
     def abort(self, request: Request) -> None:
         for sequence in request.sequences:
@@ -72,13 +70,13 @@ class PromptsFirst:
                 self.finish(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        self._queues.leave(sequence)
+        self._order.leave(sequence)
         sequence.status = SequenceStatus.FINISHED
         if sequence.memory_id is not None:
             release_memory(self._memory, sequence)
 
     def start_over(self, requests: Iterable[Request], ended: Iterable[Request]) -> None:
-        self._queues = Queues()
+        self._order = Order(self._limits, time.monotonic)
         for request in (*ended, *requests):
             for sequence in request.sequences:
                 sequence.memory_id, sequence.num_computed = None, 0
@@ -87,7 +85,7 @@ class PromptsFirst:
             self.add(request)
 
     def suspect(self) -> str | None:
-        every = [*self._queues.running, *self._queues.waiting]
+        every = [*self._order.running, *self._order.waiting]
         return every[-1].request.request_id if every else None
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -109,36 +107,32 @@ class PromptsFirst:
         if ahead:
             return None
         plan = self._read_prompts() or self._decode()
-        if plan is None and self._queues.waiting:
-            request_id = self._queues.waiting[0].request.request_id
+        if plan is None and self._order.waiting:
+            request_id = self._order.waiting[0].request.request_id
             raise NoRoomError(request_id, "the next request needs more than the KV cache has")
         return plan
 
     def _read_prompts(self) -> StepPlan | None:
         step, budget, running = StepInProgress(), StepBudget.within(self._limits), self.num_running
-        for sequence in self._queues.running:
+        for sequence in self._order.running:
             reads = sequence.num_computed < sequence.num_prompt or sequence.num_uncomputed > 1
             if reads and budget.can_take(sequence):
                 step.append(budget.take(sequence))
-        blocks_per_page = self._forecast.blocks_per_page
-        room = self._memory.available_pages() * blocks_per_page
-        room -= sum(self._forecast.owed(sequence) for sequence in self._queues.running)
-        if running:
-            room -= int(self._limits.watermark * self._memory.limit_pages) * blocks_per_page
-        while self._queues.waiting and self.num_running < self._limits.max_num_seqs:
-            sequence = self._queues.waiting[0]
+        room = self._rooms.left(self._order.running) - (self._rooms.watermark if running else 0)
+        while self._order.waiting and self.num_running < self._limits.max_num_seqs:
+            sequence = self._order.waiting[0]
             sequence.regime = Regime.PAGED
-            room -= self._forecast.next_token(sequence)
+            room -= self._rooms.next_token(sequence)
             if room < 0 or not budget.can_take(sequence):
                 break
             open_memory(self._memory, sequence)
-            self._queues.leave(sequence)
-            self._queues.run(sequence)
+            self._order.leave(sequence)
+            self._order.run(sequence)
             step.append(budget.take(sequence))
         return self._plan(step) if step else None
 
     def _decode(self) -> StepPlan | None:
-        while running := self._queues.running:
+        while running := self._order.running:
             budget = StepBudget.within(self._limits)
             step = budget.take_next_tokens([seq for seq in running if seq.num_uncomputed == 1])
             if plan := self._plan(step):
@@ -156,13 +150,13 @@ class PromptsFirst:
     def _preempt_last(self) -> bool:
         if self.num_running < 2:
             return False
-        sequence = self._queues.running[-1]
-        self._queues.leave(sequence)
+        sequence = self._order.running[-1]
+        self._order.leave(sequence)
         release_memory(self._memory, sequence)
         sequence.num_computed = 0
-        self._queues.wait(sequence)
+        self._order.wait(sequence)
         sequence.request.metrics.num_preemptions += 1
-        self.num_preemptions_total += 1
+        self.totals.preemptions += 1
         return True
 
     def make_room(self) -> bool:
@@ -172,8 +166,8 @@ class PromptsFirst:
         return self._preempt_last()
 
     def wanted_pages(self) -> int:
-        blocks = sum(self._forecast.owed(sequence) for sequence in self._queues.running)
-        return -(-blocks // self._forecast.blocks_per_page)
+        blocks = sum(self._rooms.owed(sequence) for sequence in self._order.running)
+        return -(-blocks // self._rooms.blocks_per_page)
 
     def applied(self, plan: StepPlan) -> None:
         pass

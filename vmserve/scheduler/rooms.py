@@ -1,6 +1,7 @@
-"""Forecast the blocks that sequences will take, for admission and fairness.
+"""Room in the KV memory: the blocks that there are, and those that sequences will take.
 
-What a step takes is not forecast but planned: ``KVMemory.plan`` stages the operations and counts.
+For admission and claims. What a step takes is not forecast but planned: ``KVMemory.plan`` stages
+the operations and counts.
 """
 
 from __future__ import annotations
@@ -15,25 +16,52 @@ from vmserve.memory.kind_pages import most_units
 from vmserve.scheduler.sequence import Sequence
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from vmserve.memory.base import KVMemory
-    from vmserve.memory.layout import KVLayout
+    from vmserve.scheduler.budget import SchedulerLimits
 
-__all__ = ["BlockForecast", "ForecastAlone"]
+__all__ = ["Rooms", "RoomsAlone", "open_memory", "release_memory"]
 
 #: Steps for which all running sequences are expected to go on when a preempted one returns.
 _STEPS_AHEAD = (4, 8, 16, 32)
 
 
-class BlockForecast:
-    """Forecasts in blocks. A virtual sequence takes whole pages, a paged one blocks."""
+def open_memory(memory: KVMemory, sequence: Sequence, tokens: list[int] | None = None) -> None:
+    """Open the sequence in memory, in its regime; its id is None if no more can be open."""
+    request = sequence.request
+    sequence.memory_id = memory.open(
+        tokens or (), regime=sequence.regime, tenant=request.memory_tenant, salt=request.cache_salt
+    )
 
-    def __init__(self, layout: KVLayout) -> None:
-        self._layout = layout
+
+def release_memory(memory: KVMemory, sequence: Sequence) -> None:
+    """Release the sequence's memory, and its start."""
+    assert sequence.memory_id is not None
+    memory.release(sequence.memory_id)
+    sequence.memory_id = sequence.start = None
+
+
+class Rooms:
+    """Counts in blocks. A virtual sequence takes whole pages, a paged one blocks."""
+
+    def __init__(self, memory: KVMemory, limits: SchedulerLimits) -> None:
+        layout = self._layout = memory.layout
+        self._memory = memory
+        self._limits = limits
         self.blocks_per_page = layout.blocks_per_page
         self._state_blocks = layout.state_blocks
         self.block_bytes = layout.total_page_bytes // self.blocks_per_page
+
+    def left(self, running: Iterable[Sequence]) -> int:
+        """Blocks that can be had and that no running sequence is owed."""
+        owed = sum(self.owed(sequence) for sequence in running)
+        return self._memory.available_pages() * self.blocks_per_page - owed
+
+    @property
+    def watermark(self) -> int:
+        """Blocks that admission leaves free for decoding while something runs."""
+        return int(self._limits.watermark * self._memory.limit_pages) * self.blocks_per_page
 
     def blocks(self, sequence: Sequence, num_tokens: int) -> int:
         """Blocks of ``num_tokens`` in the sequence's regime, and of its state."""
@@ -92,16 +120,15 @@ class BlockForecast:
         return max(0, math.ceil(needed) - now)
 
 
-class ForecastAlone(BlockForecast):
+class RoomsAlone(Rooms):
     """What a sequence takes that starts while nothing runs: with windows, no more than they need.
 
-    Beside others it is counted as if windows kept all. That admits fewer, so that cached prefixes
-    live longer. ``chunk_tokens``: the most that a sequence computes in a step.
+    Next to others it is counted as if windows kept all. That admits fewer, so that cached prefixes
+    live longer.
     """
 
-    def __init__(self, memory: KVMemory, chunk_tokens: int) -> None:
-        super().__init__(memory.layout)
-        self._chunk_tokens = chunk_tokens
+    def __init__(self, memory: KVMemory, limits: SchedulerLimits) -> None:
+        super().__init__(memory, limits)
         kinds = [(len(kind.layers), kind.window) for kind in memory.kinds if not kind.has_state]
         self._kinds = kinds if any(window is not None for _, window in kinds) else []
 
@@ -118,7 +145,7 @@ class ForecastAlone(BlockForecast):
         if not self._kinds:
             return whole
         target = sequence.num_tokens + 1
-        chunk = min(target - sequence.num_computed, self._chunk_tokens)
+        chunk = min(target - sequence.num_computed, self._limits.max_num_batched_tokens)
         units = sum(
             num_layers * most_units(target, unit, window, chunk)
             for num_layers, window in self._kinds
