@@ -19,10 +19,12 @@ from vmserve.scheduler.base import Drafted
 if TYPE_CHECKING:
     from vmserve.engine.build import EngineParts
     from vmserve.memory.manager import MemoryManager
+    from vmserve.runner.model_runner import AttentionTime
     from vmserve.scheduler.base import Columns, Scheduler, StepInProgress, StepPlan
     from vmserve.scheduler.sequence import Request, Sequence
     from vmserve.speculation.base import Drafter
     from vmserve.telemetry.counters import EngineCounters
+    from vmserve.telemetry.phases import PhaseSpan
 
 __all__ = ["Drafts", "NoDrafts", "drafts_of"]
 
@@ -39,7 +41,7 @@ class NoDrafts:
     def keep(self, plan: StepPlan) -> None:
         pass
 
-    def learn(self, seconds: float, attention: float) -> None:
+    def learn(self, spans: Iterable[PhaseSpan], attention: Iterable[AttentionTime]) -> None:
         pass
 
     def start_over(self) -> None:
@@ -153,9 +155,10 @@ class Drafts:
                 self._memory.append_tokens(*plan.take_unpublished())
             self._memory.keep(seqs, lengths)
 
-    def learn(self, seconds: float, attention: float) -> None:
-        """Take how long a step took that was planned here: all of it, and its attention."""
-        self._drafter.learn(seconds, attention)
+    def learn(self, spans: Iterable[PhaseSpan], attention: Iterable[AttentionTime]) -> None:
+        """Take how long a step took that was planned here: its phases, and attention in them."""
+        seconds = sum(span.ended - span.began for span in spans)
+        self._drafter.learn(seconds, sum(part.seconds for part in attention))
 
     def start_over(self) -> None:
         """Drop what is kept of all sequences, also after a call that ended halfway."""

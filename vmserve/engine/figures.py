@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["StepFigures"]
 
+#: Tokens of a step from which on its time says how fast prompts are read.
+_MANY_TOKENS = 64
+
 
 class StepFigures:
     """Hears of each step when it is scheduled, launched and over."""
@@ -32,6 +35,8 @@ class StepFigures:
         self._regimes = parts.regimes
         self._preemption = parts.preemption
         self._runtime = parts.runtime
+        #: Elsewhere than on a CPU, attention is not timed.
+        self._times_attention = parts.runtime.device_type == "cpu"
         self._clock = parts.clock
         self._looks_up = parts.resolved.prefix_caching
         self._counters = counters
@@ -83,16 +88,15 @@ class StepFigures:
         began, ended = phases.spans[0].began, phases.spans[-1].ended
         self._regimes.stepped(ended - max(began, self._last_ended))
         self._last_ended = ended
-        # Elsewhere than on a CPU, attention is not timed.
-        if not flight.is_ahead and self._runtime.device_type == "cpu":
-            attention = sum(part.seconds for part in flight.logits.attention)
-            seconds = sum(span.ended - span.began for span in phases.spans)
-            self._drafts.learn(seconds, attention)
+        if not flight.is_ahead and self._times_attention:
+            self._drafts.learn(phases.spans, flight.logits.attention)
         self.trace.step(
             flight.plan, phases, self._scheduler, self._memory, outputs, ahead=flight.is_ahead
         )
 
 
 def _reads_prompts_mostly(plan: StepPlan) -> bool:
+    if plan.num_tokens < _MANY_TOKENS:
+        return False
     num_tokens = plan.num_tokens - sum(map(len, plan.drafts))
-    return num_tokens >= 64 and num_tokens >= 8 * len(plan)
+    return num_tokens >= max(_MANY_TOKENS, 8 * len(plan))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from vmserve.memory.cuda_driver import driver_refusal
 from vmserve.memory.host_views import host_view
 from vmserve.numbers.host_arrays import array_tuple, rounded
 from vmserve.options import rules
-from vmserve.runner.host import HostDevice
+from vmserve.runner.host import NO_CONTEXT, HostDevice
 from vmserve.sampling.sampler import Sampler
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class CpuRuntime(HostDevice):
         return TorchCpuRuntime(driver=self._driver)
 
     def inference(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return NO_CONTEXT
 
     def views(self, memory: ViewedMemory) -> dict[Regime, KVView]:
         return {regime: host_view(memory, regime) for regime in Regime}

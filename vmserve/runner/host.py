@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
     from vmserve.memory.device import MemoryDevice
 
-__all__ = ["HostDevice"]
+__all__ = ["NO_CONTEXT", "HostDevice"]
 
-_NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()
+#: Does nothing, and may be entered any number of times.
+NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class HostDevice:
@@ -39,7 +40,7 @@ class HostDevice:
         return HostMemory(self._driver)
 
     def active(self) -> AbstractContextManager[Any]:
-        return _NO_CONTEXT
+        return NO_CONTEXT
 
     def check(self) -> None:
         """Nothing to check: there is only one order of work."""

@@ -17,6 +17,7 @@ from vmserve.attention.states import StepStates
 from vmserve.memory.base import Regime
 from vmserve.models.hidden import HiddenRows
 from vmserve.numbers.values import step_value
+from vmserve.runner.host import NO_CONTEXT
 from vmserve.runner.runtime import CaptureError
 from vmserve.scheduler.base import StepPlan
 from vmserve.scheduler.sequence import Sequence, SequenceStatus
@@ -163,10 +164,7 @@ class Alone:
     """No other ranks."""
 
     def computing(self, columns: StepColumns) -> AbstractContextManager[None]:
-        return _NOBODY
-
-
-_NOBODY: AbstractContextManager[None] = contextlib.nullcontext()
+        return NO_CONTEXT
 
 
 class Runner(Protocol):

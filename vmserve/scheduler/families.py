@@ -146,6 +146,8 @@ class Families:
 
     def drop_unwanted(self) -> None:
         """Release donors whose siblings have all started."""
+        if not self._donors:
+            return
         for donor in [seq for seq in self._donors.values() if not seq.request.has_followers]:
             self.drop_donor(donor.request)
 

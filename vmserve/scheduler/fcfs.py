@@ -187,8 +187,7 @@ class FCFSScheduler:
 
     def applied(self, plan: StepPlan) -> None:
         self._planner.applied(plan)
-        if self._families.donors:
-            self._families.drop_unwanted()
+        self._families.drop_unwanted()
 
     def computed(self, plan: StepPlan) -> None:
         for sequence, num_computed in zip(plan.sequences, plan.ends.tolist(), strict=True):

@@ -72,9 +72,9 @@ class Order:
 
     def raise_waiting(self) -> int:
         """Raise sequences that have waited long enough; call once a step. Returns how many."""
-        now = self._clock()
-        if now < self._next_look or not (waiting := [*self.waiting, *self.swapped]):
+        if not (self.waiting or self.swapped) or (now := self._clock()) < self._next_look:
             return 0
+        waiting = [*self.waiting, *self.swapped]
         self._next_look = now + self._max_wait / _LOOKS
         self._raised = [seq for seq in self._raised if seq.status is not SequenceStatus.FINISHED]
         first_rank = min(seq.rank for seq in (*waiting, *self.running))
