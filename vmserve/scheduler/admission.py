@@ -33,7 +33,7 @@ _MOST_BRANCHES = 128
 class _Opening:
     """What a step has left for newcomers: ``budget`` in tokens, ``room`` in blocks."""
 
-    draft: StepInProgress
+    step: StepInProgress
     budget: StepBudget
     room: int
     #: Blocks that stay free while something runs.
@@ -76,8 +76,8 @@ class Admission:
     def _rooms(self) -> Rooms:
         return self._rooms_with_others if self._order.running else self._rooms_alone
 
-    def admit(self, draft: StepInProgress, *, admission_paused: bool = False) -> list[Sequence]:
-        """Add newcomers to ``draft`` while budget, places and memory last; returns them.
+    def admit(self, step: StepInProgress, *, admission_paused: bool = False) -> list[Sequence]:
+        """Add newcomers to ``step`` while budget, places and memory last; returns them.
 
         With ``admission_paused``, nothing is admitted unless nothing runs.
         """
@@ -86,10 +86,10 @@ class Admission:
         if not (order.waiting or order.swapped) or (admission_paused and order.running):
             return []
         budget = StepBudget.within(self._limits)
-        budget.spend(draft)
+        budget.spend(step)
         rooms = self._rooms
-        opening = _Opening(draft, budget, rooms.left(order.running), rooms.watermark)
-        for sequence in self._claimants(draft):
+        opening = _Opening(step, budget, rooms.left(order.running), rooms.watermark)
+        for sequence in self._claimants(step):
             is_swapped = sequence.status is SequenceStatus.SWAPPED
             if not (self._swap_in if is_swapped else self._begin)(sequence, opening):
                 return opening.newcomers  # those after it wait too
@@ -97,25 +97,25 @@ class Admission:
             pass
         if order.swapped:
             return opening.newcomers  # swapped sequences come back first
-        while order.waiting and self._begin(self.next_waiting(draft), opening):
+        while order.waiting and self._begin(self.next_waiting(step), opening):
             pass
         return opening.newcomers
 
-    def next_waiting(self, draft: StepInProgress | None = None) -> Sequence:
+    def next_waiting(self, step: StepInProgress | None = None) -> Sequence:
         """The next waiting sequence: the first with a granted claim, else of the tenant whose turn
-        it is, the grants of ``draft`` counted."""
-        draft = StepInProgress() if draft is None else draft
-        for sequence in self._claimants(draft):
+        it is, the grants of ``step`` counted."""
+        step = StepInProgress() if step is None else step
+        for sequence in self._claimants(step):
             if sequence.status is SequenceStatus.WAITING:
                 return sequence
-        return self._shares.next_of(self._order.waiting, draft)
+        return self._shares.next_of(self._order.waiting, step)
 
-    def _claimants(self, draft: StepInProgress) -> list[Sequence]:
-        """Sequences with granted claims, without those for which ``draft`` keeps no token.
+    def _claimants(self, step: StepInProgress) -> list[Sequence]:
+        """Sequences with granted claims, without those for which ``step`` keeps no token.
 
         Their tenant's earlier prompts took all that was kept.
         """
-        return [seq for seq in self._claims.granted if draft.kept.get(seq, 1)]
+        return [seq for seq in self._claims.granted if step.kept.get(seq, 1)]
 
     def _begin(self, sequence: Sequence, opening: _Opening) -> bool:
         """Start a waiting sequence if there is room; returns whether it runs now."""
@@ -158,9 +158,7 @@ class Admission:
         opening.newcomers.append(sequence)
         opening.num_branches = num_branches
         opening.room -= blocks
-        opening.draft.append(
-            opening.budget.take(sequence, opening.draft.kept.get(sequence) or None)
-        )
+        opening.step.append(opening.budget.take(sequence, opening.step.kept.get(sequence) or None))
         return True
 
     def _swap_in(self, first: Sequence, opening: _Opening) -> bool:
@@ -188,7 +186,7 @@ class Admission:
             self._order.run(sequence)
             opening.newcomers.append(sequence)
             if opening.budget.can_take(sequence) and sequence.num_uncomputed:
-                opening.draft.append(opening.budget.take(sequence))
+                opening.step.append(opening.budget.take(sequence))
         return True
 
     def _headroom(self, newcomers: list[Sequence]) -> int:

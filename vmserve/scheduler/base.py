@@ -222,14 +222,14 @@ class StepPlan:
     drafts: tuple[list[int], ...] = ()
 
     @staticmethod
-    def of(draft: StepInProgress, columns: Columns, memory: MemoryPlan) -> StepPlan:
-        return StepPlan(list(draft.sequences), columns, sum(draft.num_new), memory)
+    def of(step: StepInProgress, columns: Columns, memory: MemoryPlan) -> StepPlan:
+        return StepPlan(list(step.sequences), columns, sum(step.num_new), memory)
 
     @staticmethod
-    def with_drafts(draft: StepInProgress, drafted: Drafted, memory: MemoryPlan) -> StepPlan:
-        num_tokens = sum(draft.num_new) + sum(map(len, drafted.drafts))
+    def with_drafts(step: StepInProgress, drafted: Drafted, memory: MemoryPlan) -> StepPlan:
+        num_tokens = sum(step.num_new) + sum(map(len, drafted.drafts))
         drafts = tuple(drafted.drafts)
-        return StepPlan(list(draft.sequences), drafted.columns, num_tokens, memory, drafts)
+        return StepPlan(list(step.sequences), drafted.columns, num_tokens, memory, drafts)
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -107,8 +107,8 @@ class CopiesOut:
             self._policy.copied(self._num_bytes, time.perf_counter() - self._began)
         return True
 
-    def leave_out(self, draft: StepInProgress) -> StepInProgress:
-        """The draft without sequences that need more memory and without beams, which go together.
+    def leave_out(self, step: StepInProgress) -> StepInProgress:
+        """The step without sequences that need more memory and without beams, which go together.
 
         Empty if there was such a step since the copies began.
         """
@@ -116,7 +116,7 @@ class CopiesOut:
         if self._left_out:
             return kept
         self._left_out = True
-        for sequence, num_new in draft:
+        for sequence, num_new in step:
             has = self._rooms.blocks(sequence, sequence.num_computed)
             wants = self._rooms.blocks(sequence, sequence.num_computed + num_new)
             if has == wants and sequence.start is None and not sequence.request.is_gang:
