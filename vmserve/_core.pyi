@@ -705,6 +705,21 @@ class RankGroup:
     def receive(self) -> bytes: ...
     def slice(self, count: int) -> tuple[int, int]: ...
 
+class DeltaShape:
+    def __init__(
+        self,
+        *,
+        key_heads: int,
+        value_heads: int,
+        key_dim: int,
+        value_dim: int,
+        taps: int,
+        tiled: bool,
+    ) -> None: ...
+
+class LatentShape:
+    def __init__(self, *, q_rank: int, rank: int, plain: int, rotated: int, value: int) -> None: ...
+
 class CpuDecoder:
     def __init__(
         self,
@@ -717,9 +732,8 @@ class CpuDecoder:
         norm_eps: float,
         embedding_scale: float = 1.0,
         logits_softcap: float = 0.0,
-        delta: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
-        delta_tiled: bool = False,
-        latent: tuple[int, int, int, int, int] = (0, 0, 0, 0, 0),
+        delta: DeltaShape | None = None,
+        latent: LatentShape | None = None,
         row_dtype: str,
         quantization: str,
         num_threads: int,

@@ -47,8 +47,8 @@ from vmserve.memory.manager import MemoryManager
 from vmserve.models import LoadedModel, ModelConfig, resolve_model
 from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.plan import tensor_shapes
 from vmserve.models.tensor_loader import assemble_on
-from vmserve.models.tensor_names import tensor_shapes
 from vmserve.numbers.dtypes import DType
 from vmserve.numbers.torch_dtypes import as_torch
 from vmserve.runner.torch_runtime import TorchCpuRuntime

@@ -43,9 +43,6 @@ const float* vector_of(std::optional<TensorTuple> tuple, std::int64_t size, cons
   return reinterpret_cast<const float*>(tensor.data);
 }
 
-// key_heads, value_heads, key_dim, value_dim, taps.
-using FiveSizes = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
-
 std::vector<float> copy_of(const Floats& array) {
   return {array.data(), array.data() + array.size()};
 }
@@ -120,26 +117,37 @@ void bind_decoder(py::module_& m) {
             return std::make_pair(own.first, own.count);
           },
           py::arg("count"));
+  py::class_<DeltaShape>(m, "DeltaShape")
+      .def(py::init([](std::int64_t key_heads, std::int64_t value_heads, std::int64_t key_dim,
+                       std::int64_t value_dim, std::int64_t taps, bool tiled) {
+             return DeltaShape{key_heads, value_heads, key_dim, value_dim, taps, tiled};
+           }),
+           py::kw_only(), py::arg("key_heads"), py::arg("value_heads"), py::arg("key_dim"),
+           py::arg("value_dim"), py::arg("taps"), py::arg("tiled"));
+  py::class_<LatentShape>(m, "LatentShape")
+      .def(py::init(
+               [](std::int64_t q_rank, std::int64_t rank, std::int64_t plain, std::int64_t rotated,
+                  std::int64_t value) { return LatentShape{q_rank, rank, plain, rotated, value}; }),
+           py::kw_only(), py::arg("q_rank"), py::arg("rank"), py::arg("plain"), py::arg("rotated"),
+           py::arg("value"));
   py::class_<CpuDecoder>(m, "CpuDecoder")
       .def(py::init([](std::int64_t vocab_size, std::int64_t hidden_size, std::int64_t q_heads,
                        std::int64_t kv_heads, std::int64_t head_dim, float norm_eps,
-                       float embedding_scale, float logits_softcap, const FiveSizes& delta,
-                       bool delta_tiled, const FiveSizes& latent, const std::string& row_dtype,
+                       float embedding_scale, float logits_softcap,
+                       const std::optional<DeltaShape>& delta,
+                       const std::optional<LatentShape>& latent, const std::string& row_dtype,
                        const std::string& quantization, int num_threads, const std::string& isa,
                        std::shared_ptr<RankGroup> group) {
-             const auto [key_heads, value_heads, key_dim, value_dim, taps] = delta;
-             const auto [q_rank, rank, plain, rotated, value] = latent;
-             const DecoderShape shape{
-                 vocab_size,
-                 hidden_size,
-                 q_heads,
-                 kv_heads,
-                 head_dim,
-                 norm_eps,
-                 embedding_scale,
-                 logits_softcap,
-                 {key_heads, value_heads, key_dim, value_dim, taps, delta_tiled},
-                 {q_rank, rank, plain, rotated, value}};
+             const DecoderShape shape{vocab_size,
+                                      hidden_size,
+                                      q_heads,
+                                      kv_heads,
+                                      head_dim,
+                                      norm_eps,
+                                      embedding_scale,
+                                      logits_softcap,
+                                      delta.value_or(DeltaShape{}),
+                                      latent.value_or(LatentShape{})};
              return std::make_unique<CpuDecoder>(shape, as_dtype(row_dtype),
                                                  as_quantization(quantization), num_threads, isa,
                                                  std::move(group));
@@ -147,9 +155,9 @@ void bind_decoder(py::module_& m) {
            py::kw_only(), py::arg("vocab_size"), py::arg("hidden_size"), py::arg("q_heads"),
            py::arg("kv_heads"), py::arg("head_dim"), py::arg("norm_eps"),
            py::arg("embedding_scale") = 1.0F, py::arg("logits_softcap") = 0.0F,
-           py::arg("delta") = FiveSizes{}, py::arg("delta_tiled") = false,
-           py::arg("latent") = FiveSizes{}, py::arg("row_dtype"), py::arg("quantization"),
-           py::arg("num_threads"), py::arg("isa") = "", py::arg("group") = nullptr)
+           py::arg("delta") = std::nullopt, py::arg("latent") = std::nullopt, py::arg("row_dtype"),
+           py::arg("quantization"), py::arg("num_threads"), py::arg("isa") = "",
+           py::arg("group") = nullptr)
       .def(
           "add_layer",
           [](CpuDecoder& decoder, TensorTuple attention_norm, const WeightArgument& q,

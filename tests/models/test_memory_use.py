@@ -14,7 +14,7 @@ from transformers import GPT2Config, LlamaConfig, OPTConfig, PreTrainedConfig
 
 from vmserve.models import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
-from vmserve.models.tensor_names import tensor_shapes
+from vmserve.models.plan import tensor_shapes
 
 #: About 25 M parameters each, a third of them in the embedding: 100 MB in float32.
 CONFIGS: dict[str, PreTrainedConfig] = {

@@ -15,9 +15,9 @@ from vmserve.models.families import FAMILIES
 from vmserve.models.gguf.config import describe
 from vmserve.models.gguf.reader import GgufModel, is_gguf, open_gguf
 from vmserve.models.loader import weight_files
+from vmserve.models.plan import tensor_shapes
 from vmserve.models.quantized.formats import QuantizedFormat, describe_quantization
 from vmserve.models.safetensors_file import SafetensorsFile
-from vmserve.models.tensor_names import tensor_shapes
 from vmserve.numbers.dtypes import DType
 from vmserve.options import rules
 from vmserve.system.files import read_json

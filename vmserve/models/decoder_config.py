@@ -391,14 +391,6 @@ class DecoderConfig:
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer in self.experts.layers
 
-    def expert_bias(self, layer: int) -> bool:
-        return self.experts is not None and self.experts.bias and self.has_experts(layer)
-
-    @property
-    def stacked_experts(self) -> bool:
-        """Whether a tensor has the matrices of all experts."""
-        return len(self.names.experts) == 2
-
     def mlp_size_of(self, layer: int) -> int:
         """What lies between up and down of a layer's MLP, or of an expert."""
         if self.experts is None or not self.has_experts(layer):

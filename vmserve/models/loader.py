@@ -8,8 +8,8 @@ from pathlib import Path
 from vmserve.errors import ConfigurationError
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.gguf.reader import GgufModel
+from vmserve.models.plan import canonical_name, is_ignorable, tensor_shapes
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
-from vmserve.models.tensor_names import canonical_name, is_ignorable, tensor_shapes
 from vmserve.system.files import read_json
 
 __all__ = ["Progress", "choose_tensors", "find_tensors", "listed", "stored_bytes", "weight_files"]

@@ -22,10 +22,10 @@ from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.gguf.reader import is_gguf
 from vmserve.models.loader import Progress, find_tensors
 from vmserve.models.native import refusal
+from vmserve.models.plan import DecoderPlan
 from vmserve.models.quantized.layout import KERNEL_GROUP, WORD_BITS
 from vmserve.models.rounding import round_weights
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
-from vmserve.models.tensor_names import is_router, tensor_shapes
 from vmserve.numbers.dtypes import DType
 from vmserve.numbers.host_arrays import as_float32
 from vmserve.system.files import lock_for_writing, read_json
@@ -122,13 +122,13 @@ def _sort(
     source: Path, network: DecoderConfig, bits: int
 ) -> tuple[list[_Matrix], list[str], dict[str, tuple[SafetensorsFile, StoredTensor]]]:
     """Matrices to be rounded; modules of layers that are not; all tensors that are not."""
-    plain = find_tensors(source, network)
-    layers = network.names.base + network.names.layer.partition("{}")[0]
+    plain, plan = find_tensors(source, network), DecoderPlan.of(network)
+    routers = plan.routers
     matrices, kept = [], []
-    for name, shape in tensor_shapes(network).items():
-        if name.startswith(layers) and len(shape) == 2:
+    for name, shape in (each for layer in plan.layers for each in layer.tensors()):
+        if len(shape) == 2:
             module = name.removesuffix(".weight")
-            if shape[1] % GROUP or is_router(network.names, module):
+            if shape[1] % GROUP or module in routers:
                 kept.append(module)
             else:
                 matrices.append(_Matrix(module, *plain.pop(name), bits))

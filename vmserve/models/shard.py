@@ -14,9 +14,16 @@ from torch.nn import functional as F
 
 from vmserve.errors import UnsupportedError
 from vmserve.models.collective import Collective
-from vmserve.models.decoder_config import DecoderConfig, ExpertsConfig
+from vmserve.models.decoder_config import DecoderConfig
+from vmserve.models.plan import (
+    AttentionPlan,
+    DecoderPlan,
+    ExpertsPlan,
+    Matrix,
+    MlpPlan,
+    StackedPlan,
+)
 from vmserve.models.slices import Slices, refusal_of_ranks
-from vmserve.models.tensor_names import mlp_names, shared_names, weight_name
 
 __all__ = ["Part", "Shard", "Together", "share"]
 
@@ -101,73 +108,69 @@ class Shard:
         return share(count, self._rank, self._size)
 
     def _find(self) -> Iterator[tuple[str, Part]]:
-        config, names = self._whole, self._whole.names
-        rows = Part(0, (self.tokens,))
-        yield weight_name(names, names.embedding), rows
-        yield f"{names.head}.weight", rows
-        for layer in range(config.num_layers):
-            prefix = names.base + names.layer.format(layer)
-            q, k, v = self._slices.qkv
-            heads = self._slices.query_heads
-            assert q is not None
-            assert k is not None
-            assert v is not None
-            assert heads is not None
-            q_size, kv_size, _ = config.qkv_sizes
-            if len(names.qkv) == 1:
-                side_by_side = (q, _moved(k, q_size), _moved(v, q_size + kv_size))
-                yield from self._outputs(prefix + names.qkv[0], side_by_side)
+        plan, rows = DecoderPlan.of(self._whole), Part(0, (self.tokens,))
+        yield plan.embedding.name, rows
+        if plan.head is not None:
+            yield plan.head.name, rows
+        for layer in plan.layers:
+            assert isinstance(layer.mixer, AttentionPlan), "refusal_of_ranks() said so"
+            yield from self._attention(layer.mixer)
+            if isinstance(layer.mlp, MlpPlan):
+                yield from self._mlp(layer.mlp)
             else:
-                for name, own in zip(names.qkv, (q, k, v), strict=True):
-                    yield from self._outputs(prefix + name, (own,))
-            yield from self._inputs(prefix + names.output, q)
-            if names.sinks:
-                yield prefix + names.sinks, Part(0, (heads,))
-            yield from self._mlp(layer)
+                yield from self._experts(layer.mlp)
 
-    def _mlp(self, layer: int) -> Iterator[tuple[str, Part]]:
-        config = self._whole
-        own = self._share(config.mlp_size_of(layer))
-        experts = config.experts if config.has_experts(layer) else None
-        if experts is not None and config.stacked_experts:
-            yield from self._stacked(experts, layer)
-            return
-        ranges: tuple[slice, ...] = (own,)
-        if experts is None and config.names.gate_up:
-            ranges = (own, _moved(own, config.mlp_size))
-        for *ups, down in mlp_names(config, layer):
-            for name in ups:
-                yield from self._outputs(name, ranges)
-            yield from self._inputs(down, own)
-        if experts is not None and (shared := shared_names(config, layer)):
-            *ups, down = shared
-            own = self._share(experts.shared_size)
-            for name in ups:
-                yield from self._outputs(name, (own,))
-            yield from self._inputs(down, own)
+    def _attention(self, plan: AttentionPlan) -> Iterator[tuple[str, Part]]:
+        q, k, v = self._slices.qkv
+        heads = self._slices.query_heads
+        assert q is not None
+        assert k is not None
+        assert v is not None
+        assert heads is not None
+        if len(plan.qkv) == 1:
+            q_size, k_size, _ = plan.sizes
+            side_by_side = (q, _moved(k, q_size), _moved(v, q_size + k_size))
+            yield from self._outputs(plan.qkv[0], side_by_side)
+        else:
+            for matrix, own in zip(plan.qkv, (q, k, v), strict=True):
+                yield from self._outputs(matrix, (own,))
+        yield from self._inputs(plan.output, q)
+        if plan.sinks is not None:
+            yield plan.sinks.name, Part(0, (heads,))
 
-    def _stacked(self, experts: ExpertsConfig, layer: int) -> Iterator[tuple[str, Part]]:
+    def _mlp(self, plan: MlpPlan) -> Iterator[tuple[str, Part]]:
+        own = self._share(plan.size)
+        for matrix in plan.ups:
+            # One matrix may have gate and up, one above the other.
+            halves = range(0, matrix.outputs, plan.size)
+            yield from self._outputs(matrix, tuple(_moved(own, first) for first in halves))
+        yield from self._inputs(plan.down, own)
+
+    def _experts(self, plan: ExpertsPlan) -> Iterator[tuple[str, Part]]:
+        for mlp in (*plan.experts, *([] if plan.shared is None else [plan.shared])):
+            yield from self._mlp(mlp)
+        if plan.stacked is not None:
+            yield from self._stacked(plan.stacked)
+
+    def _stacked(self, plan: StackedPlan) -> Iterator[tuple[str, Part]]:
         """Parts of ``[experts, in, out]``; outputs alternate between gate and up."""
-        assert experts.clamp is not None, "others have a tensor for each expert"
-        names = self._whole.names
-        prefix = names.base + names.layer.format(layer)
-        gate_up, down = (prefix + name for name in names.experts)
-        own = self._share(experts.size)
+        own = self._share(plan.down.shape[1])
         both = (slice(2 * own.start, 2 * own.stop),)
-        yield gate_up, Part(2, both)
-        yield f"{gate_up}_bias", Part(1, both)
-        yield down, Part(1, (own,))
+        yield plan.gate_up.name, Part(2, both)
+        yield plan.gate_up_bias.name, Part(1, both)
+        yield plan.down.name, Part(1, (own,))
         if self._rank:
-            self._zeroed.add(f"{down}_bias")
+            self._zeroed.add(plan.down_bias.name)
 
-    def _outputs(self, name: str, ranges: tuple[slice, ...]) -> Iterator[tuple[str, Part]]:
-        yield f"{name}.weight", Part(int(self._whole.names.transposed), ranges)
-        yield f"{name}.bias", Part(0, ranges)
+    def _outputs(self, matrix: Matrix, ranges: tuple[slice, ...]) -> Iterator[tuple[str, Part]]:
+        yield matrix.weight, Part(int(matrix.transposed), ranges)
+        if matrix.bias is not None:
+            yield matrix.bias, Part(0, ranges)
 
-    def _inputs(self, name: str, own: slice) -> Iterator[tuple[str, Part]]:
-        yield f"{name}.weight", Part(int(not self._whole.names.transposed), (own,))
-        if self._rank:
-            self._zeroed.add(f"{name}.bias")
+    def _inputs(self, matrix: Matrix, own: slice) -> Iterator[tuple[str, Part]]:
+        yield matrix.weight, Part(int(not matrix.transposed), (own,))
+        if self._rank and matrix.bias is not None:
+            self._zeroed.add(matrix.bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import torch
@@ -13,13 +13,13 @@ from vmserve.models.collective import Collective
 from vmserve.models.decoder import Decoder
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.loader import Progress, find_tensors
+from vmserve.models.plan import DecoderPlan
 from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.mxfp4 import Mxfp4Weight
 from vmserve.models.quantized.weight import find_quantized
 from vmserve.models.safetensors_file import SafetensorsFile, StoredTensor
 from vmserve.models.shard import Part, Shard, Together
 from vmserve.models.stored_weight import SafetensorsWeight
-from vmserve.models.tensor_names import tensor_shapes, weight_name
 from vmserve.models.weights import DecoderWeights, assemble
 from vmserve.numbers.sizes import format_size
 from vmserve.numbers.torch_dtypes import as_torch
@@ -37,12 +37,11 @@ def load_tensors(
     dtype: torch.dtype,
     device: torch.device,
     progress: Progress | None = None,
-    exact: tuple[str, ...] = (),
+    exact: Collection[str] = (),
     parts: Mapping[str, Part] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Read the tensors that :func:`vmserve.models.loader.find_tensors` found, in ``dtype``;
-    those whose names end in one of ``exact`` in float32. ``parts``: read these of the tensors that
-    it names.
+    those of ``exact`` in float32. ``parts``: read these of the tensors that it names.
 
     A tensor that is stored in ``dtype`` stays in its file, memory-mapped (on a CPU);
     another one is converted block by block, and the file's pages dropped after it.
@@ -51,7 +50,7 @@ def load_tensors(
     done = 0
     tensors: dict[str, torch.Tensor] = {}
     for name, (file, tensor) in stored.items():
-        kind = torch.float32 if name.endswith(exact) else dtype
+        kind = torch.float32 if name in exact else dtype
         tensors[name] = _load(
             file, tensor, kind, device, None if parts is None else parts.get(name)
         )
@@ -142,13 +141,11 @@ def load_decoder(
             else:
                 assert isinstance(weight, SafetensorsWeight), "torch refuses other formats"
                 found[name] = weight.file, weight.stored
-    exact = [config.names.router_correction] if config.names.router_correction else []
-    if config.delta is not None:
-        exact += ["A_log", "dt_bias"]
-    tensors = load_tensors(found, dtype, device, progress, tuple(exact), parts)
+    plan = DecoderPlan.of(config)
+    tensors = load_tensors(found, dtype, device, progress, plan.float32, parts)
+    shapes = dict(plan.tensors())
     for name, weight in packed.items():
-        shape = tensor_shapes(config)[name]
-        tensors[name] = _expanded(weight, shape, dtype, device, parts.get(name))
+        tensors[name] = _expanded(weight, shapes[name], dtype, device, parts.get(name))
     if packed:
         sizes = (
             sum(weight.num_bytes for weight in packed.values()),
@@ -181,6 +178,6 @@ def assemble_on(
     if device.type == "cuda" and (config.norm.rms or config.gated):
         from vmserve.attention.cuda.layers import layer_kernels  # noqa: PLC0415
 
-        dtype = tensors[weight_name(config.names, config.names.embedding)].dtype
+        dtype = tensors[DecoderPlan.of(config).embedding.name].dtype
         kernels = layer_kernels(device, dtype, config.head_dim)
     return assemble(config, tensors, joined=True, kernels=kernels)

@@ -18,7 +18,7 @@ from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.hub import EMBEDDED_NAME
 from vmserve.models.native import NativeDecoder
-from vmserve.models.tensor_names import tensor_shapes
+from vmserve.models.plan import tensor_shapes
 from vmserve.runner.model_runner import ModelRunner
 from vmserve.sampling import SamplingParams
 from vmserve_bench.quality.text import cut, first_difference

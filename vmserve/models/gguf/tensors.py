@@ -27,8 +27,8 @@ from vmserve.models.gguf.metadata import LONG_FACTORS, PLAIN, ROPE_FACTORS
 from vmserve.models.gguf.reader import GgufFile, GgufModel, GgufTensor, shown
 from vmserve.models.gguf.repack import is_quantized, repack
 from vmserve.models.grouped import Grouped
+from vmserve.models.plan import DecoderPlan, DeltaPlan, ExpertsPlan, LayerPlan
 from vmserve.models.stored_weight import Plain, Table
-from vmserve.models.tensor_names import mlp_names, shared_names, tensor_shapes
 from vmserve.numbers.dtypes import DType
 
 __all__ = ["GgufWeight", "find_weights"]
@@ -111,9 +111,10 @@ def find_weights(model: GgufModel, config: DecoderConfig) -> dict[str, GgufWeigh
     """
     kind = model.metadata.string("general.architecture")
     architecture = ARCHITECTURES[kind]
-    shapes = tensor_shapes(config)
+    plan = DecoderPlan.of(config)
+    shapes = dict(plan.tensors())
     places = {
-        name: place for name, place in _places(config, architecture, shapes) if name in shapes
+        name: place for name, place in _places(config, architecture, plan, shapes) if name in shapes
     }
     wanted = {place.stored for place in places.values()}
     missing = sorted(stored for stored in wanted if stored not in model.tensors)
@@ -163,15 +164,18 @@ class _Place:
 
 
 def _places(
-    config: DecoderConfig, architecture: Architecture, shapes: Mapping[str, tuple[int, ...]]
+    config: DecoderConfig,
+    architecture: Architecture,
+    plan: DecoderPlan,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[tuple[str, _Place]]:
     """Places by our names; more than those of ``shapes``."""
     for theirs, ours in ENDS.items():
         yield f"model.{ours}.weight", _Place(f"{theirs}.weight")
     yield "lm_head.weight", _Place("output.weight")
     heads = {"attn_q": config.q_heads, "attn_k": config.kv_heads} if architecture.permuted else {}
-    for layer in range(config.num_layers):
-        ours_before, theirs_before = f"model.layers.{layer}.", f"blk.{layer}."
+    for layer in plan.layers:
+        ours_before, theirs_before = f"model.layers.{layer.number}.", f"blk.{layer.number}."
         for theirs, ours in architecture.layer.items():
             for kind in ("weight", "bias"):
                 name = f"{ours_before}{ours}.{kind}"
@@ -181,45 +185,39 @@ def _places(
                 yield name, _Place(f"{theirs_before}{theirs}.{kind}", rows=rows)
         for theirs, ours in architecture.whole.items():
             yield f"{ours_before}{ours}", _Place(theirs_before + theirs)
-        if config.has_experts(layer):
-            yield from _expert_places(config, layer, shapes)
-        if config.delta is not None and config.has_delta(layer) and not architecture.tiled:
-            both = (config.delta.key_heads, 2, -1)
-            rows_of_both = np.arange(2 * config.delta.value_heads).reshape(both)
-            for index, ours in enumerate(("in_proj_b", "in_proj_a")):
+        if isinstance(layer.mlp, ExpertsPlan):
+            yield from _expert_places(layer, layer.mlp)
+        if isinstance(layer.mixer, DeltaPlan) and not architecture.tiled:
+            # Both gates in one tensor, by key head.
+            values = layer.mixer.gates[0].outputs
+            assert config.delta is not None, "the layer has one"
+            rows_of_both = np.arange(2 * values).reshape(config.delta.key_heads, 2, -1)
+            for index, gate in enumerate(layer.mixer.gates):
                 yield (
-                    f"{ours_before}{config.names.delta}{ours}.weight",
+                    gate.weight,
                     _Place(
                         f"{theirs_before}ssm_ba.weight",
-                        (rows_of_both.size, config.hidden_size),
+                        (2 * values, gate.inputs),
                         rows_of_both[:, index].reshape(-1),
                     ),
                 )
 
 
-def _expert_places(
-    config: DecoderConfig, layer: int, shapes: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, _Place]]:
-    names, before = config.names, f"blk.{layer}."
-    prefix = f"model.layers.{layer}."
-    assert config.experts is not None, "the layer has them"
-    for kind in ("weight", "bias"):
-        yield f"{prefix}{names.router}.{kind}", _Place(f"{before}{ROUTER}.{kind}")
-        for part, modules in enumerate(mlp_names(config, layer)):
-            for ours, theirs in zip(modules, EXPERTS, strict=True):
-                shape = shapes.get(f"{ours}.{kind}", ())
+def _expert_places(layer: LayerPlan, plan: ExpertsPlan) -> Iterator[tuple[str, _Place]]:
+    before, count = f"blk.{layer.number}.", len(plan.experts)
+    matrices = [(plan.router, ROUTER), (plan.shared_gate, SHARED_GATE)]
+    if plan.shared is not None:
+        matrices += zip((*plan.shared.ups, plan.shared.down), SHARED_EXPERT, strict=True)
+    for matrix, theirs in matrices:
+        for name, _ in () if matrix is None else matrix.tensors():
+            yield name, _Place(f"{before}{theirs}.{name.rpartition('.')[2]}")
+    for part, mlp in enumerate(plan.experts):
+        for matrix, theirs in zip((*mlp.ups, mlp.down), EXPERTS, strict=True):
+            for name, shape in matrix.tensors():
                 rows = math.prod(shape[:-1])
-                yield (
-                    f"{ours}.{kind}",
-                    _Place(
-                        f"{before}{theirs}.{kind}",
-                        (config.experts.count, *shape),
-                        slice(part * rows, (part + 1) * rows),
-                    ),
-                )
-    for ours, theirs in zip(shared_names(config, layer), SHARED_EXPERT, strict=False):
-        yield f"{ours}.weight", _Place(f"{before}{theirs}.weight")
-    yield f"{prefix}{names.shared_gate}.weight", _Place(f"{before}{SHARED_GATE}.weight")
+                stored = f"{before}{theirs}.{name.rpartition('.')[2]}"
+                own = slice(part * rows, (part + 1) * rows)
+                yield name, _Place(stored, (count, *shape), own)
 
 
 def _halves_first(rows: int, heads: int) -> NDArray[np.int64]:

@@ -13,6 +13,7 @@ from vmserve import _core
 from vmserve.attention.cpu import CPU_DTYPES
 from vmserve.models.grouped import Grouped
 from vmserve.models.loader import Progress
+from vmserve.models.plan import NormPlan
 from vmserve.models.slices import Slices
 from vmserve.models.stored_weight import Plain, StoredWeight, as_plain
 from vmserve.numbers.dtypes import DType
@@ -110,10 +111,13 @@ class Source:
     def vector(self, name: str, which: slice | None = None) -> TensorTuple:
         return self._tuple(self.floats(name)[which or slice(None)], DType.FLOAT32)
 
-    def norm(self, module: str) -> TensorTuple:
-        return self._tuple(
-            self.floats(f"{module}.weight") + np.float32(self._norm_offset), DType.FLOAT32
-        )
+    def vector_or_none(self, name: str | None, which: slice | None = None) -> TensorTuple | None:
+        return None if name is None else self.vector(name, which)
+
+    def norm(self, plan: NormPlan) -> TensorTuple:
+        assert plan.weight is not None, "the native decoder has norms with weights only"
+        offset = np.float32(self._norm_offset)
+        return self._tuple(self.floats(plan.weight) + offset, DType.FLOAT32)
 
     def _read(self, name: str) -> Plain | Grouped:
         self._used.append(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.grouped import Grouped
 from vmserve.models.loader import choose_tensors, listed, weight_files
+from vmserve.models.plan import DecoderPlan, Tensor, canonical_name
 from vmserve.models.quantized import mxfp4
 from vmserve.models.quantized.formats import QuantizedFormat
 from vmserve.models.quantized.layout import Layout, Sizes
 from vmserve.models.safetensors_file import SafetensorsFile, StoredIntegers, StoredTensor
 from vmserve.models.stored_weight import SafetensorsWeight, StoredWeight, Table
-from vmserve.models.tensor_names import canonical_name, tensor_shapes, weight_name
 from vmserve.numbers.dtypes import DType
 from vmserve.numbers.host_arrays import as_float32
 
@@ -80,7 +80,8 @@ def find_quantized(
 
     Raises as :func:`vmserve.models.loader.find_tensors` does.
     """
-    shapes = tensor_shapes(config)
+    plan = DecoderPlan.of(config)
+    shapes = dict(plan.tensors())
     stored: _Stored = {}
     for path in weight_files(directory):
         file = SafetensorsFile(path, quantized=True)
@@ -95,9 +96,8 @@ def find_quantized(
             if isinstance(codes, StoredIntegers):
                 found[name] = _take(stored, shapes, module, layout)
                 break
-    if config.stacked_experts:
-        _take_stacked(stored, shapes, found)
-    embedding = weight_name(config.names, config.names.embedding)
+    _take_stacked(stored, plan.stacked, found)
+    embedding = plan.embedding.name
     if embedding in found:
         raise UnsupportedError(f"{embedding} is quantized: an embedding must be plain")
     left = {name: place for name, (_, place) in stored.items()}
@@ -122,11 +122,11 @@ def find_quantized(
 
 
 def _take_stacked(
-    stored: _Stored, shapes: Mapping[str, tuple[int, ...]], found: dict[str, StoredWeight]
+    stored: _Stored, stacked: Iterable[Tensor], found: dict[str, StoredWeight]
 ) -> None:
     """Take tensors of all experts in MXFP4 out of ``stored``."""
-    for name, shape in shapes.items():
-        if len(shape) != 3 or name + mxfp4.BLOCKS not in stored:
+    for name, shape in stacked:
+        if name + mxfp4.BLOCKS not in stored:
             continue
         file, blocks = stored.pop(name + mxfp4.BLOCKS)
         _, scales = stored.pop(name + mxfp4.SCALES, (None, None))
