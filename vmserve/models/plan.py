@@ -49,8 +49,7 @@ class Tensor(NamedTuple):
         yield self
 
 
-@dataclass(frozen=True, slots=True)
-class Matrix:
+class Matrix(NamedTuple):
     """What a product multiplies by, ``[outputs, inputs]``; stored as ``[inputs, outputs]`` where it
     is ``transposed``."""
 
@@ -151,8 +150,7 @@ class DeltaPlan:
         yield from _tensors(self.taps, self.decay, self.bias, self.norm)
 
 
-@dataclass(frozen=True, slots=True)
-class MlpPlan:
+class MlpPlan(NamedTuple):
     """``ups``: gate and up, one product that has them one above the other, or up alone."""
 
     ups: tuple[Matrix, ...]
@@ -160,7 +158,8 @@ class MlpPlan:
     size: int
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from _tensors(*self.ups, self.down)
+        for matrix in (*self.ups, self.down):
+            yield from matrix.tensors()
 
 
 @dataclass(frozen=True, slots=True)
