@@ -26,7 +26,7 @@ from vmserve.client.messages import (
 from vmserve.client.service import EngineService
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
-from vmserve.errors import EngineDeadError
+from vmserve.errors import EngineDeadError, RankLostError
 from vmserve.testing import NullRuntime
 from vmserve.text.update import RequestUpdate
 from vmserve.types import RequestTerms
@@ -272,3 +272,22 @@ def test_an_interrupt_leaves_nothing_queued(monkeypatch: pytest.MonkeyPatch) -> 
         assert not llm.engine.has_unfinished
         again = llm.generate([[5], [6]], params(4))
         assert [each.outputs for each in again] == [each.outputs for each in expected]
+
+
+def test_an_engine_that_has_lost_a_rank_is_asked_nothing_more(
+    service: EngineService, sent: list[FromEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its memory reports to a pool might wait for the rank; who waits is told first."""
+    engine, lost = service.engine, RankLostError("rank 1 of 2 has ended")
+    engine.lend(engine.memory.limit_bytes, reclaim=False)
+    service.post(Add(0, "a", [5] * 20, params(50), STREAM, is_stream=True))
+
+    def step() -> None:
+        monkeypatch.setattr(engine, "memory_news", pytest.fail)
+        raise lost
+
+    monkeypatch.setattr(engine, "step", step)
+    with pytest.raises(RankLostError) as raised:
+        service.run()
+    assert raised.value is lost
+    assert [each.failures for each in sent if isinstance(each, StepUpdate)][-1] == [(0, lost)]

@@ -593,7 +593,7 @@ class Walk:
 
     def fork_length(self, was: Expected) -> int:
         """Also before the parent's end, if no window can have given anything up: the scheduler's
-        rule (``Donors``)."""
+        rule (``Families``)."""
         narrowest = min(window for window, _ in KINDS if window)
         may_be_earlier = was.length <= narrowest and len(self.rig.parts) == len(KINDS)
         return self.rng.randint(1, was.length) if may_be_earlier else was.length

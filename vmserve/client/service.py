@@ -155,7 +155,7 @@ class EngineService:
             self.flush()
         except EngineDeadError as error:
             self._failures += [(handle, error) for handle in self._ids]
-            self.flush()  # each learns why
+            self._send_updates()  # each learns why; the engine is asked no more
             raise
         finally:
             with self._wake:
@@ -373,8 +373,12 @@ class EngineService:
 
     def flush(self) -> None:
         """Send what is new, if there is anything."""
-        for holding, is_answer in self.engine.memory_news():
-            self._send(MemoryReport(holding, is_answer))
+        if self.engine.is_lent:
+            for holding, is_answer in self.engine.memory_news():
+                self._send(MemoryReport(holding, is_answer))
+        self._send_updates()
+
+    def _send_updates(self) -> None:
         counts = (self.engine.scheduler.num_running, self.engine.scheduler.num_waiting)
         if counts == self._counts and not (self._updates or self._accepted or self._failures):
             return

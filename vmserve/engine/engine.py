@@ -33,7 +33,7 @@ from vmserve.text.prompts import encode_params
 from vmserve.text.update import RequestUpdate
 from vmserve.types import PinnedPrefix, RequestTerms
 
-__all__ = ["LLMEngine", "PinnedPrefix", "RequestFailure", "StepResult"]
+__all__ = ["LLMEngine"]
 
 logger = logging.getLogger(__name__)
 
@@ -256,12 +256,14 @@ class LLMEngine:
         """
         self.pool.lease.order(limit_bytes, reclaim=reclaim)
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether the memory is a pool's, which hears :meth:`memory_news`."""
+        return self.pool.lease.is_lent
+
     @_changes
     def memory_news(self) -> list[tuple[Holding, bool]]:
-        """A report to the pool of :meth:`lend` between two steps, and whether it is an answer.
-
-        None before the memory is lent.
-        """
+        """Reports to the pool of :meth:`lend` between two steps, and whether each is an answer."""
         lease = self.pool.lease
         if lease.has_orders and self.steps.in_flight is None:
             with self._runtime.active():

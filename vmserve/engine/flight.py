@@ -23,7 +23,6 @@ class InFlightStep:
     """A step that was launched and is not collected."""
 
     plan: StepPlan
-    epoch: int
     phases: StepPhases
     logits: StepLogits
     #: Whether it was launched before the tokens of the step before it were known.

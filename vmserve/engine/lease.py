@@ -69,9 +69,7 @@ class Lease:
         self._has_refused = False
         #: Time since which memory is under way: it was asked for, or some came and more is wanted.
         self._asked_at: float | None = None
-        #: Whether a step found no memory since the last look; and since when a request would have
-        #: failed.
-        self._is_starved = False
+        #: Time since which a request would have failed.
         self._stuck_at: float | None = None
         self._num_looks = 0
         #: Look until which memory is enough for the steps between two looks.
@@ -132,7 +130,6 @@ class Lease:
         if not self.is_lent:
             return False
         now = self._clock()
-        self._is_starved = True
         if self._asked_at is None:
             self._asked_at = now
         if not is_last_resort:
@@ -153,11 +150,12 @@ class Lease:
 
     def _look(self, is_idle: bool) -> None:
         reported = self._reported
-        starved, self._is_starved = self._is_starved, False
+        # Of the last step, however often its engine looks before the next one.
+        starved = self._scheduler.awaits_memory
         if not starved:
             self._stuck_at = None
         if is_idle != reported.is_idle:
-            self._asked_at = None
+            self._asked_at = self._stuck_at = None
             self._tell(self._holding(0, is_short=False, is_idle=is_idle))
             self._next_use = 0  # requests that have just begun hold nothing yet
             return

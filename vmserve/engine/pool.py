@@ -36,7 +36,8 @@ class Pool:
     def __init__(self, parts: EngineParts) -> None:
         memory, resolved = parts.memory, parts.resolved
         self.memory = memory
-        self._parts = parts
+        self._idle_bytes = parts.idle_bytes
+        self._keeps_prefixes = resolved.prefix_caching
         #: Models that draft; each has a part of the limit.
         self._drafting = () if parts.draft_model is None else (parts.draft_model,)
         self._memories = [memory, *(each.memory for each in self._drafting)]
@@ -111,11 +112,11 @@ class Pool:
         self._report_persistence()
         # Keep cached prefixes; without prefix caching drop parked slots.
         for memory in self._memories:
-            keep_pages = self._parts.idle_bytes // memory.layout.total_page_bytes
+            keep_pages = self._idle_bytes // memory.layout.total_page_bytes
             keep_pages = max(keep_pages, memory.ready_pages)
             try:
                 memory.wait()
-                memory.trim(keep_pages, drop_idle=not self._parts.resolved.prefix_caching)
+                memory.trim(keep_pages, drop_idle=not self._keeps_prefixes)
             except (OutOfMemoryError, DriverError) as error:
                 logger.warning("the pool keeps its pages for now: %s", error)
 

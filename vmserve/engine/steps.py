@@ -186,7 +186,7 @@ class Steps:
         logits = self._execute(plan, drawn)
         self._memory.launched(epoch)
         self._scheduler.computed(plan)
-        flight = InFlightStep(plan, epoch, phases, logits, is_ahead=running is not None)
+        flight = InFlightStep(plan, phases, logits, is_ahead=running is not None)
         self._figures.launched(flight)
         self.concerned = None
         return flight

@@ -98,9 +98,9 @@ class FCFSScheduler:
         #: Whether the system refused memory below the limit. Nothing is then admitted while
         #: sequences run, until one of them ends, or the refusal would repeat at each step.
         self._admission_paused = False
-        #: Says where more memory may come from, for the step that is planned.
+        #: Says whether more memory may come, for the step that is planned.
         self._may_come: MayCome = none_comes
-        #: Last reason why admitted newcomers had to wait again.
+        #: Last reason in this step why admitted newcomers had to wait again.
         self._last_shortfall: Shortfall | None = None
         self.awaits_memory = False
 
@@ -127,6 +127,7 @@ class FCFSScheduler:
         self._order.leave(sequence)
         if sequence.status is SequenceStatus.RUNNING:
             self._admission_paused = False
+        self.awaits_memory = False  # its own is free
         self._regimes.forget(sequence)
         self._families.end(sequence)
         if sequence.request.finished:
@@ -215,7 +216,7 @@ class FCFSScheduler:
             self._planner.add_drafts, self._may_come = no_drafts, none_comes
 
     def _schedule_step(self) -> StepPlan | None:
-        self.awaits_memory = False
+        self.awaits_memory, self._last_shortfall = False, None
         plan = self._schedule()
         while plan is None and not self.awaits_memory and self._break_deadlock():
             plan = self._schedule()
@@ -273,11 +274,11 @@ class FCFSScheduler:
                 return step, answer
             if answer.missing_mappings and self._regimes.leave_slots():
                 continue  # block tables need no mappings
-            if self._waits_for_memory():
+            if self._waits_for_memory(answer):
                 break
             if self._preempter.drop_donors() or self._preempt_last() or self._start_alone():
                 continue
-            if self._waits_for_memory(is_last_resort=True):
+            if self._waits_for_memory(answer, is_last_resort=True):
                 break
             # The engine checks at start that the pool holds the longest sequence. So several beams
             # share it, or the system does not give pages back.
@@ -363,7 +364,8 @@ class FCFSScheduler:
             return True
         if self._memory.settle():  # newcomers are admitted by what is available
             return True
-        if self.num_running + self.num_waiting and self._waits_for_memory():
+        lacks = self._last_shortfall
+        if self.num_running + self.num_waiting and self._waits_for_memory(lacks):
             return False
         if self._preempter.drop_donors():
             return True
@@ -375,7 +377,7 @@ class FCFSScheduler:
                 # If swapped, they would come back first.
                 self._preempter.preempt(victims, may_swap=False)
                 return True
-            if self._waits_for_memory(is_last_resort=True):
+            if self._waits_for_memory(lacks, is_last_resort=True):
                 return False
             raise NoRoomError(gangs[0].request_id, self._no_room("the beams of a request"))
         if self._swapped:
@@ -383,7 +385,7 @@ class FCFSScheduler:
             for sequence in list(self._swapped):
                 self._preempter.compute_again(sequence)
             return True
-        if self._waiting and not self._waits_for_memory(is_last_resort=True):
+        if self._waiting and not self._waits_for_memory(lacks, is_last_resort=True):
             request_id = self._admission.next_waiting().request.request_id
             raise NoRoomError(request_id, self._no_room("the next request"))
         return False
@@ -402,9 +404,12 @@ class FCFSScheduler:
             "prefixes, or lower the beam width"
         )
 
-    def _waits_for_memory(self, *, is_last_resort: bool = False) -> bool:
-        """Put the step off, if memory has been asked for and may come soon."""
-        if self._may_come(is_last_resort=is_last_resort):
+    def _waits_for_memory(self, lacks: Shortfall | None, *, is_last_resort: bool = False) -> bool:
+        """Put the step off, if pages have been asked for and may come soon; nobody lends mappings.
+
+        ``lacks``: what a plan lacked, if one was made.
+        """
+        if (lacks is None or lacks.missing_pages) and self._may_come(is_last_resort=is_last_resort):
             self.awaits_memory = True
         return self.awaits_memory
 

@@ -85,9 +85,9 @@ class StepTrace:
         phases: StepPhases,
         scheduler: Scheduler,
         memory: MemoryManager,
-        outputs: Iterable[RequestUpdate] = (),
+        outputs: Iterable[RequestUpdate],
         *,
-        ahead: bool = False,
+        ahead: bool,
     ) -> None:
         """One step: its phases, what it computed, how the memory is after it, and the requests that
         have ended with it.

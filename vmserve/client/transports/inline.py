@@ -155,7 +155,8 @@ class InlineTransport(Here):
                 self._service.flush()
                 if len(results) < len(works) and not woken:
                     assert self._engine.has_unfinished, "all wait, and nothing runs"
-                    self._service.handle_posted()
+                    if self._engine.is_lent:
+                        self._service.handle_posted()
                     self._service.step()
         except BaseException as error:
             if not isinstance(error, (VmserveError, ValueError)):
