@@ -69,7 +69,7 @@ AXES: dict[str, Sequence[Any]] = {
     "fair_sharing": [False, True],
     "speculative": ["off", "prompt-lookup", "auto", "draft-model"],
     "async_scheduling": ["off", "on"],
-    "events": ["calm", "aborts", "conversions", "limits", "resets"],
+    "events": ["calm", "aborts", "conversions", "limits", "lends", "resets"],
     "faults": ["none", "apply", "batch", "plan"],
 }
 _EVENTS = {
@@ -77,6 +77,7 @@ _EVENTS = {
     "aborts": {"abort": 0.15, "convert": 0.02},
     "conversions": {"convert": 0.4},
     "limits": {"limit": 0.1, "pin": 0.02},
+    "lends": {"lend": 0.15, "pin": 0.02},
     "resets": {"reset": 0.03, "pin": 0.05},
 }
 _FAULTS = {
@@ -286,6 +287,7 @@ class Lives:
         counts["answers"] += len(life.done)
         counts["aborted"] += len(life.aborted)
         counts["failed"] += len(life.failed)
+        counts["waits for a pool"] += life.num_waits
         for name in (
             "num_preemptions_total", "num_swapped_out_total", "prefix_cache_hits_total",
             "persist_restored_blocks_total", "persist_written_blocks_total", "forks_total",

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vmserve import LLM, BeamSearchParams, RequestOutput
+from vmserve.engine.engine import LLMEngine
+from vmserve.engine.results import StepResult
 from vmserve.errors import ConfigurationError, InvalidRequestError, OutOfMemoryError
 from vmserve.memory.base import Regime
 from vmserve.sampling import GenerationParams
@@ -44,6 +46,8 @@ class Chances:
     abort: float = 0.02
     convert: float = 0.1
     limit: float = 0.0
+    #: A pool lends the memory, and recalls it.
+    lend: float = 0.0
     pin: float = 0.0
     reset: float = 0.0
     #: How often the laws of the memory are checked, after a step.
@@ -59,7 +63,7 @@ class Life:
 
     def __init__(self, llm: LLM, rng: random.Random, chances: Chances) -> None:
         self.llm = llm
-        self.engine: Any = llm.engine
+        self.engine: LLMEngine = llm.engine
         self.rng = rng
         self.chances = chances
         self.asked: dict[str, Asked] = {}
@@ -70,6 +74,10 @@ class Life:
         self.excused: set[str] = set()
         self._pins: list[int] = []
         self._limit = self._least_limit = self.engine.memory.limit_bytes
+        self.num_waits = 0
+        #: Seconds of a pool's time: it passes only while nothing can run.
+        self._waited = 0.0
+        self.engine.pool.lease._clock = lambda: self._waited
         self._inject()
 
     def _inject(self) -> None:
@@ -120,6 +128,11 @@ class Life:
                 with contextlib.suppress(ConfigurationError):  # a draft model's part is too small
                     self.engine.set_kv_cache_memory(int(least + rng.random() * self._limit))
                 self._least_limit = min(self._least_limit, self.engine.memory.limit_bytes)
+            if chances.lend and rng.random() < chances.lend:
+                least = self.engine.kv_bounds()[1]
+                self.engine.lend(
+                    int(least + rng.random() * self._limit), reclaim=rng.random() < 0.4
+                )
             if rng.random() < chances.pin:
                 self._pin()
             if rng.random() < chances.reset:
@@ -177,7 +190,7 @@ class Life:
             self.engine.unpin_prefix(self._pins.pop())
 
     def _step(self) -> None:
-        result = self.engine.step()
+        result = self._engine_step()
         for update in result.outputs:
             name = update.request_id
             assert name not in self.done, f"{name} finished twice"
@@ -196,6 +209,19 @@ class Life:
             assert failure.request_id not in self.failed
             assert failure.request_id not in self.done
             self.failed[failure.request_id] = str(failure.error)
+
+    def _engine_step(self) -> StepResult:
+        """A step as a service makes it, which reports to a pool before and after."""
+        if not self.engine.is_lent:
+            return self.engine.step()
+        self.engine.memory_news()
+        self._least_limit = min(self._least_limit, self.engine.memory.limit_bytes)
+        result = self.engine.step()
+        self.engine.memory_news()
+        if self.engine.awaits_memory:
+            self._waited += 0.01
+            self.num_waits += 1
+        return result
 
     # -- what must hold in the end -----------------------------------------------------
 
@@ -226,7 +252,10 @@ class Life:
         """Whoever failed without a fault is too much for the pool, alone too."""
         self._unpin_all()
         if self.failed.keys() - self.excused:
-            self.engine.set_kv_cache_memory(self._limit)
+            if self.engine.is_lent:
+                self.engine.lend(self._limit, reclaim=False)
+            else:
+                self.engine.set_kv_cache_memory(self._limit)
         for name in self.failed.keys() - self.excused:
             if not self._is_too_wide(self.asked[name].params, len(self.asked[name].prompt)):
                 self._check_failure(name)
@@ -250,7 +279,7 @@ class Life:
         asked = self.asked[name]
         self.engine.add_request("again", asked.prompt, asked.params)
         for _ in range(MAX_STEPS):
-            result = self.engine.step()
+            result = self._engine_step()
             if result.failures:
                 return
             assert not any(out.finished for out in result.outputs), (

@@ -45,6 +45,7 @@ def test_the_workloads_reach_what_they_are_about(report: Any) -> None:
         "failed",
         "aborted",
         "faults",
+        "waits",
         "num_preemptions_total",
         "num_swapped_out_total",
         "num_priority_preemptions_total",

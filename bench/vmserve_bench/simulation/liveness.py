@@ -4,10 +4,12 @@
 
 Each workload is one seed: a pool little larger than the longest sequence, an odd budget, requests
 of every kind, aborts, conversions, and, until some step, a driver that refuses calls and kernels
-that fail. Then the faults stop, and
+that fail. A third of the engines have their memory from a pool, which lends and recalls it at
+random steps. Then the faults stop, and
 
 1. every request ends within :func:`step_bound` steps;
-2. each step computes a token or ends a request;
+2. each step computes a token, ends a request, or waits for memory that may come, for at most three
+   seconds in all;
 3. only a beam search may fail, for lack of memory (its beams run at once); requests that were there
    during faults are excused;
 4. of requests with one sequence and equal rank that were neither preempted nor aborted, first
@@ -45,6 +47,8 @@ _PROFILE = DeviceProfile(
     name="liveness", virtual=_KERNELS, paged=_KERNELS, step=1e-3, weights=1e-3, token=1e-5,
     map_page=1e-5, map_page_hidden=0.0, copy_bytes_per_second=1e10, swap_bytes_per_second=1e9,
 )  # fmt: skip
+#: Seconds from one step without memory to the next, and those after which none may wait.
+_PAUSE, _LONGEST_WAIT = 0.01, 3.0
 #: Bytes of a token: one layer, one head of 64 in float32.
 _TOKEN_BYTES = 2 * 64 * 4
 
@@ -65,6 +69,9 @@ class Workload:
     events: dict[int, list[tuple[str, str]]]
     #: Step before which faults of driver and kernels come.
     faults_until: int
+    #: Orders of a pool by step: the part lent of what is more than the least, and whether requests
+    #: are preempted for the rest. Empty: the memory is its own.
+    lends: dict[int, tuple[float, bool]]
 
     @property
     def requests(self) -> list[Asked]:
@@ -94,7 +101,11 @@ def draw(seed: int) -> Workload:
         name, regime = rng.choice(requests).name, rng.choice(list(Regime)).value
         events[rng.randint(1, last_arrival + 60)].append((regime, name))
     faults_until = rng.choice([0, 0, last_arrival + rng.randint(5, 60)])
-    return Workload(seed, config, dict(arrivals), dict(events), faults_until)
+    lends: dict[int, tuple[float, bool]] = {}
+    if rng.random() < 0.33:
+        for when in (0, *(rng.randint(1, last_arrival + 60) for _ in range(rng.choice([0, 2, 8])))):
+            lends[when] = rng.choice([0.0, 1.0, rng.random()]), rng.random() < 0.4
+    return Workload(seed, config, dict(arrivals), dict(events), faults_until, lends)
 
 
 def _config(rng: random.Random, layout: KVLayout, max_len: int) -> SimulationConfig:
@@ -165,7 +176,9 @@ class _Life:
         self.rng = random.Random(-1 - workload.seed)
         self.faults: _core.FaultInjectingDriver | None = None
         self.engine = SimulatedEngine(workload.config, wrap_driver=self._wrap)
-        self.num_faults = 0
+        self.num_faults = self.num_waits = 0
+        #: Seconds for which memory has been waited for.
+        self.waited = 0.0
         self.excused: set[str] = set()
 
     def _wrap(self, driver: _core.PageDriver) -> _core.PageDriver:
@@ -192,10 +205,12 @@ class _Life:
             elif step == workload.faults_until:
                 self.faults.disarm()
                 engine.fail_next_batch = False
+            if step in workload.lends:
+                self._lend(*workload.lends[step])
             if engine.has_unfinished:
                 self._step(is_calm=step >= workload.faults_until)
             step += 1
-            if step > bound:
+            if step > bound + self.num_waits:
                 raise Violation(f"after {step} steps {engine.open_names} have not ended")
         self.faults.disarm()
         self._check_end()
@@ -212,11 +227,28 @@ class _Life:
         self.num_faults += chance < 0.3 or self.engine.fail_next_batch
         self.excused.update(self.engine.open_names)
 
+    def _lend(self, part: float, reclaim: bool) -> None:
+        engine = self.engine.engine
+        most, least = self.workload.config.limit_bytes, engine.pool.lease.least_bytes
+        engine.lend(least + int(part * (most - least)), reclaim=reclaim)
+
     def _step(self, *, is_calm: bool) -> None:
-        run = self.engine.run
+        run, engine = self.engine.run, self.engine.engine
         before = len(run.steps), len(run.requests)
+        engine.memory_news()  # a service reports before a step and after it
         self.engine.step()
-        if is_calm and before == (len(run.steps), len(run.requests)):
+        engine.memory_news()
+        is_same = before == (len(run.steps), len(run.requests))
+        if engine.awaits_memory:
+            self.num_waits += 1
+            self.waited += _PAUSE
+            self.engine.now += _PAUSE
+            if self.waited > _LONGEST_WAIT:
+                raise Violation(f"step {self.engine.num_steps} waits for memory that does not come")
+            return
+        if not is_same:
+            self.waited = 0.0
+        elif is_calm:
             raise Violation(f"step {self.engine.num_steps} computed nothing and ended nobody")
         if len(run.steps) > before[0] and run.steps[-1].num_tokens < 1:
             raise Violation(f"step {self.engine.num_steps} has no tokens")
@@ -283,7 +315,9 @@ def check_workload(seed: int) -> Counter[str]:
     life = _Life(workload)
     life.run()
     engine = life.engine
-    tally: Counter[str] = Counter(workloads=1, steps=engine.num_steps, faults=life.num_faults)
+    tally: Counter[str] = Counter(
+        workloads=1, steps=engine.num_steps, faults=life.num_faults, waits=life.num_waits
+    )
     tally.update(record.end for record in engine.run.requests)
     engine.close()
     tally.update(engine.run.counters)
