@@ -95,20 +95,20 @@ void bind_decoder(py::module_& m) {
       .def("lose", &RankGroup::lose, py::arg("rank"))
       .def(
           "publish",
-          [](RankGroup& group, const py::bytes& told) {
-            const std::string_view bytes(told);
+          [](RankGroup& group, const py::bytes& step) {
+            const std::string_view bytes(step);
             const py::gil_scoped_release unlocked;
             group.publish(bytes);
           },
-          py::arg("told"))
+          py::arg("step"))
       .def("receive",
            [](RankGroup& group) {
-             std::string_view told;
+             std::string_view step;
              {
                const py::gil_scoped_release unlocked;
-               told = group.receive();
+               step = group.receive();
              }
-             return py::bytes(told.data(), told.size());
+             return py::bytes(step.data(), step.size());
            })
       .def(
           "slice",

@@ -305,10 +305,10 @@ void bind_pool(py::class_<KVMemory>& memory) {
   memory
       .def(
           "restore",
-          [](KVMemory& self, SeqId seq, const std::vector<OpTuple>& beside) {
-            return self.restore(seq, as_ops(beside));
+          [](KVMemory& self, SeqId seq, const std::vector<OpTuple>& attaching) {
+            return self.restore(seq, as_ops(attaching));
           },
-          py::arg("seq"), py::arg("beside") = std::vector<OpTuple>(), unlocked())
+          py::arg("seq"), py::arg("attaching") = std::vector<OpTuple>(), unlocked())
       .def("finish_restores", &KVMemory::finish_restores, unlocked())
       .def("write_when_idle", &KVMemory::write_when_idle, unlocked())
       .def("flush", &KVMemory::flush, py::arg("seconds"), unlocked())

@@ -91,7 +91,7 @@ struct RankGroup::Header {
   std::atomic<std::int32_t> size;
   std::atomic<std::int32_t> pids[kMaxRanks];
   std::atomic<std::uint32_t> waits[kMaxRanks];  // how often each rank has come to wait
-  std::atomic<std::uint64_t> told_bytes[2];
+  std::atomic<std::uint64_t> step_bytes[2];
 };
 
 struct RankGroup::Stalls {
@@ -239,21 +239,21 @@ void RankGroup::wait() {
 
 // Ranks read one half while rank 0 writes the other. Rank 0 writes to a half again only after all
 // ranks have come to the next meeting.
-void RankGroup::publish(std::string_view told) {
-  if (told.size() > board_bytes_) {
-    throw MisuseError("a step of " + std::to_string(told.size()) +
+void RankGroup::publish(std::string_view step) {
+  if (step.size() > board_bytes_) {
+    throw MisuseError("a step of " + std::to_string(step.size()) +
                       " bytes is more than the board's " + std::to_string(board_bytes_));
   }
-  const std::uint32_t half = num_told_++ % 2;
-  std::memcpy(board(half), told.data(), told.size());
-  header_->told_bytes[half].store(told.size());
+  const std::uint32_t half = num_published_++ % 2;
+  std::memcpy(board(half), step.data(), step.size());
+  header_->step_bytes[half].store(step.size());
   wait();
 }
 
 std::string_view RankGroup::receive() {
-  const std::uint32_t half = num_told_++ % 2;
+  const std::uint32_t half = num_published_++ % 2;
   wait();
-  return {board(half), static_cast<std::size_t>(header_->told_bytes[half].load())};
+  return {board(half), static_cast<std::size_t>(header_->step_bytes[half].load())};
 }
 
 }  // namespace vmserve

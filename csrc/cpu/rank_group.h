@@ -45,7 +45,7 @@ class RankGroup {
 
   // Rank 0 sends the others what they compute next, once each has received the message before.
   // Throws MisuseError if the message does not fit on the board, else as wait().
-  void publish(std::string_view told);
+  void publish(std::string_view step);
   // Waits for rank 0's message, which is valid until the next call.
   std::string_view receive();
 
@@ -68,7 +68,7 @@ class RankGroup {
 
   int rank_, size_;
   std::size_t board_bytes_;  // bytes of each of the two halves
-  std::uint32_t num_told_ = 0;
+  std::uint32_t num_published_ = 0;
   std::size_t mapped_ = 0;
   Header* header_ = nullptr;
 };

@@ -39,10 +39,10 @@ void KVMemory::persist_to(const std::vector<std::shared_ptr<PageStore>>& stores,
   }
 }
 
-bool KVMemory::restore(SeqId id, const std::vector<Op>& beside) {
+bool KVMemory::restore(SeqId id, const std::vector<Op>& attaching) {
   const auto lock = enter();
   const Sequence& seq = books_.open_seq(id);
-  for (const Op& op : beside) books_.open_seq(op.seq);
+  for (const Op& op : attaching) books_.open_seq(op.seq);
   for (const auto& kind : kinds_) {
     if (kind->background.persistence() == nullptr || !kind->work.failure.empty()) return false;
   }
@@ -67,7 +67,7 @@ bool KVMemory::restore(SeqId id, const std::vector<Op>& beside) {
   std::vector<std::vector<PageId>> held;
   for (std::size_t k = 0; k < kinds_.size(); ++k) {
     kinds_[k]->background.persistence()->hold_cached(seq, first[k], end, held.emplace_back());
-    kinds_[k]->hold_found(kinds_[k]->own_ops(beside), held.back());
+    kinds_[k]->hold_found(kinds_[k]->own_ops(attaching), held.back());
   }
   std::size_t at = 0;
   try {

@@ -232,7 +232,7 @@ class FileStore : public PageStore {
   // Reports each kind of trouble once.
   void tell(const std::string& kind, const std::string& message) {
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (told_.insert(kind).second) messages_.push_back(message);
+    if (reported_.insert(kind).second) messages_.push_back(message);
   }
 
   bool refused(int error) {
@@ -271,7 +271,7 @@ class FileStore : public PageStore {
   std::atomic<std::uint64_t> generation_;
   std::mutex mutex_;
   Clock::time_point paused_until_{};
-  std::set<std::string> told_;
+  std::set<std::string> reported_;
   std::deque<std::string> messages_;
   std::atomic<std::int64_t> written_blocks_{0}, written_bytes_{0}, read_blocks_{0}, read_bytes_{0},
       broken_{0}, refused_{0}, num_temporary_{0};

@@ -62,7 +62,7 @@ class CountingMemory:
         self.swap_pages = swap_pages
         self.swapped: dict[int, int] = {}
         #: Whether a prefix is being read, asked for at each start.
-        self.restores: Callable[[int, Sequence[Attach]], bool] = lambda seq, beside: False
+        self.restores: Callable[[int, Sequence[Attach]], bool] = lambda seq, attaching: False
 
     def open(
         self,
@@ -80,8 +80,8 @@ class CountingMemory:
                 return seq
         return None
 
-    def restore(self, seq: int, beside: Sequence[Attach] = ()) -> bool:
-        return self.restores(seq, beside)
+    def restore(self, seq: int, attaching: Sequence[Attach] = ()) -> bool:
+        return self.restores(seq, attaching)
 
     def finish_restores(self) -> None:
         self.held_pages = 0

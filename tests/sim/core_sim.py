@@ -366,8 +366,8 @@ class Life:
                 continue
             opened.append(seq)
             if self.directory is not None and rng.random() < 0.8:
-                beside = [as_tuple(op) for op in ops if op.kind is Kind.ATTACH]
-                self.chore(partial(self.core.restore, seq, beside))
+                attaching = [as_tuple(op) for op in ops if op.kind is Kind.ATTACH]
+                self.chore(partial(self.core.restore, seq, attaching))
                 if rng.random() < 0.5 and not self.lost:
                     self.chore(self.core.finish_restores)
             if self.lost:

@@ -221,11 +221,11 @@ class KVMemory(Protocol):
         """Tokens of the empty sequence in the prefix cache (always fewer than its own)."""
         ...
 
-    def restore(self, seq: int, beside: Sequence[Attach] = ()) -> bool:
+    def restore(self, seq: int, attaching: Sequence[Attach] = ()) -> bool:
         """Read what a store has of the empty sequence's prefix; whether that is under way.
 
         When it is not any more, :meth:`match` says how much there is. Pages for it are not taken
-        from the prefixes of ``beside``, which the next plan attaches.
+        from the prefixes of ``attaching``, which the next plan attaches.
         """
         ...
 

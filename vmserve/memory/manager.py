@@ -161,7 +161,7 @@ class MemoryManager:
         can = of_kinds[0]["driver"].capabilities
         self._is_asynchronous: bool = can.asynchronous
         self._has_host_memory: bool = can.host_memory
-        self._copies_beside: bool = can.copy_stream
+        self._copies_in_background: bool = can.copy_stream
         self._core = _core.KVMemory(
             of_kinds,
             self.limit_pages,
@@ -255,8 +255,8 @@ class MemoryManager:
         self._core.persist_to(stores)
         self._persists = True
 
-    def restore(self, seq: int, beside: Sequence[Attach] = ()) -> bool:
-        return self._persists and self._core.restore(seq, _op_tuples(beside))
+    def restore(self, seq: int, attaching: Sequence[Attach] = ()) -> bool:
+        return self._persists and self._core.restore(seq, _op_tuples(attaching))
 
     def finish_restores(self) -> None:
         self._core.finish_restores()
@@ -438,7 +438,7 @@ class MemoryManager:
 
     def finish_copies(self) -> bool:
         """Wait for the copies; False if none run, or if the driver refuses to wait."""
-        return self._copies_beside and self._core.finish_copies()
+        return self._copies_in_background and self._core.finish_copies()
 
     # -- the pool -----------------------------------------------------------------------
 

@@ -202,14 +202,14 @@ class Ranks:
 
             self._store, port = local_store()
             common = msgspec.structs.replace(common, store_port=port)
-        told = weakref.WeakMethod(self._ended)
+        notify = weakref.WeakMethod(self._ended)
         descriptor = os.memfd_create("vmserve-ranks")
         try:
             os.ftruncate(descriptor, 2 * common.board_bytes + (1 << 13) + rows_bytes)
             self.group = RankGroup(descriptor, 0, self.size, common.board_bytes)
             for rank in range(1, self.size):
                 orders = msgspec.structs.replace(common, rank=rank, cpus=cpus[rank])
-                self._members.append(LocalRank(orders, descriptor, told))
+                self._members.append(LocalRank(orders, descriptor, notify))
         finally:
             os.close(descriptor)
         if device is not None and not common.native:
@@ -220,11 +220,11 @@ class Ranks:
 
         common = msgspec.structs.replace(common, parent_pid=0)
         self._store = host = Host(placed)
-        told = weakref.WeakMethod(self._ended)
+        notify = weakref.WeakMethod(self._ended)
         for rank in range(1, self.size):
             orders = msgspec.structs.replace(common, rank=rank)
             link = host.accept("orders", rank)
-            self._members.append(LaunchedRank(orders, link, host.accept, told))
+            self._members.append(LaunchedRank(orders, link, host.accept, notify))
         self._join(host.store, device, host.address)
 
     def _join(self, store: Any, device: torch.device, host: str = "127.0.0.1") -> None:
@@ -274,13 +274,13 @@ class Ranks:
         return self._computing(encode(columns, self._tables, self._block_tokens))
 
     @contextlib.contextmanager
-    def _computing(self, told: bytes) -> Iterator[None]:
+    def _computing(self, step: bytes) -> Iterator[None]:
         try:
             if self.group is not None:
-                self.group.publish(told)
+                self.group.publish(step)
             else:
                 for member in self._members:
-                    member.link.send(told)
+                    member.link.send(step)
             yield
         except Exception as error:
             raise self.lost(error) from error

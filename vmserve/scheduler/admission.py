@@ -238,8 +238,8 @@ class Admission:
     def _awaits_restore(self, sequence: Sequence, memory_id: int) -> bool:
         """Whether a prefix is being read from a store while others run; waits if none do."""
         starts = (seq.start for seq in self._order.running)
-        beside = [start for start in starts if isinstance(start, Attach)]
-        if not self._memory.restore(memory_id, beside):
+        attaching = [start for start in starts if isinstance(start, Attach)]
+        if not self._memory.restore(memory_id, attaching):
             return False
         sequence.num_restoring_steps += 1
         if self._order.running and sequence.num_restoring_steps < MOST_RESTORING_STEPS:

@@ -140,8 +140,8 @@ class KVMemory {
                   double touch_seconds = kTouchSeconds);
   // Begins to read what the store has of an empty sequence's prefix and the cache has not, as far
   // as there are pages. True while that is under way; match() finds it when it is false. Evicts
-  // nothing that the attaches in `beside` need, which the next plan will contain.
-  bool restore(SeqId seq, const std::vector<Op>& beside);
+  // nothing that the attaches in `attaching` need, which the next plan will contain.
+  bool restore(SeqId seq, const std::vector<Op>& attaching);
   // Waits for everything that is being read, and helps.
   void finish_restores();
   // Notes that no step runs: until the next sequence is opened, blocks are written without a call.
