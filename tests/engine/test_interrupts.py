@@ -12,6 +12,7 @@ import pytest
 
 from tests.engine.interrupting import count_instructions, raise_at
 from vmserve import LLM, SamplingParams
+from vmserve.engine.engine import LLMEngine
 
 #: Interrupts of each kind; VMSERVE_INTERRUPTS runs others.
 COUNT = int(os.environ.get("VMSERVE_INTERRUPTS", "8"))
@@ -117,3 +118,67 @@ def test_an_interrupt_while_an_interrupt_is_handled(llm: LLM) -> None:
         assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
         check_empty(llm)
     assert num_twice > COUNT // 2
+
+
+# -- an engine without a client, which nobody tells to start over
+
+
+def add_all(engine: LLMEngine) -> None:
+    for number, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add_request(f"{number}", prompt, params)
+
+
+def served(engine: LLMEngine) -> tuple[dict[str, list[list[int]]], dict[str, str]]:
+    """Step to the end; returns the tokens of each request, and why others failed."""
+    done, failed = {}, {}
+    while engine.has_unfinished:
+        result = engine.step()
+        for update in result.outputs:
+            if update.finished:
+                done[update.request_id] = [list(each.token_ids) for each in update.outputs]
+        failed |= {failure.request_id: str(failure.error) for failure in result.failures}
+    return done, failed
+
+
+@pytest.mark.parametrize("interrupted", ["step", "add", "abort"])
+def test_the_call_after_an_interrupted_one_mends_the_engine(llm: LLM, interrupted: str) -> None:
+    """All requests then fail, in the next step, and those that come are served as ever."""
+    engine = llm.engine
+    add_all(engine)
+    expected, failed = served(engine)
+    assert not failed
+
+    def call() -> None:
+        if interrupted == "step":
+            engine.step()
+        elif interrupted == "add":
+            engine.add_request("late", PROMPTS[0], PARAMS[0])
+        else:
+            engine.abort("2")
+
+    rng = random.Random(4)
+    num_mended = 0
+    for _ in range(COUNT):
+        add_all(engine)
+        for _ in range(rng.randrange(4)):
+            engine.step()
+        known = set(engine.request_ids)
+        with contextlib.suppress(KeyboardInterrupt):
+            raise_at(
+                rng.randrange(1, 120 if interrupted != "step" else 900), KeyboardInterrupt, call
+            )
+        done, failed = served(engine) if rng.random() < 0.5 else ({}, {})
+        engine.add_request("next", PROMPTS[3], PARAMS[3])
+        done, failed = (
+            each | more for each, more in zip((done, failed), served(engine), strict=True)
+        )
+        assert done["next"] == expected["3"]
+        if failed:
+            num_mended += 1
+            assert known - {"2"} <= failed.keys() <= known | {"late"}
+        else:  # the call had begun nothing, or ended
+            assert {name: done[name] for name in known & done.keys()} == {
+                name: expected[name] for name in known & done.keys()
+            }
+        check_empty(llm)
+    assert num_mended > COUNT // 3

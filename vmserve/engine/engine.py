@@ -184,7 +184,7 @@ class LLMEngine:
         return self._abort(request_id)
 
     def _abort(self, request_id: str) -> RequestUpdate | None:
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is None:
             return None
         if request.is_compiling:
@@ -192,7 +192,9 @@ class LLMEngine:
         else:
             self.scheduler.abort(request)
         self._drafts.forget(request)
-        return self._acceptor.abort(request)
+        update = self._acceptor.abort(request)
+        del self._requests[request_id]  # last: what an interrupt leaves halfway is found by it
+        return update
 
     @property
     def has_unfinished(self) -> bool:
