@@ -493,3 +493,24 @@ def test_on_the_processor_it_gives_the_same() -> None:
     late = Life(make_plain(async_scheduling="on")).live(greedy_and_drawn)
     assert late.done == plain.done
     assert late.end()["steps_overlapped_total"] > 20
+
+
+def test_orders_of_a_pool_are_carried_out_when_no_step_is_in_flight() -> None:
+    engine = make_plain(async_scheduling="on")
+    engine.add_request("a", [7, 8, 9], SamplingParams(max_tokens=12, ignore_eos=True))
+    while engine.steps.in_flight is None:
+        engine.step()
+    engine.lend(engine.kv_bounds()[1], reclaim=False)
+    engine.memory_news()
+    assert engine.pool.lease.has_orders
+    overlapped = engine.counters.steps_overlapped
+    engine.step()  # collects what is in flight, and launches nothing ahead
+    assert engine.steps.in_flight is None
+    assert engine.counters.steps_overlapped == overlapped
+    [holding] = [holding for holding, is_answer in engine.memory_news() if is_answer]
+    assert holding.limit_bytes == engine.kv_bounds()[0]
+    assert not engine.pool.lease.has_orders
+    while engine.has_unfinished:
+        engine.step()
+    assert engine.counters.steps_overlapped > overlapped
+    engine.close()
