@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +17,7 @@ from vmserve.client.messages import (
     Add,
     Ask,
     FromEngine,
+    Lend,
     Ping,
     Pong,
     Reply,
@@ -24,6 +26,7 @@ from vmserve.client.messages import (
     Unpin,
 )
 from vmserve.client.service import EngineService
+from vmserve.client.transports.inline import InlineTransport
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import EngineDeadError, RankLostError
@@ -291,3 +294,31 @@ def test_an_engine_that_has_lost_a_rank_is_asked_nothing_more(
         service.run()
     assert raised.value is lost
     assert [each.failures for each in sent if isinstance(each, StepUpdate)][-1] == [(0, lost)]
+
+
+def test_an_order_that_another_thread_carries_out_first_is_not_slept_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may have had the turn between the look at what is posted and the taking of the turn."""
+    engine = LLMEngine(EngineConfig(**OPTIONS), runtime=NullRuntime(token_id=300))
+    transport = InlineTransport(engine)
+    transport.on(lambda message: None)
+    turn = transport._turn
+
+    class Late:
+        def acquire(self, blocking: bool = True) -> bool:
+            assert turn.acquire(blocking=blocking)
+            transport._service.handle_posted()
+            return True
+
+        def release(self) -> None:
+            turn.release()
+
+    monkeypatch.setattr(transport, "_turn", Late())
+    order = Lend(engine.memory.limit_bytes, reclaim=False)
+    sender = threading.Thread(target=transport.send, args=(order,), daemon=True)
+    sender.start()
+    sender.join(20)
+    assert not sender.is_alive()
+    assert engine.is_lent
+    engine.close()

@@ -116,7 +116,8 @@ class InlineTransport(Here):
         """Carry out orders of a pool, unless another thread steps the engine and does it."""
         while self._service.has_posted and self._turn.acquire(blocking=False):
             try:
-                if self._is_closed:
+                # The thread that had the turn may have handled it: there is nothing to sleep for.
+                if self._is_closed or not self._service.has_posted:
                     return
                 self._service.handle_posted()
             finally:
