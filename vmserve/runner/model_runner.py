@@ -222,15 +222,18 @@ class ModelRunner:
             # One stretch of rows for each regime; within it the order of the plan.
             order = np.argsort(slots >= 0, kind="stable")
             plan, slots = plan.in_order(order), slots[order]
-        wanted = _every_row(plan) if plan.only_decodes else _rows_wanted(plan)
-        if plan.only_decodes and self._graphs is not None and self._graphs.takes(len(plan)):
+        only_decodes = plan.only_decodes
+        wanted = _every_row(plan) if only_decodes else _rows_wanted(plan)
+        if only_decodes and self._graphs is not None and self._graphs.takes(len(plan)):
             with contextlib.suppress(CaptureError):
                 return self._replay(plan, slots, num_paged, wanted, self._graphs, drawn)
-        rows = wanted.rows + wanted.hidden_rows
+        rows = None
+        if not only_decodes:
+            rows = np.array(wanted.rows + wanted.hidden_rows, dtype=np.int64)
         columns = StepColumns(
             _new_tokens(plan),
             _stretches(plan, slots, num_paged),
-            None if plan.only_decodes else np.array(rows, dtype=np.int64),
+            rows,
             len(wanted.hidden_rows),
         )
         with self._others.computing(columns):

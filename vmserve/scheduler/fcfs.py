@@ -191,8 +191,12 @@ class FCFSScheduler:
         self._families.drop_unwanted()
 
     def computed(self, plan: StepPlan) -> None:
-        for sequence, num_computed in zip(plan.sequences, plan.ends.tolist(), strict=True):
-            sequence.num_computed = num_computed
+        if plan.only_decodes:  # most steps
+            for sequence in plan.sequences:
+                sequence.num_computed += 1
+        else:
+            for sequence, num_computed in zip(plan.sequences, plan.ends.tolist(), strict=True):
+                sequence.num_computed = num_computed
         self._shares.computed(plan)
 
     def accepted(self, sequence: Sequence, num_accepted: int) -> None:
