@@ -86,6 +86,11 @@ class TensorNames:
     #: Pattern for tensors which some writers add, and which are no weights.
     constants: str = r"(?!)"
 
+    @property
+    def embedding_weight(self) -> str:
+        """The embedding's tensor."""
+        return f"{self.base}{self.embedding}.weight"
+
 
 @dataclass(frozen=True)
 class NormConfig:

@@ -229,7 +229,7 @@ class DecoderPlan:
             positions = Tensor(f"{base}{names.positions}.weight", (rows, hidden))
         narrow = width != hidden
         return DecoderPlan(
-            embedding=Tensor(f"{base}{names.embedding}.weight", (config.vocab_size, width)),
+            embedding=Tensor(names.embedding_weight, (config.vocab_size, width)),
             positions=positions,
             project_in=Matrix(base + names.project_in, hidden, width) if narrow else None,
             project_out=Matrix(base + names.project_out, width, hidden) if narrow else None,

@@ -143,9 +143,9 @@ def load_decoder(
                 found[name] = weight.file, weight.stored
     plan = DecoderPlan.of(config)
     tensors = load_tensors(found, dtype, device, progress, plan.float32, parts)
-    shapes = dict(plan.tensors())
-    for name, weight in packed.items():
-        tensors[name] = _expanded(weight, shapes[name], dtype, device, parts.get(name))
+    for name, shape in plan.stacked:
+        if name in packed:
+            tensors[name] = _expanded(packed[name], shape, dtype, device, parts.get(name))
     if packed:
         sizes = (
             sum(weight.num_bytes for weight in packed.values()),
@@ -178,6 +178,6 @@ def assemble_on(
     if device.type == "cuda" and (config.norm.rms or config.gated):
         from vmserve.attention.cuda.layers import layer_kernels  # noqa: PLC0415
 
-        dtype = tensors[DecoderPlan.of(config).embedding.name].dtype
+        dtype = tensors[config.names.embedding_weight].dtype
         kernels = layer_kernels(device, dtype, config.head_dim)
     return assemble(config, tensors, joined=True, kernels=kernels)

@@ -89,7 +89,6 @@ class OneRank(Alone):
     """An engine without other ranks."""
 
     size = 1
-    pids: Sequence[int] = ()
     group: RankGroup | None = None
     collective: Collective | None = None
     failure: str | None = None

@@ -48,7 +48,9 @@ class Families:
 
     def wait(self, sequence: Sequence) -> None:
         """Let it wait, or follow a sibling that computes the prompt."""
-        if any(other.computes_prompt for other in sequence.request.sequences if other != sequence):
+        if any(
+            other.computes_prompt for other in sequence.request.sequences if other is not sequence
+        ):
             self._follow(sequence)
         else:
             self._order.wait(sequence)
@@ -110,7 +112,7 @@ class Families:
             sequence.has_prompt
             and request.request_id not in self._donors
             and request.has_followers
-            and not any(other.has_prompt for other in request.sequences if other != sequence)
+            and not any(other.has_prompt for other in request.sequences if other is not sequence)
         )
         if is_wanted:
             self._donors[request.request_id] = sequence

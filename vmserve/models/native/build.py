@@ -190,7 +190,7 @@ class _Packer:
     def _add_attention(self, spec: LayerAttention, layer: LayerPlan, plan: AttentionPlan) -> None:
         config, source = self._config, self._source
         own = source.slices.qkv
-        stored = source.read(*(each.weight for each in plan.qkv), sizes=config.qkv_sizes, which=own)
+        stored = source.read(*(each.weight for each in plan.qkv), sizes=plan.sizes, which=own)
         if config.output_gate:
             stored[0] = rows_of(stored[0], gates_first(config.q_heads, config.head_dim))
         q, k, v = source.packable(stored)
