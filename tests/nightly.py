@@ -119,8 +119,8 @@ LONG: Final[Mapping[str, Mapping[str, int | tuple[str, ...]]]] = {
     "fuzz/test_openapi_cases.py": {
         "test_every_operation_answers_or_explains": 1,
     },
-    "memory/test_core_aborts.py": {
-        "test_aborts_leave_nothing": 4,
+    "memory/test_walks.py": {
+        "test_a_random_life": 180,
     },
     "memory/test_failures.py": {
         "test_so_does_one_that_one_rank_of_two_refuses": 11,
@@ -153,7 +153,7 @@ LONG: Final[Mapping[str, Mapping[str, int | tuple[str, ...]]]] = {
         "test_any_body": 1,
     },
     "sim/test_core_on_cuda.py": {
-        "test_a_random_life": 30,
+        "test_a_random_life": 50,
     },
     "sim/test_cuda_faults.py": {
         "test_every_call_fails_in_turn": 20,

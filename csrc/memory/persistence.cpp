@@ -299,11 +299,19 @@ void Persistence::begin_restore(const Sequence& seq, const std::vector<std::int6
   }
   restore->left = static_cast<std::int64_t>(restore->reads.size());
   restore->begun = Clock::now();
-  restoring_.push_back(restore);
-  if (!zeros.empty()) {
+  try {
     const auto driving = work_.lock();
-    work_.driver->zero(zeros);
+    if (!zeros.empty()) work_.driver->zero(zeros);
+  } catch (const Error&) {
+    // Nothing is read: the pages go back as they were, and the blocks can be asked for again.
+    for (const Read& read : restore->reads) coming_.erase(read.digest);
+    for (const PageId held : restore->pages) {
+      pool_.mark_written(held, kNobody);
+      pool_.unhold(held);
+    }
+    throw;
   }
+  restoring_.push_back(restore);
   for (std::size_t first = 0; first < restore->reads.size(); first += kBlocksPerJob) {
     const std::size_t count = std::min(kBlocksPerJob, restore->reads.size() - first);
     reader_.submit([this, restore, first, count] { read(*restore, first, count); });

@@ -18,8 +18,9 @@ is the right block. Each tenant has its own range of values: one byte tells whos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from tests.memory.model_laws import Laws
 from tests.memory.model_types import (
@@ -30,6 +31,7 @@ from tests.memory.model_types import (
     Observation,
     Op,
     PlanSeen,
+    Seen,
     Shape,
     Write,
     expect,
@@ -80,10 +82,9 @@ class Model(Laws):
         self._may_publish(seq)
         return model.stream[model.known - 1]
 
-    def release(self, seq: int, look: Callable[[], Observation]) -> None:
-        """`look`: what is seen without it."""
+    def release(self, seq: int, after: Observation) -> None:
         del self.seqs[seq]
-        self._accept(look(), concerned={seq}, last_reader=self.begun)
+        self._accept(after, concerned={seq}, last_reader=self.begun)
 
     # -- epochs
 
@@ -132,9 +133,10 @@ class Model(Laws):
         self.pins = [pin for pin in self.pins if pin.epoch > self.completed]
         self.resting = {p: e for p, e in self.resting.items() if e > self.completed}
         self.left_slots = {s: e for s, e in self.left_slots.items() if e > self.completed}
+        before = self.seen.seqs
         self._accept(after, concerned=set(), last_reader=self.begun)
         for seq in self.seqs:
-            self._may_publish(seq)
+            self._may_publish(seq, before.get(seq, Seen()).blocks)
 
     # -- the prefix cache
 
@@ -143,7 +145,8 @@ class Model(Laws):
         publishes = self.shape.prefix_caching and model.weights == self.weights
         return min(sealed, model.known) // self.shape.block_tokens if publishes else 0
 
-    def _may_publish(self, seq: int) -> None:
+    def _may_publish(self, seq: int, earlier: Sequence[int] = ()) -> None:
+        """``earlier``: its blocks with those that a window gave up behind an epoch's end."""
         model = self.seqs[seq]
         blocks = () if model.swapped else self.seen.seqs[seq].blocks
         most = self._publishable(model, model.sealed)
@@ -151,7 +154,8 @@ class Model(Laws):
         for index in range(model.published, most):
             self.may_match.add(model.key(self._end(index)))
             if index < len(blocks):
-                self.named[blocks[index]] = model.key(self._end(index))
+                slid = blocks[index] == NO_BLOCK and index < len(earlier)
+                self.named[(earlier if slid else blocks)[index]] = model.key(self._end(index))
 
     def _must_publish(self, seq: int, first: int) -> None:
         """Blocks before `first` may have been published, and evicted, before."""
@@ -169,8 +173,9 @@ class Model(Laws):
         self.must_match.clear()
         self.named.clear()
 
-    def check_match(self, seq: int, matched: int) -> None:
-        """Sound always; complete as long as no block was evicted since it was published."""
+    def check_match(self, seq: int, matched: int, finders: Sequence[Model] | None = None) -> None:
+        """Sound always; complete as long as no block was evicted since it was published.
+        ``finders``: the models of all kinds that have to find it, if not this one alone."""
         model, block_tokens = self.seqs[seq], self.shape.block_tokens
         keys = [
             model.key(end) for end in range(block_tokens, max(model.known, 1), block_tokens)
@@ -181,15 +186,18 @@ class Model(Laws):
             matched <= sound * block_tokens,
             f"match() gave {matched} tokens, {sound * block_tokens} were ever published",
         )
-        complete = next(
-            (i for i, key in enumerate(keys) if self.must_match.get(key) != self.seen.evictions),
-            len(keys),
-        )
+        finders = [self] if finders is None else finders
+        complete = min((model.num_cached(keys) for model in finders), default=0)
         if model.weights == self.weights:
             expect(
                 matched >= complete * block_tokens,
                 f"match() gave {matched} tokens, {complete * block_tokens} are published",
             )
+
+    def num_cached(self, keys: Sequence[Key]) -> int:
+        """Blocks in a row, from the first on, that surely are in the cache."""
+        found = (self.must_match.get(key) == self.seen.evictions for key in keys)
+        return next((i for i, is_found in enumerate(found) if not is_found), len(keys))
 
     # -- plans
 
@@ -360,22 +368,28 @@ class Model(Laws):
     def _grow(self, op: Op, epoch: int) -> None:
         model = self.seqs[op.seq]
         model.first = max(model.first, op.first_token)
-        model.reads.append((epoch, model.first))
+        model.reads.append((epoch, max(model.first, self.shape.first_seen(model.length))))
         kept = op.num_tokens - op.num_drafted
         if kept > model.length:
             model.writes.append(Write(op.seq, epoch, model.length, kept))
             model.length = kept
+            self._slide(model)
         if op.num_drafted:
             model.writes.append(Write(op.seq, epoch, kept, op.num_tokens, drafted=True))
             model.room = op.num_tokens
 
-    def keep(self, lengths: Mapping[int, int], look: Callable[[], Observation]) -> None:
+    def _slide(self, model: ModelSequence) -> None:
+        """What the next token does not see is not needed any more."""
+        model.first = max(model.first, self.shape.first_seen(model.length))
+
+    def keep(self, lengths: Mapping[int, int], after: Observation) -> None:
         """Drafted positions before these lengths hold what belongs there."""
         sealing = {}
         for seq, length in lengths.items():
             model = self.seqs[seq]
             expect(model.length <= length <= model.room, "what was not drafted cannot be kept")
             model.room, model.length = 0, length
+            self._slide(model)
             own = [write for write in model.writes if write.own and not write.drafted]
             if own:  # its epoch runs
                 model.writes[model.writes.index(own[-1])] = replace(own[-1], stop=length)
@@ -383,7 +397,7 @@ class Model(Laws):
             worth = length if model.seal_limit is None else min(length, model.seal_limit)
             model.sealed = model.surely_sealed = max(model.sealed, worth)
             sealing[seq] = max(model.published, model.maybe_published)
-        self._accept(look(), concerned=set(), last_reader=self.begun)
+        self._accept(after, concerned=set(), last_reader=self.begun)
         for seq, first in sealing.items():
             self._may_publish(seq)
             self._must_publish(seq, first)
@@ -393,6 +407,7 @@ class Model(Laws):
         if op.kind is Kind.ATTACH:
             model.length = model.sealed = model.surely_sealed = op.num_tokens
             model.published = op.num_tokens // self.shape.block_tokens
+            self._slide(model)
         elif op.kind is Kind.FORK:
             self._fork(op, self.seqs[op.other])
         elif op.kind is Kind.CONVERT:
@@ -415,7 +430,8 @@ class Model(Laws):
             for write in parent.writes
             if write.start < end
         ]
-        child.reads = [(write.epoch, 0) for write in child.writes]
+        child.reads = list(parent.reads)
+        self._slide(child)
         if parent.seal_limit is not None and parent.seal_limit < end:
             child.seal_limit = parent.seal_limit
 
@@ -448,6 +464,35 @@ class Model(Laws):
                     f"sequence {seq}: block {old} moved, which epochs that run write",
                 )
         self._accept(after, set(), last_reader=self.begun, may_pack=True)
+
+
+class Oracle:
+    """The models of a memory's kinds of layers, which are told the same and see each their own."""
+
+    def __init__(self, shapes: Sequence[Shape], limit_pages: int) -> None:
+        self.kinds = [Model(shape, limit_pages) for shape in shapes]
+
+    def open(self, seq: int | None, stream: list[int], **about: Any) -> None:
+        for model in self.kinds:
+            model.open(seq, stream=list(stream), **about)
+
+    def append_token(self, seq: int) -> int:
+        tokens = [model.append_token(seq) for model in self.kinds]
+        return tokens[0]
+
+    def check_match(self, seq: int, matched: int, *, has_state: bool) -> None:
+        """A state is found at its checkpoints alone."""
+        for model in self.kinds:
+            model.check_match(seq, matched, [] if has_state else self.kinds)
+
+    def clear_cache(self) -> None:
+        for model in self.kinds:
+            model.clear_cache()
+
+    def told(self, what: str, after: Sequence[Observation], *values: Any) -> None:
+        """Each model's method of this name is told what is seen of its kind."""
+        for model, seen in zip(self.kinds, after, strict=True):
+            getattr(model, what)(*values, seen)
 
 
 def _kept(before: Observation, after: Observation) -> set[int]:

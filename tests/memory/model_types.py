@@ -58,6 +58,8 @@ class Shape:
     prefix_caching: bool = True
     swap_blocks: int = 0
     read_slack: int = 0
+    #: Positions that a token sees, itself included; 0: all.
+    window: int = 0
     #: Copies to host memory run when somebody waits for them, or lets them.
     copies_late: bool = False
     #: Of one run of pages in a slot: one for each group, and again for each in the shadow.
@@ -66,6 +68,10 @@ class Shape:
     @property
     def page_tokens(self) -> int:
         return self.block_tokens * self.blocks_per_page
+
+    def first_seen(self, length: int) -> int:
+        """By the token at the position ``length``."""
+        return max(0, length + 1 - self.window) if self.window else 0
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.memory.core_support import Fault, Options, Rig
 from tests.memory.model_types import Kind, Op, Shape
+from tests.memory.rig import Fault, Options, Rig
 
 #: Blocks of 2 tokens, 4 of them a page.
 SHAPE = Shape(

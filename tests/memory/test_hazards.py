@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.memory.core_support import Options, Rig
 from tests.memory.model_types import Kind, Op, Shape
+from tests.memory.rig import Options, Rig
 from vmserve._core import ZeroPolicy
 
 
@@ -384,3 +384,19 @@ def test_an_epoch_in_which_nothing_was_written_takes_nothing_with_it() -> None:
     memory.check()
     complete(memory)
     assert memory.core.sealed(seq) == 6
+
+
+def test_what_was_found_in_the_cache_can_be_attached_above_a_lowered_limit() -> None:
+    memory = rig()
+    seq = grown(memory, 20)
+    complete(memory)
+    grow(memory, seq, 21)
+    memory.release(seq)
+    memory.set_limit(1)  # the step that runs may read its pages
+    complete(memory)
+    newcomer = opened(memory)
+    assert memory.match(newcomer) == 20
+    assert not memory.plan([Op(Kind.ATTACH, newcomer, 20)]).fits
+    assert memory.core.stats().committed_pages > 1
+    assert not memory.plan([Op(Kind.GROW, newcomer, 8)]).fits
+    assert memory.core.stats().committed_pages == 1

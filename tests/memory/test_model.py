@@ -211,7 +211,7 @@ def test_a_page_has_one_tenant_and_the_null_page_is_nobodys() -> None:
 def test_nobody_gets_a_block_that_an_incomplete_epoch_may_read() -> None:
     def handed_out(*blocks: int, completed: int) -> Model:
         model = paged_model(5, completed=False)
-        model.release(0, lambda: look({1: Seen(paged=True)}, begun=1))
+        model.release(0, look({1: Seen(paged=True)}, begun=1))
         assert (model.waiting_pages(), model.used_pages()) == ({2, 3}, set())
         if completed:
             model.complete(1, look({1: Seen(paged=True)}, begun=1, completed=1))
@@ -290,7 +290,7 @@ def test_a_slot_keeps_what_a_running_kernel_may_read() -> None:
     def after_release(completed: int, shown: tuple[int, ...]) -> None:
         model = virtual_model()
         left = {1: Seen()}
-        model.release(0, lambda: look(left, begun=1, slots={0: (), 1: (2, 3)}))
+        model.release(0, look(left, begun=1, slots={0: (), 1: (2, 3)}))
         if completed:
             model.complete(1, look(left, begun=1, completed=1, slots={0: (), 1: (2, 3)}))
         model.quiet(look(left, begun=1, completed=completed, slots={0: (), 1: shown}))
@@ -364,7 +364,7 @@ def test_missing_slots_are_those_that_nobody_left() -> None:
     ops = [grow(seq, 2) for seq in (1, 2, 3)]
     assert model.missing_slots(ops) == (2, 2)
     left = {seq: model.seen.seqs[seq] for seq in (1, 2, 3)}
-    model.release(0, lambda: replace(model.seen, seqs=left, refs={}))
+    model.release(0, replace(model.seen, seqs=left, refs={}))
     assert model.missing_slots(ops) == (1, 2)  # slot 1 may still be read
 
 
@@ -403,7 +403,7 @@ def test_nobody_writes_to_a_block_that_is_being_copied() -> None:
 
 def test_a_block_that_is_being_copied_is_not_handed_out() -> None:
     def hand_out(model: Model) -> None:
-        model.release(1, lambda: look({0: model.seen.seqs[0]}, begun=3, completed=3))
+        model.release(1, look({0: model.seen.seqs[0]}, begun=3, completed=3))
         assert model.waiting_pages() == ({2} if model.copied else set())
         opened(model, 2)
         after = {0: model.seen.seqs[0], 2: seen(4, length=1)}

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.memory.kinds_model import KINDS, STATE, Expected, KindsRig, make_kinds
+from tests.memory.kinds import KINDS, STATE, attached, do, make_kinds, opened
+from tests.memory.kinds import grow as grow_kinds
+from tests.memory.model_types import Kind, Op
+from tests.memory.rig import Fault, Rig, as_tuple
 from tests.memory.support import BLOCK_TOKENS, GROUPS, PAGE, Memory, attach, grow, make_memory
 from vmserve import _core
 from vmserve._core import MapperMode, View, ZeroPolicy
@@ -425,78 +428,66 @@ def test_a_cache_cleared_before_it_has_a_store_finds_what_it_stores(
 # -- several kinds of layers
 
 
-def kinds_over(path: Path, *, has_state: bool, **options: Any) -> KindsRig:
-    rig = make_kinds(has_state=has_state, limit_pages=32, num_slots=4, **options)
-    rig.core.persist_to([store_in(path, str(kind)) for kind in range(len(rig.parts))])
-    return rig
-
-
-def run_kinds(rig: KindsRig, tokens: list[int], view: View, chunk: int = 8) -> int:
+def run_kinds(rig: Rig, tokens: list[int], *, paged: bool, chunk: int = 8) -> int:
     """Attach what there is, compute the rest in chunks; every byte is compared."""
-    seq = rig.core.open(0, view, b"", tokens)
-    assert seq is not None
-    if rig.core.restore(seq):
-        rig.core.finish_restores()
-    matched = int(rig.core.match(seq))
-    rig.seqs[seq] = Expected(0, b"", rig.weights, view, list(tokens))
-    ops = [attach(seq, matched)]
+    seq = opened(rig, tokens, paged=paged)
+    rig.restore(seq)
+    rig.core.finish_restores()
+    for model in rig.oracle.kinds:  # an earlier life has published them
+        model.may_match |= {model.seqs[seq].key(end) for end in range(len(tokens))}
+    ops = attached(rig, seq)
+    matched = sum(op.num_tokens for op in ops)
     # States are published at the multiples of 8, and at the end of the last whole block.
     ends = {*range(chunk, len(tokens), chunk), (len(tokens) - 1) // 4 * 4, len(tokens)}
     for to in sorted(end for end in ends if end > matched):
-        ops.append(grow(seq, to))
-        before = max(rig.core.sealed(seq), matched)
-        plan = rig.core.plan(ops)
-        assert plan.fits
-        epoch = rig.core.apply(ops, plan.version)
-        rig.seqs[seq].length = to
-        rig.write(seq, before)
-        rig.core.complete(epoch)
-        rig.check()
+        do(rig, *ops, grow_kinds(seq, to))
         ops = []
-    rig.core.release(seq)
-    del rig.seqs[seq]
+    rig.release(seq)
     return matched
 
 
-@VIEWS
+@pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("mapper", [MapperMode.OFF, MapperMode.THREAD])
 def test_windows_and_states_come_back_with_the_rest(
-    tmp_path: Path, view: View, has_state: bool, mapper: MapperMode
+    tmp_path: Path, paged: bool, has_state: bool, mapper: MapperMode
 ) -> None:
     tokens = list(range(1, 30))
-    rig = kinds_over(tmp_path, has_state=has_state, mapper=mapper)
-    assert run_kinds(rig, tokens, view) == 0
-    assert rig.core.flush(10)
-    rig.core.close()
-    rig = kinds_over(tmp_path, has_state=has_state, mapper=mapper)
-    assert run_kinds(rig, tokens, view) == 28
-    restored = [stats.persist_restored_blocks_total for stats in rig.core.kind_stats()]
+    for expected in (0, 28):
+        rig = kinds_over(tmp_path, has_state=has_state, mapper=mapper)
+        assert run_kinds(rig, tokens, paged=paged) == expected
+        assert rig.core.flush(10)
+        restored = [stats.persist_restored_blocks_total for stats in rig.core.kind_stats()]
+        assert rig.core.stats().persist_restored_blocks_total == sum(restored)
+        rig.core.close()
     # Of windows no more than the next query sees: of 6 positions 23 to 28, of 11 18 to 28.
     assert restored == [7, 2, 3, 1][: STATE + has_state]
-    assert rig.core.stats().persist_restored_blocks_total == sum(restored)
-    rig.core.check()
 
 
-@VIEWS
+def kinds_over(path: Path, *, has_state: bool = True, **options: Any) -> Rig:
+    options = {"limit_pages": 32, "num_slots": 4} | options
+    return make_kinds(has_state=has_state, files=path, **options)
+
+
+@pytest.mark.parametrize("paged", [False, True])
 def test_pages_for_a_restore_of_kinds_are_not_those_of_prefixes_beside_it(
-    tmp_path: Path, view: View
+    tmp_path: Path, paged: bool
 ) -> None:
     first, second = [7] * 29, list(range(1, 30))
-    rig = kinds_over(tmp_path, has_state=True)
-    run_kinds(rig, second, view)
+    rig = kinds_over(tmp_path)
+    run_kinds(rig, second, paged=paged)
     assert rig.core.flush(10)
     for is_beside in (True, False):
-        rig = make_kinds(has_state=True, limit_pages=9, num_slots=4)
-        rig.core.persist_to([store_in(tmp_path, str(kind)) for kind in range(len(rig.parts))])
-        run_kinds(rig, first, view)
-        run_kinds(rig, [8] * 9, view)
-        seqs = [rig.core.open(0, view, b"", tokens) for tokens in (first, second)]
-        assert rig.core.match(seqs[0]) == 28
-        rig.core.restore(seqs[1], [attach(seqs[0], 28)] if is_beside else [])
+        rig = kinds_over(tmp_path, limit_pages=9)
+        run_kinds(rig, first, paged=paged)
+        run_kinds(rig, [8] * 9, paged=paged)
+        seqs = [opened(rig, tokens, paged=paged) for tokens in (first, second)]
+        assert rig.match(seqs[0]) == 28
+        ops = [Op(Kind.ATTACH, seqs[0], 28)]
+        rig.restore(seqs[1], ops if is_beside else [])
         rig.core.finish_restores()
         assert (rig.core.match(seqs[0]) == 28) is is_beside
-        plan = rig.core.plan([attach(seqs[0], 28)])
+        plan = rig.core.plan([as_tuple(op) for op in ops])
         assert (plan.fits, plan.lost_prefixes) == (is_beside, 1 - is_beside)
         assert rig.core.open_seqs() == seqs
         rig.core.check()
@@ -505,16 +496,37 @@ def test_pages_for_a_restore_of_kinds_are_not_those_of_prefixes_beside_it(
 @pytest.mark.parametrize("kind", range(len(KINDS) + 1))
 def test_a_block_that_one_kind_lacks_shortens_the_prefix_of_all(tmp_path: Path, kind: int) -> None:
     tokens = list(range(1, 30))
-    rig = kinds_over(tmp_path, has_state=True)
-    run_kinds(rig, tokens, View.PAGED)
+    rig = kinds_over(tmp_path)
+    run_kinds(rig, tokens, paged=True)
     rig.core.flush(10)
     shutil.rmtree(tmp_path / str(kind))
-    rig = kinds_over(tmp_path, has_state=True)
-    assert run_kinds(rig, tokens, View.PAGED) == 0
+    rig = kinds_over(tmp_path)
+    assert run_kinds(rig, tokens, paged=True) == 0
     assert rig.core.stats().persist_read_bytes_total == 0
     rig.core.flush(10)
-    assert run_kinds(kinds_over(tmp_path, has_state=True), tokens, View.PAGED) == 28
+    assert run_kinds(kinds_over(tmp_path), tokens, paged=True) == 28
 
 
-def test_sizes_of_these_tests() -> None:
-    assert (BLOCK_TOKENS, GROUPS, PAGE) == (4, 2, 4096)
+def test_a_refusal_when_a_restore_begins_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Its pages come back, and the blocks are found when they are asked for again."""
+    tokens = list(range(1, 30))
+    rig = kinds_over(tmp_path, blocks_per_page=2)
+    run_kinds(rig, tokens, paged=True)
+    assert rig.core.flush(10)
+    refused: set[str] = set()
+    for call in range(1, 9):
+        rig = kinds_over(tmp_path, blocks_per_page=2, limit_pages=8)
+        other = rig.open(tenant=1, paged=True, private=True)
+        assert other is not None
+        do(rig, grow_kinds(other, 40))
+        rig.release(other)  # its pages hold what nobody else may see
+        seq = opened(rig, tokens)
+        rig.restore(seq, fault=Fault(call))
+        rig.release(seq)
+        rig.core.finish_restores()
+        refused |= {*rig.parts[0].faults.num_refused}
+        rig.trim(0, drop_idle=True)
+        assert rig.committed_bytes() == 0
+        assert run_kinds(rig, tokens, paged=True) == 28
+        rig.give_everything_back()
+    assert "zero" in refused
