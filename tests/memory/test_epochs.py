@@ -58,5 +58,7 @@ def test_what_another_caller_changes_makes_a_plan_stale() -> None:
     ):
         plan = memory.fits(grow(seq, 12))
         change()
+        before = memory.state()
         with pytest.raises(ValueError, match="the plan is stale"):
             memory.core.apply([grow(seq, 12)], plan.version)
+        assert memory.state() == before

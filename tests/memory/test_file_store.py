@@ -198,9 +198,7 @@ def _write_all(store: _core.PageStore) -> None:
 
 
 @pytest.mark.slow
-def test_a_kill_at_any_byte_of_any_write_loses_blocks_and_never_changes_one(
-    tmp_path: Path,
-) -> None:
+def test_a_kill_at_any_byte_of_any_write_loses_blocks_and_never_changes_one(tmp_path: Path) -> None:
     """Twelve blocks under a limit of eight: opening, each byte, renames and evictions."""
     limit = 8 * FILE_BYTES
     ops = _core.FaultFileOps()

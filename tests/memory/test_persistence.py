@@ -404,9 +404,7 @@ def test_bad_uses_are_refused(tmp_path: Path) -> None:
         make_memory(prefix_caching=False).core.persist_to([store_in(tmp_path)])
 
 
-def test_a_cache_cleared_before_it_has_a_store_finds_what_it_stores(
-    tmp_path: Path,
-) -> None:
+def test_a_cache_cleared_before_it_has_a_store_finds_what_it_stores(tmp_path: Path) -> None:
     memory = make_memory(prefix_caching=True)
     memory.core.clear_cache()
     with pytest.raises(ValueError, match="a store is missing"):

@@ -77,7 +77,7 @@ def test_the_table_shows_the_numbers() -> None:
     assert "qwen2.5-7b: 28 layers, 4 KV heads of 128, bfloat16; pages in multiples of 2 MiB" in text
     assert "fit: in 14 GiB per rank, requests of 131,072 tokens." in text
     assert line_with(text, "28", "together") == [
-        *("28", "together", "1", "14 MiB", "256", "0.0%", "14 MiB", "3.9", "262,144", "2"),
+        *("28", "together", "1", "14 MiB", "256", "0.0%", "14 MiB", "3.9", "262,144", "2")
     ]
     assert line_with(text, "7", "apart")[2:8] == ["8", "2 MiB", "256", "12.5%", "16 MiB", "31.2"]
 
@@ -88,7 +88,7 @@ def test_without_a_cap_nothing_is_said_of_what_fits() -> None:
     assert "2 ranks" in text
     assert "tokens fit" not in text
     assert line_with(text, "1", "together")[2:] == [
-        *("32", "64 KiB", "64", "0.0%", "4 MiB", "500.0"),
+        *("32", "64 KiB", "64", "0.0%", "4 MiB", "500.0")
     ]
     first = report.to_dict()["candidates"][0]
     assert (first["num_tokens"], first["max_len_requests"]) == (None, None)

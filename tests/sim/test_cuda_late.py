@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from tests.memory.support import mapped
 from tests.sim.model import RW, peek
 from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
-from vmserve._core import Backing, CudaDriver
+from vmserve._core import CudaDriver
 from vmserve.errors import DriverError
 
 
 def make(sim: SimCuda, *, stream: int = 0) -> tuple[CudaDriver, int]:
     """A driver with frames 0 to 7 mapped at the returned address."""
     driver = CudaDriver(GRANULE, 16, stream=stream, library=str(sim.path), spare_bytes=0)
-    base = driver.reserve(16 * GRANULE, Backing.TRAP)
-    driver.create([(0, 8)])
-    driver.map([(base, 0, 8, RW)])
-    return driver, base
+    return driver, mapped(driver, 8, 16)
 
 
 def test_copies_and_zeros_are_visible_after_the_fence_and_not_before(sim: SimCuda) -> None:
@@ -75,8 +73,7 @@ def test_marks_that_nobody_asks_for_do_not_pile_up(sim: SimCuda) -> None:
 
 def test_a_mark_without_work_is_reached_once_it_ran(sim: SimCuda) -> None:
     driver, _ = make(sim)
-    mark = driver.mark()
-    assert not driver.reached(mark)
+    assert not driver.reached(mark := driver.mark())
     driver.fence()
     assert driver.reached(mark)
     assert driver.reached(0)

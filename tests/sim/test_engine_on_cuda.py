@@ -214,8 +214,7 @@ class ShortRuntime(SimulatedRuntime):
 
 
 @pytest.mark.parametrize(
-    ("failures", "given"),
-    [({"compute": 1}, 2), ({"compute": 3}, 2 + 4 + 8), ({"sample": 1}, 2)],
+    ("failures", "given"), [({"compute": 1}, 2), ({"compute": 3}, 2 + 4 + 8), ({"sample": 1}, 2)]
 )
 def test_activations_take_what_they_lack_and_not_the_whole_prefix_cache(
     sim: SimCuda, failures: dict[str, int], given: int
