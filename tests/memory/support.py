@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from tests.memory.groups import everywhere, with_another
 from vmserve import _core
 from vmserve._core import Access, Backing, MapperMode, OpKind, View, ZeroPolicy
+from vmserve.errors import DriverError
 
 PAGE = 4096
 BLOCK_TOKENS = 4
@@ -234,12 +237,25 @@ def opened(memory: Any, *args: Any, **options: Any) -> int:
     return int(seq)
 
 
-def mapped(driver: _core.PageDriver, num_frames: int, num_reserved: int = 0) -> int:
+def mapped(
+    driver: _core.PageDriver,
+    num_frames: int,
+    num_reserved: int = 0,
+    access: Access = Access.READ_WRITE,
+) -> int:
     """The start of a reservation of so many frames, which shows the driver's first ones."""
     base = driver.reserve(max(num_frames, num_reserved) * driver.frame_bytes, Backing.TRAP)
     driver.create([(0, num_frames)])
-    driver.map([(base, 0, num_frames, Access.READ_WRITE)])
+    driver.map([(base, 0, num_frames, access)])
     return base
+
+
+def lost(call: Callable[[], object], words: str) -> None:
+    """A driver's rank is gone, for ever."""
+    with pytest.raises(DriverError, match=words) as caught:
+        call()
+    assert caught.value.sticky
+    assert caught.value.errno == errno.ECONNRESET
 
 
 @dataclass

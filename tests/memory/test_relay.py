@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import socket
 import threading
-from collections.abc import Callable
 
 import pytest
 
 from tests.conformance.ranks import relayed, wires
+from tests.memory.support import PAGE, lost, mapped
 from vmserve import _core
 from vmserve._core import Access, Backing
 from vmserve.client.transports.sealed.wire import SealedWire
@@ -18,22 +17,22 @@ from vmserve.errors import DriverError
 from vmserve.memory import relay
 from vmserve.memory.relay import Relay
 
-PAGE = 4096
 
-
-def lost(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(DriverError, match=words) as caught:
-        call()
-    assert caught.value.sticky
-    assert caught.value.errno == errno.ECONNRESET
+def behind(wire: SealedWire) -> tuple[Relay, _core.RemoteDriver]:
+    """What carries a rank's calls to its host, and the driver as rank 0 has it."""
+    ring = _core.make_ring(PAGE, 4)
+    carrier = Relay(ring, wire)
+    driver = _core.RemoteDriver(ring)
+    os.close(ring)
+    return carrier, driver
 
 
 def test_errors_cross_with_their_numbers() -> None:
     driver, carrier, thread = relayed(_core.HostDriver(PAGE, 4))
-    base = driver.reserve(4 * PAGE, Backing.TRAP)
-    driver.create([(0, 2)])
+    base = mapped(driver, 1, 4)
+    runs = [(base + place * PAGE, place - 1, 1, Access.READ_WRITE) for place in (1, 2)]
     with pytest.raises(ValueError, match="frame") as caught:
-        driver.map([(base, 0, 2, Access.READ_WRITE), (base + 2 * PAGE, 3, 1, Access.READ_WRITE)])
+        driver.map(runs)
     assert caught.value.completed == 1
     assert driver.stats().mapped_frames == 2
     carrier.close()
@@ -55,17 +54,14 @@ def test_a_batch_of_many_parts() -> None:
 def test_the_rank_gives_its_memory_up_when_the_wire_ends() -> None:
     near, far = wires()
     loop, thread = relay.serve(_core.HostDriver(PAGE, 4), far)
-    ring = _core.make_ring(PAGE, 4)
-    carrier = Relay(ring, near)
-    driver = _core.RemoteDriver(ring)
-    os.close(ring)
+    carrier, driver = behind(near)
     driver.create([(0, 1)])
     near.close()
     thread.join(10)
     assert not thread.is_alive()
     assert not loop.is_running
-    lost(driver.stats, "connection to its host is lost")
-    lost(driver.stats, "connection to its host is lost")
+    for _ in range(2):
+        lost(driver.stats, "connection to its host is lost")
     carrier.close()
 
 
@@ -96,10 +92,7 @@ def test_the_rank_ends_under_a_call() -> None:
 def test_closing_the_driver_frees_the_memory() -> None:
     near, far = wires()
     loop, thread = relay.serve(_core.HostDriver(PAGE, 4), far)
-    ring = _core.make_ring(PAGE, 4)
-    Relay(ring, near)
-    driver = _core.RemoteDriver(ring)
-    os.close(ring)
+    _, driver = behind(near)
     del driver
     thread.join(10)
     assert not loop.is_running
