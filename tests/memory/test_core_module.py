@@ -1,16 +1,12 @@
-"""The extension module: its stub names what it has, and threads may share a memory."""
+"""The extension module: its stub names what it has."""
 
 from __future__ import annotations
 
 import ast
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
-
-from tests.memory.support import GROUPS, PAGE, Memory, grow, make_memory, opened
+from tests.memory.support import make_memory
 from vmserve import _core, errors
-from vmserve._core import MapperMode
 
 
 def public(names: list[str]) -> set[str]:
@@ -51,43 +47,3 @@ def test_the_stub_lists_the_figures_as_the_core_does() -> None:
     listed = [ast.unparse(node).split(": ") for node in stats if isinstance(node, ast.AnnAssign)]
     actual = [[name, f"Final[{type(value).__name__}]"] for name, value in figures.items()]
     assert [each for each in listed if each[0] != "health"] == actual
-
-
-def grow_against_others(core: _core.KVMemory, seq: int, num_tokens: int) -> int:
-    """Plan and apply until no other thread came in between; the epoch."""
-    for _ in range(10_000):
-        plan = core.plan([grow(seq, num_tokens)])
-        try:
-            return core.apply([grow(seq, num_tokens)], plan.version)
-        except ValueError:  # the plan is stale
-            continue
-    raise AssertionError("every plan was stale")
-
-
-def use_memory(memory: Memory, tenant: int, rounds: int) -> None:
-    core = memory.core
-    for _ in range(rounds):
-        seq = opened(core, tenant)
-        grow_against_others(core, seq, 9)
-        for group in range(GROUPS):
-            shown = memory.slot_bytes(seq, group)[: 9 * PAGE // 4]
-            assert not shown.any()
-            shown[:] = tenant
-        core.check()
-        assert (memory.slot_bytes(seq)[: 9 * PAGE // 4] == tenant).all()
-        core.release(seq)
-        core.complete(core.begun_epoch)
-        core.trim(4, drop_idle=True)
-
-
-@pytest.mark.parametrize("mapper", [MapperMode.OFF, MapperMode.THREAD])
-def test_threads_may_share_a_memory(mapper: MapperMode) -> None:
-    options = {"lookahead_tokens": 8, "seal_read_only": False}
-    memory = make_memory(num_slots=8, limit_pages=64, max_pages=64, mapper=mapper, **options)
-    with ThreadPoolExecutor(4) as threads:
-        for done in [threads.submit(use_memory, memory, 1 + i, 40) for i in range(4)]:
-            done.result(timeout=60)
-    memory.core.check()
-    assert memory.stat("used_pages") == 0
-    stats = memory.core.stats()
-    assert stats.pages_mapped_total + stats.adopted_pages_total >= 4 * 40 * 3

@@ -282,16 +282,6 @@ def test_memory_follows_mapping_and_trim() -> None:
     assert pool_pss_bytes() - before <= num_bytes * 0.1
 
 
-def test_the_slot_count_and_length_can_reserve_a_tebibyte() -> None:
-    memory = make_memory(num_slots=1 << 12, max_len=1 << 18)
-    assert memory.core.slots_buffer(1).nbytes == 1 << 40
-    seqs = [memory.open() for _ in range(5)]
-    memory.begin(*(grow(seq, 4) for seq in seqs))
-    memory.slot_bytes(seqs[-1], 1)[:PAGE] = 3
-    assert (memory.core.arena_buffer(1)[4] == 3).all()
-    memory.core.check()
-
-
 def test_the_shadow_shows_slots_and_zeros() -> None:
     memory = make_memory(deferred_reclamation=False)
     a, b = memory.open(), memory.open()

@@ -223,29 +223,6 @@ def test_a_blocking_stream_is_ordered_with_the_default_stream(device: Device) ->
     assert peek(address, 1) == b"\t"
 
 
-def test_a_destroyed_stream_finishes_its_work(device: Device) -> None:
-    address, _ = device.mapped()
-    stream = device.sim.new_stream()
-    device.memset(address, 1, 1, stream)
-    assert device.cu.cuStreamDestroy_v2(c_void_p(stream)) == SUCCESS
-    assert device.memset(address, 2, 1, stream) == INVALID_HANDLE
-    assert device.sim.counts().pending_work == 1
-    device.sim.pump()
-    assert peek(address, 1) == b"\1"
-
-
-def test_host_functions_run_in_stream_order(device: Device) -> None:
-    address, _ = device.mapped()
-    seen: list[bytes] = []
-    function = ctypes.CFUNCTYPE(None, c_void_p)(lambda _: seen.append(peek(address, 1)))
-    device.memset(address, 1, 1)
-    assert device.cu.cuLaunchHostFunc(None, function, None) == SUCCESS
-    device.memset(address, 2, 1)
-    assert seen == []
-    assert device.cu.cuCtxSynchronize() == SUCCESS
-    assert seen == [b"\1"]
-
-
 def test_kernels_check_what_they_read_and_a_sticky_error_stays(device: Device) -> None:
     address, _ = device.mapped()
     device.sim.launch_write(address, GRANULE, 3)
