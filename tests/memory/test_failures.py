@@ -218,18 +218,6 @@ def test_a_chunk_that_is_not_there_falls_back_to_what_is_needed() -> None:
     memory.core.check()
 
 
-def test_memory_that_the_system_lacks_is_taken_from_the_cache() -> None:
-    memory = make_memory(limit_pages=12)
-    memory.release(memory.start(PROMPT[:9]))
-    seq = memory.open()
-    memory.faults.arm(1, forever=True, code=errno.ENOMEM)
-    with pytest.raises(OutOfMemoryError):
-        memory.do(grow(seq, 17))
-    memory.faults.disarm()
-    memory.do(grow(seq, 17))
-    memory.core.check()
-
-
 def test_a_degraded_pool_says_so_and_heals() -> None:
     memory = make_memory()
     seq = memory.start(PROMPT[:8])
@@ -248,21 +236,6 @@ def test_a_degraded_pool_says_so_and_heals() -> None:
     memory.do(grow(seq, 12))
     stats = memory.core.stats()
     assert (stats.health, stats.quarantined_pages) == (Health.HEALTHY, 0)
-    memory.core.check()
-
-
-def test_swapping_is_tried_again_after_the_host_had_no_memory() -> None:
-    memory = make_memory(swap_blocks=64)
-    seq = memory.start(PROMPT)
-    memory.faults.arm(1, code=errno.ENOMEM, forever=True)
-    before = memory.state()
-    for _ in range(2):
-        with pytest.raises(OutOfMemoryError, match="alloc_host"):
-            memory.do(swap_out(seq))
-        assert memory.state() == before
-    memory.faults.disarm()
-    memory.do(swap_out(seq))
-    memory.do(swap_in(seq))
     memory.core.check()
 
 
