@@ -111,6 +111,12 @@ class Memory:
         self.write(seq, start, values)
         self.core.complete(epoch)
 
+    def grown(self, num_tokens: int, *args: Any, **options: Any) -> int:
+        """A sequence of so many tokens, of which none is written."""
+        seq = self.open(*args, **options)
+        self.do(grow(seq, num_tokens))
+        return seq
+
     def release(self, *seqs: int) -> None:
         for seq in seqs:
             self.core.release(seq)

@@ -121,8 +121,7 @@ def test_wrong_configurations_are_refused(
 
 def test_statistics_after_each_step() -> None:
     memory = make_memory(limit_pages=8, grow_pages=2, prefix_caching=False)
-    seq = memory.open()
-    memory.do(grow(seq, 5))
+    seq = memory.grown(5)
     stats = memory.core.stats()
     # Other memories of the process take mappings, too.
     names = stats.as_dict().keys() - {"free_mappings"}
@@ -168,8 +167,7 @@ def test_trim_gives_back_the_highest_free_pages() -> None:
     assert memory.stat("memfd_allocated_bytes") == 5 * GROUPS * PAGE
     assert memory.core.trim(keep_pages=1) == 2
     memory.core.check()
-    a = memory.open()
-    memory.do(grow(a, 12))  # page 0 was kept, 1 and 4 come into being again
+    a = memory.grown(12)  # page 0 was kept, 1 and 4 come into being again
     assert memory.blocks(a) == [0, 1, 4]
     memory.do(grow(b, 12))
     assert memory.blocks(b) == [2, 3, 5]
@@ -191,8 +189,7 @@ def test_the_limit_can_change_while_sequences_run() -> None:
     memory.core.set_limit(3)
     assert (memory.stat("committed_pages"), memory.stat("idle_pages")) == (3, 3)
     memory.core.set_limit(32)
-    c = memory.open()
-    memory.do(grow(c, 32))
+    c = memory.grown(32)
     assert len(set(memory.blocks(c))) == 8
     memory.core.check()
     with pytest.raises(ValueError, match="the limit of 33 pages must lie between 1 and 32"):
@@ -201,8 +198,7 @@ def test_the_limit_can_change_while_sequences_run() -> None:
 
 def test_read_slack_keeps_pages_mapped_beyond_the_length() -> None:
     memory = make_memory(read_slack=5, max_len=8)
-    seq = memory.open()
-    memory.do(grow(seq, 3))  # 3 + 5 tokens
+    seq = memory.grown(3)  # 3 + 5 tokens
     assert memory.blocks(seq) == [0, 1]
     memory.do(grow(seq, 8))
     assert memory.blocks(seq) == [0, 1, 2, 3]
@@ -231,8 +227,7 @@ def test_zero_policy(
         memory.slot_bytes(first, group)[:PAGE] = 66
     memory.core.complete(epoch)
     memory.release(first)
-    second = memory.open(tenant=second_tenant)
-    memory.do(grow(second, 8))
+    second = memory.grown(8, tenant=second_tenant)
     assert 0 in memory.blocks(second)
     dirty = memory.blocks(second).index(0) * PAGE
     for group in range(GROUPS):

@@ -94,8 +94,7 @@ def test_eager_slots_are_mapped_in_the_background_and_adopted() -> None:
     assert memory.core.run_mapper(100) == 1
     assert memory.stats("parked_slots", "parked_pages") == (1, 2)
     before = memory.stat("unhidden_calls_total")
-    seq = memory.open(range(1, 9))
-    memory.do(grow(seq, 8))
+    memory.grown(8, range(1, 9))
     assert memory.stat("unhidden_calls_total") == before
     assert memory.stats("adopted_slots_total", "adopted_pages_total") == (1, 2)
     # The next one is made ready, once.
@@ -112,18 +111,15 @@ def test_what_newcomers_take_is_learnt_and_mapped_for_the_next_ones() -> None:
     memory.core.run_mapper(100)
     assert memory.stats("parked_slots", "parked_pages") == (1, 3)
     before = memory.stat("unhidden_calls_total")
-    second = memory.open(range(21, 33), tenant=1)
-    memory.do(grow(second, 12))
-    assert memory.stat("unhidden_calls_total") == before
-    assert memory.stat("adopted_pages_total") == 3
+    second = memory.grown(12, range(21, 33), tenant=1)
+    assert memory.stats("unhidden_calls_total", "adopted_pages_total") == (before, 3)
     # No slot is empty when the first one is parked with its prefix: it is unmapped for the next.
     memory.core.run_mapper(100)
     memory.release(first)
     for length in (13, 14, 15):
         memory.do(grow(second, length))
         memory.core.run_mapper(100)
-    third = memory.open(range(41, 53), tenant=1)
-    memory.do(grow(third, 12))
+    memory.grown(12, range(41, 53), tenant=1)
     assert memory.stat("unhidden_calls_total") == before
     assert memory.core.match(memory.open(range(1, 13), tenant=1)) == 8  # cached all the same
     memory.core.check()

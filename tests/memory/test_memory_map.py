@@ -70,6 +70,8 @@ def test_a_pool_without_anything(make: Make) -> None:
     memory = make()
     assert uses(memory) == ["absent"] * 8
     assert memory.memory_map(1000)[4].tolist() == [[-1, 0, 0]] * 3
+    with pytest.raises(ValueError, match="at least one cell"):
+        memory.memory_map(0)
 
 
 def test_a_life_in_a_slot(make: Make) -> None:
@@ -166,8 +168,3 @@ def test_counts_agree_with_the_statistics(make: Make) -> None:
     assert by_use["waiting"] == stats.waiting_pages
     assert by_use["held"] == stats.held_pages
     assert 16 - by_use["absent"] == stats.committed_pages
-
-
-def test_no_cells_are_misuse(make: Make) -> None:
-    with pytest.raises(ValueError, match="at least one cell"):
-        make().memory_map(0)

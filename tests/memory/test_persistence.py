@@ -88,8 +88,7 @@ def test_a_new_memory_hits_what_an_old_one_computed(
     compute(tmp_path, blocks_per_page=blocks_per_page, mapper=mapper)
     memory = memory_over(tmp_path, blocks_per_page=blocks_per_page, mapper=mapper)
     assert hit(memory, view) == 20
-    assert memory.stat("persist_restored_blocks_total") == 5
-    assert memory.stat("persist_written_blocks_total") == 0
+    assert memory.stats("persist_restored_blocks_total", "persist_written_blocks_total") == (5, 0)
     assert hit(memory, view) == 20  # now an ordinary hit
     assert memory.stat("persist_restored_blocks_total") == 5
     if view is View.VIRTUAL:
@@ -237,8 +236,7 @@ def test_a_plan_that_needs_the_pages_waits_for_them(tmp_path: Path) -> None:
     compute(tmp_path)
     memory = memory_over(tmp_path, mapper=MapperMode.MANUAL, limit_pages=5)
     assert memory.core.restore(memory.open(TOKENS))
-    seq = memory.open([7] * 20)
-    memory.do(grow(seq, 20))  # all five, which the other would have had
+    memory.grown(20, [7] * 20)  # all five, which the other would have had
     memory.core.check()
 
 

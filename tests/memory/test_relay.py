@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -18,13 +19,22 @@ from vmserve.memory import relay
 from vmserve.memory.relay import Relay
 
 
-def behind(wire: SealedWire) -> tuple[Relay, _core.RemoteDriver]:
-    """What carries a rank's calls to its host, and the driver as rank 0 has it."""
+@pytest.fixture
+def offered() -> Iterator[int]:
+    """A ring of rank 0's."""
     ring = _core.make_ring(PAGE, 4)
-    carrier = Relay(ring, wire)
-    driver = _core.RemoteDriver(ring)
+    yield ring
     os.close(ring)
-    return carrier, driver
+
+
+@pytest.fixture
+def end() -> Iterator[tuple[_core.RankLoop, _core.RelayEnd]]:
+    """A rank's loop, and what carries it out what comes."""
+    ring = _core.make_ring(PAGE, 4)
+    loop = _core.RankLoop(ring, _core.HostDriver(PAGE, 4))
+    yield loop, _core.RelayEnd(ring)
+    loop.close()
+    os.close(ring)
 
 
 def test_errors_cross_with_their_numbers() -> None:
@@ -51,10 +61,10 @@ def test_a_batch_of_many_parts() -> None:
     thread.join()
 
 
-def test_the_rank_gives_its_memory_up_when_the_wire_ends() -> None:
+def test_the_rank_gives_its_memory_up_when_the_wire_ends(offered: int) -> None:
     near, far = wires()
     loop, thread = relay.serve(_core.HostDriver(PAGE, 4), far)
-    carrier, driver = behind(near)
+    carrier, driver = Relay(offered, near), _core.RemoteDriver(offered)
     driver.create([(0, 1)])
     near.close()
     thread.join(10)
@@ -65,107 +75,83 @@ def test_the_rank_gives_its_memory_up_when_the_wire_ends() -> None:
     carrier.close()
 
 
-def test_the_rank_ends_under_a_call() -> None:
+def test_the_rank_ends_under_a_call(
+    offered: int, end: tuple[_core.RankLoop, _core.RelayEnd]
+) -> None:
     """Its host closes the connection while rank 0 waits for an answer."""
     near, far = wires()
-    loop = _core.RankLoop(ring := _core.make_ring(PAGE, 4), _core.HostDriver(PAGE, 4))
-    end = _core.RelayEnd(ring)
-    offered = _core.make_ring(PAGE, 4)
     carrier = Relay(offered, near)
-    far.send(end.terms())
+    far.send(end[1].terms())
     driver = _core.RemoteDriver(offered)
-
-    def take_and_leave() -> None:
-        far.receive()
-        far.close()
-
-    rank = threading.Thread(target=take_and_leave)
-    rank.start()
-    lost(lambda: driver.create([(0, 1)]), "connection to its host is lost")
-    rank.join()
+    with ThreadPoolExecutor(1) as rank:
+        rank.submit(far.receive)
+        rank.submit(far.close)
+        lost(lambda: driver.create([(0, 1)]), "connection to its host is lost")
     carrier.close()
-    loop.close()
-    os.close(ring)
-    os.close(offered)
 
 
-def test_closing_the_driver_frees_the_memory() -> None:
+def test_closing_the_driver_frees_the_memory(offered: int) -> None:
     near, far = wires()
     loop, thread = relay.serve(_core.HostDriver(PAGE, 4), far)
-    _, driver = behind(near)
+    Relay(offered, near)
+    driver = _core.RemoteDriver(offered)
     del driver
     thread.join(10)
     assert not loop.is_running
 
 
-def test_a_wire_with_another_key_is_ended() -> None:
+def test_a_wire_with_another_key_is_ended(offered: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = SealedWire(socket.create_connection(listener.getsockname()), b"a" * 32, b"b" * 32)
         far = SealedWire(listener.accept()[0], b"c" * 32, b"a" * 32)
     loop, thread = relay.serve(_core.HostDriver(PAGE, 4), far)
-    ring = _core.make_ring(PAGE, 4)
-    Relay(ring, near)
+    Relay(offered, near)
     thread.join(10)
     assert not thread.is_alive()
     assert not loop.is_running
     with pytest.raises(DriverError, match="no memory within 0 s"):
-        _core.RemoteDriver(ring, attach_timeout=0.2)
-    os.close(ring)
+        _core.RemoteDriver(offered, attach_timeout=0.2)
 
 
-def test_what_is_no_message_is_refused() -> None:
-    ring = _core.make_ring(PAGE, 4)
-    loop = _core.RankLoop(ring, _core.HostDriver(PAGE, 4))
-    end = _core.RelayEnd(ring)
-    offered = _core.make_ring(PAGE, 4)
+def test_what_is_no_message_is_refused(
+    offered: int, end: tuple[_core.RankLoop, _core.RelayEnd]
+) -> None:
+    loop, theirs = end
     ours = _core.RelayedRing(offered)
-    terms = end.terms()
-    for wrong in (b"", terms[:-1], terms + b"x"):
-        with pytest.raises(ValueError, match="no rank's memory"):
+    terms = theirs.terms()
+    other_pages = terms[:16] + (8192).to_bytes(8, "little") + terms[24:]
+    for wrong, message in (
+        *((wrong, "no rank's memory") for wrong in (b"", terms[:-1], terms + b"x")),
+        (bytes(8) + terms[8:], "another build"),
+        (other_pages, "wants 4 frames of 4096 bytes, the rank has 4 of 8192"),
+    ):
+        with pytest.raises(ValueError, match=message):
             ours.serve(wrong)
-    with pytest.raises(ValueError, match="another build"):
-        ours.serve(bytes(8) + terms[8:])
-    with pytest.raises(ValueError, match=r"wants 4 frames of 4096 bytes, the rank has 4 of 8192"):
-        ours.serve(terms[:16] + (8192).to_bytes(8, "little") + terms[24:])
     ours.serve(terms)
     with pytest.raises(ValueError, match="has a rank already"):
         ours.serve(terms)
     driver = _core.RemoteDriver(offered)
-    thread = threading.Thread(target=lambda: ours.answer(end.execute(taken(ours))))
-    thread.start()
-    driver.create([(0, 4)])
-    thread.join()
-    call = {"call": b""}
-    thread = threading.Thread(target=lambda: call.update(call=taken(ours)))
-    thread.start()
-    with pytest.raises(DriverError, match="enough"):
-        del_after(driver, ours, thread)
-    create = call["call"]
-    for wrong in (b"", create[:7], create + b"x", create[:-8], (99).to_bytes(4, "little") * 12):
+    with ThreadPoolExecutor(1) as relay:
+        carried = relay.submit(lambda: ours.answer(theirs.execute(taken(ours))))
+        driver.create([(0, 4)])
+        carried.result()
+        unanswered = relay.submit(taken, ours)
+        relay.submit(ours.end, "enough")
+        with pytest.raises(DriverError, match="enough"):
+            driver.destroy([(0, 4)])
+    call = unanswered.result()
+    for wrong in (b"", call[:7], call + b"x", call[:-8], (99).to_bytes(4, "little") * 12):
         with pytest.raises(ValueError, match="no call of rank 0"):
-            end.execute(wrong)
-    with pytest.raises(ValueError, match="no rank's answer"):
-        ours.answer(b"short")
-    with pytest.raises(ValueError, match="no rank's answer"):
-        ours.answer(bytes(10_000))
+            theirs.execute(wrong)
+    for wrong in (b"short", bytes(10_000)):
+        with pytest.raises(ValueError, match="no rank's answer"):
+            ours.answer(wrong)
     loop.close()
     with pytest.raises(ValueError, match="loop has ended"):
-        end.execute(create)
-    for fd in (ring, offered):
-        os.close(fd)
+        theirs.execute(call)
 
 
 def taken(ring: _core.RelayedRing) -> bytes:
     call = ring.take()
     assert call is not None
     return call
-
-
-def del_after(driver: _core.RemoteDriver, ring: _core.RelayedRing, taker: threading.Thread) -> None:
-    """Make a call that is never answered."""
-    ender = threading.Thread(target=lambda: (taker.join(), ring.end("enough")))
-    ender.start()
-    try:
-        driver.destroy([(0, 4)])
-    finally:
-        ender.join()

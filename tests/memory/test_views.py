@@ -113,8 +113,7 @@ def test_a_running_sequence_changes_its_view_and_back(blocks_per_page: int, leng
     assert memory.read(seq) == PROMPT[:length]
     memory.do(convert(seq, View.VIRTUAL))
     assert memory.blocks(seq) == before  # and back: nothing was copied either way
-    assert memory.stat("copied_blocks_total") == copied
-    assert memory.stat("converted_zero_copy_total") == 2
+    assert memory.stats("copied_blocks_total", "converted_zero_copy_total") == (copied, 2)
     memory.step(seq, length, [99])
     assert memory.read(seq) == [*PROMPT[:length], 99]
     memory.release(others)
@@ -212,8 +211,7 @@ def test_the_oldest_prefix_goes_first_and_its_tail_before_its_head() -> None:
     memory.release(memory.start(old), memory.start(new))
     matches = []
     for taken in (4, 8, 16, 24):
-        seq = memory.open()
-        memory.do(grow(seq, taken))
+        seq = memory.grown(taken)
         probes = [memory.open([*tokens, 0]) for tokens in (old, new)]
         matches.append(tuple(memory.core.match(probe) for probe in probes))
         memory.release(seq, *probes)
@@ -225,12 +223,10 @@ def test_the_oldest_prefix_goes_first_and_its_tail_before_its_head() -> None:
 def test_what_is_only_mapped_goes_before_what_is_cached() -> None:
     memory = make_memory(limit_pages=6, num_slots=6)
     memory.release(memory.start(PROMPT[:12]))  # three cached pages, the oldest
-    nameless = memory.open()
-    memory.do(grow(nameless, 12))
+    nameless = memory.grown(12)
     memory.release(nameless)  # three that its slot shows, and nobody will find
     memory.core.check()
-    taken = memory.open()
-    memory.do(grow(taken, 12))
+    taken = memory.grown(12)
     memory.core.check()
     assert memory.core.match(memory.open([*PROMPT[:12], 0])) == 12
     memory.do(grow(taken, 16))
