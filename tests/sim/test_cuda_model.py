@@ -149,8 +149,9 @@ class Life:
 
 
 STEPS = [
-    *(Life.arm, Life.create, Life.destroy, Life.map, Life.unmap, Life.set_access, Life.write),
-    *(Life.copy, Life.fence, Life.mark_and_ask, Life.reserve, Life.free_reservation, Life.misuse),
+    *(Life.arm, Life.create, Life.destroy, Life.unmap, Life.set_access, Life.fence, Life.reserve),
+    *(Life.free_reservation, Life.mark_and_ask, Life.misuse),
+    *3 * [Life.map, Life.write, Life.copy],  # which find nothing to do in many states
 ]
 
 
