@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from tests.memory.groups import everywhere, with_another
 from vmserve import _core
-from vmserve._core import MapperMode, OpKind, View, ZeroPolicy
+from vmserve._core import Access, Backing, MapperMode, OpKind, View, ZeroPolicy
+from vmserve.errors import DriverError
 
 PAGE = 4096
 BLOCK_TOKENS = 4
@@ -22,23 +25,10 @@ Op = tuple[OpKind, int, int, int, int, View]
 
 #: What a failed call must leave as it was, the prefix cache apart.
 STATE_FIELDS = (
-    "limit_pages",
-    "used_pages",
-    "waiting_pages",
-    "quarantined_pages",
-    "shared_pages",
-    "used_blocks",
-    "shared_blocks",
-    "used_slots",
-    "num_seqs",
-    "virtual_seqs",
-    "paged_seqs",
-    "swapped_seqs",
-    "used_tokens",
-    "tail_waste_bytes",
-    "swap_blocks",
-    "pending_repairs",
-)
+    "limit_pages", "used_pages", "waiting_pages", "quarantined_pages", "shared_pages",
+    "used_blocks", "shared_blocks", "used_slots", "num_seqs", "virtual_seqs", "paged_seqs",
+    "swapped_seqs", "used_tokens", "tail_waste_bytes", "swap_blocks", "pending_repairs",
+)  # fmt: skip
 
 
 def grow(seq: int, num_tokens: int, first_token: int = 0) -> Op:
@@ -93,8 +83,7 @@ class Memory:
         tenant: int = 0,
         salt: bytes = b"",
     ) -> int:
-        seq = self.core.open(tenant, view, salt, tokens)
-        assert seq is not None
+        seq = opened(self.core, tenant, view, salt, tokens)
         self.seqs.add(seq)
         return seq
 
@@ -113,9 +102,19 @@ class Memory:
     def start(self, tokens: Sequence[int], view: View = View.VIRTUAL, tenant: int = 0) -> int:
         """A sequence that is grown to its tokens and written, each byte the token's own."""
         seq = self.open(tokens, view, tenant)
-        epoch = self.begin(grow(seq, len(tokens)))
-        self.write(seq, 0, tokens)
+        self.step(seq, 0, tokens)
+        return seq
+
+    def step(self, seq: int, start: int, values: Sequence[int], *ops: Op) -> None:
+        """The ops, growth by the values behind ``start``, and these written before the end."""
+        epoch = self.begin(*ops, grow(seq, start + len(values)))
+        self.write(seq, start, values)
         self.core.complete(epoch)
+
+    def grown(self, num_tokens: int, *args: Any, **options: Any) -> int:
+        """A sequence of so many tokens, of which none is written."""
+        seq = self.open(*args, **options)
+        self.do(grow(seq, num_tokens))
         return seq
 
     def release(self, *seqs: int) -> None:
@@ -135,10 +134,7 @@ class Memory:
         """uint8 ``[token_bytes]`` as the sequence's kernels see it: slot, or block table."""
         size = self.token_bytes
         if self.core.view(seq) is View.VIRTUAL:
-            slot = self.core.slot(seq)
-            assert slot is not None
-            line: NDArray[np.uint8] = self.core.slots_buffer(group)[slot]
-            return line[position * size : (position + 1) * size]
+            return self.slot_bytes(seq, group)[position * size : (position + 1) * size]
         return self.in_arena(self.blocks(seq)[position // BLOCK_TOKENS], group, position)
 
     def rows(self, seq: int, group: int, position: int) -> list[NDArray[np.uint8]]:
@@ -169,20 +165,27 @@ class Memory:
             values.append(value)
         return values
 
+    def slot_bytes(self, seq: int, group: int = 0) -> NDArray[np.uint8]:
+        slot = self.core.slot(seq)
+        assert slot is not None
+        line: NDArray[np.uint8] = self.core.slots_buffer(group)[slot]
+        return line
+
     def stat(self, name: str) -> int:
         return int(getattr(self.core.stats(), name))
 
+    def stats(self, *names: str) -> tuple[int, ...]:
+        return tuple(map(self.stat, names))
+
     def state(self) -> dict[str, Any]:
         """Everything that a failed call must leave as it was."""
-        stats = self.core.stats()
-        return {
-            **{name: getattr(stats, name) for name in STATE_FIELDS},
-            "blocks": {seq: self.blocks(seq) for seq in sorted(self.seqs)},
-            "lengths": {seq: self.core.length(seq) for seq in sorted(self.seqs)},
-            "sealed": {seq: self.core.sealed(seq) for seq in sorted(self.seqs)},
-            "views": {seq: self.core.view(seq) for seq in sorted(self.seqs)},
-            "slots": {seq: self.core.slot(seq) for seq in sorted(self.seqs)},
-            "swapped": {seq: self.core.swapped(seq) for seq in sorted(self.seqs)},
+        stats, core = self.core.stats(), self.core
+        facts = {
+            "blocks": self.blocks, "lengths": core.length, "sealed": core.sealed,
+            "views": core.view, "slots": core.slot, "swapped": core.swapped,
+        }  # fmt: skip
+        return {name: getattr(stats, name) for name in STATE_FIELDS} | {
+            name: {seq: fact(seq) for seq in sorted(self.seqs)} for name, fact in facts.items()
         }
 
     def content(self) -> dict[int, list[int]]:
@@ -203,6 +206,7 @@ def make_memory(
     max_pages: int = 32,
     zero_policy: ZeroPolicy = ZeroPolicy.ALWAYS,
     mapper: MapperMode = MapperMode.OFF,
+    num_frames: int = 0,
     max_map_count: int = 0,
     faulty_member: int | None = None,
     is_remote: bool = False,
@@ -211,7 +215,8 @@ def make_memory(
 ) -> Memory:
     """``faulty_member``: over a group of two drivers, of which this one injects faults;
     ``is_remote``: behind a rank's loop."""
-    host = _core.HostDriver(PAGE, GROUPS * max_pages, max_map_count=max_map_count)
+    frames = num_frames or GROUPS * max_pages
+    host = _core.HostDriver(PAGE, frames, max_map_count=max_map_count)
     faults = _core.FaultInjectingDriver(host, late_copies=late_copies)
     driver = with_another(faults, faulty_member, max_map_count=max_map_count, is_remote=is_remote)
     core = _core.KVMemory(
@@ -219,7 +224,6 @@ def make_memory(
         num_groups=GROUPS,
         block_tokens=BLOCK_TOKENS,
         blocks_per_page=blocks_per_page,
-        token_bytes=PAGE // (blocks_per_page * BLOCK_TOKENS),
         max_seqs=max_seqs,
         num_slots=num_slots,
         max_len=max_len,
@@ -227,27 +231,66 @@ def make_memory(
         max_pages=max_pages,
         zero_policy=zero_policy,
         mapper=mapper,
-        **options,
+        **{"token_bytes": PAGE // (blocks_per_page * BLOCK_TOKENS), **options},
     )
     return Memory(core, faults, driver, blocks_per_page)
 
 
-def pool_pss_bytes() -> int:
-    """PSS of all memory of pools in this process; what else comes and goes in it does not count."""
-    total, is_pool = 0, False
+def opened(memory: Any, *args: Any, **options: Any) -> int:
+    """A sequence of a core's memory or of a manager's, which has room for it."""
+    seq = memory.open(*args, **options)
+    assert seq is not None
+    return int(seq)
+
+
+def mapped(
+    driver: _core.PageDriver,
+    num_frames: int,
+    num_reserved: int = 0,
+    access: Access = Access.READ_WRITE,
+) -> int:
+    """The start of a reservation of so many frames, which shows the driver's first ones."""
+    base = driver.reserve(max(num_frames, num_reserved) * driver.frame_bytes, Backing.TRAP)
+    driver.create([(0, num_frames)])
+    driver.map([(base, 0, num_frames, access)])
+    return base
+
+
+def lost(call: Callable[[], object], words: str) -> None:
+    """A driver's rank is gone, for ever."""
+    with pytest.raises(DriverError, match=words) as caught:
+        call()
+    assert caught.value.sticky
+    assert caught.value.errno == errno.ECONNRESET
+
+
+@dataclass
+class Area:
+    """A mapping of this process, as the kernel tells it."""
+
+    first: int
+    end: int
+    access: str
+    line: str
+    kib: dict[str, int] = field(default_factory=dict)
+
+
+def areas(address: int = 0, num_bytes: int = 1 << 64) -> list[Area]:
+    """The mappings that have a part in the range."""
+    found: list[Area] = []
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "Pss":
-            total += int(value.split()[0]) * 1024 if is_pool else 0
-        elif "-" in name.split(" ")[0]:
-            is_pool = "memfd:vmserve-kv" in line
-    return total
+        name, *rest = line.split()
+        if "-" in name:
+            found.append(Area(*(int(part, 16) for part in name.split("-")), rest[0][:2], line))
+        elif rest[-1:] == ["kB"]:
+            found[-1].kib[name] = int(rest[0])
+    return [area for area in found if area.first < address + num_bytes and area.end > address]
 
 
-def kernel_mappings(address: int, num_bytes: int) -> int:
-    """How many of the process's mappings lie in the range, as the kernel counts them."""
-    count = 0
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        start, end = (int(part, 16) for part in line.split()[0].split("-"))
-        count += start < address + num_bytes and end > address
-    return count
+def system_of(root: Path, files: dict[str, str]) -> _core.SystemLimits:
+    """The limits that a system with these files has."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return _core.SystemLimits(str(root))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.memory.support import Memory, attach, grow, make_memory
+from tests.memory.support import Memory, attach, make_memory
 from vmserve._core import View
 
 
@@ -20,15 +20,13 @@ def draft(memory: Memory, seq: int, num_tokens: int, num_drafted: int) -> int:
 @pytest.mark.parametrize("view", [View.VIRTUAL, View.PAGED])
 def test_what_is_rejected_costs_no_driver_call(view: View) -> None:
     memory = make_memory(prefix_caching=True)
-    seq = memory.open(range(4), view)
-    memory.do(grow(seq, 3))
+    seq = memory.grown(3, range(4), view)
     memory.core.complete(draft(memory, seq, 12, 8))
     assert (memory.core.length(seq), memory.core.sealed(seq)) == (4, 4)
     blocks, calls = memory.blocks(seq), memory.stat("map_calls_total")
     memory.core.complete(draft(memory, seq, 12, 7))
     assert memory.blocks(seq) == blocks
-    assert memory.stat("map_calls_total") == calls
-    assert memory.stat("unmap_calls_total") == 0
+    assert memory.stats("map_calls_total", "unmap_calls_total") == (calls, 0)
     assert (memory.core.length(seq), memory.core.sealed(seq)) == (5, 5)
     assert memory.stat("used_tokens") == 5
     memory.core.check()

@@ -18,21 +18,15 @@ def ahead() -> tuple[Memory, int]:
     return memory, seq
 
 
-def test_what_the_mapper_does_meanwhile_does_not_spoil_a_plan() -> None:
+def test_what_the_mapper_does_and_a_step_that_ends_meanwhile_do_not_spoil_a_plan() -> None:
     memory, seq = ahead()
     plan = memory.fits(grow(seq, 16))
     assert memory.core.run_mapper(8) > 0
     assert memory.core.apply([grow(seq, 16)], plan.version) == 2
+    plan = memory.fits(grow(seq, 20))
     memory.core.complete(2)
-    memory.core.check()
-
-
-def test_a_step_that_ends_meanwhile_does_not_spoil_a_plan() -> None:
-    memory, seq = ahead()
-    plan = memory.fits(grow(seq, 16))
-    memory.core.complete(1)
     memory.core.stats()
-    memory.core.apply([grow(seq, 16)], plan.version)
+    memory.core.apply([grow(seq, 20)], plan.version)
     memory.core.check()
 
 
@@ -58,5 +52,7 @@ def test_what_another_caller_changes_makes_a_plan_stale() -> None:
     ):
         plan = memory.fits(grow(seq, 12))
         change()
+        before = memory.state()
         with pytest.raises(ValueError, match="the plan is stale"):
             memory.core.apply([grow(seq, 12)], plan.version)
+        assert memory.state() == before

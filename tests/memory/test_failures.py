@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,6 +22,7 @@ from hypothesis import settings
 from tests.memory.support import (
     GROUPS,
     Memory,
+    Op,
     attach,
     convert,
     fork,
@@ -37,47 +38,23 @@ from vmserve.errors import DriverError, OutOfMemoryError
 PROMPT = list(range(1, 19))  # 18 tokens: four full blocks and a half one
 
 
-@dataclass(frozen=True)
-class Fault:
-    code: int
-    sticky: bool = False
-
-
-FAULTS = {
-    "out of memory": Fault(errno.ENOMEM),
-    "invalid": Fault(errno.EINVAL),
-    "not ready": Fault(errno.EAGAIN),
-    "sticky": Fault(errno.EIO, sticky=True),
-}
+FAULTS: list[dict[str, Any]] = [
+    {"code": errno.ENOMEM},
+    {"code": errno.EINVAL},
+    {"code": errno.EAGAIN},
+    {"code": errno.EIO, "sticky": True},
+]
 #: Sequences of the prepared memory.
-V, P, TWIN, AWAY, EMPTY_V, EMPTY_P = range(6)
+V, P, TWIN, AWAY, EMPTY_V, EMPTY_P = 0, 1, 2, 3, 5, 6
 
 
-def prepared(
-    blocks_per_page: int,
-    mapper: MapperMode,
-    *,
-    shadow: bool = False,
-    faulty_member: int | None = None,
-    is_remote: bool = False,
-) -> Memory:
+def prepared(blocks_per_page: int, mapper: MapperMode, **where: Any) -> Memory:
     """Sequences in both views, a fork, one that is swapped out, parked slots, dirty pages."""
     memory = make_memory(
-        blocks_per_page=blocks_per_page,
-        limit_pages=24,
-        max_len=64,
-        num_slots=6,
-        zero_policy=ZeroPolicy.ALWAYS,
-        mapper=mapper,
-        swap_blocks=16,
-        grow_pages=2,
-        lookahead_tokens=0 if mapper is MapperMode.OFF else 4,
-        reclaim_share=0.5,
-        faulty_member=faulty_member,
-        is_remote=is_remote,
-    )
-    if shadow:
-        memory.core.shadow_buffer(0)
+        blocks_per_page=blocks_per_page, mapper=mapper, limit_pages=24, max_len=64, num_slots=6,
+        zero_policy=ZeroPolicy.ALWAYS, swap_blocks=16, grow_pages=2, reclaim_share=0.5,
+        lookahead_tokens=0 if mapper is MapperMode.OFF else 4, **where,
+    )  # fmt: skip
     v = memory.start(PROMPT)
     p = memory.start([t + 20 for t in PROMPT], View.PAGED)
     twin, away = memory.open(view=View.PAGED), memory.open([9] * 6, View.PAGED)
@@ -89,85 +66,53 @@ def prepared(
     empty_p = memory.open([*PROMPT, 102], View.PAGED)
     memory.release(gone)
     assert (v, p, twin, away, gone) == (V, P, TWIN, AWAY, 4)
-    # The open sequences are numbered from 0 again where one has gone: the ids are fixed here.
-    assert {empty_v, empty_p} == {5, 6}
+    assert (empty_v, empty_p) == (EMPTY_V, EMPTY_P)
     memory.core.settle_mapper()  # what fails is the operation's own
     return memory
 
 
-def do_grow(memory: Memory) -> None:
-    memory.do(grow(V, 40), grow(P, 40), grow(TWIN, 19))
-
-
-def do_attach(memory: Memory) -> None:
-    matched = [memory.core.match(seq) for seq in (5, 6)]
-    memory.do(attach(5, matched[0]), attach(6, matched[1]), grow(5, 20), grow(6, 19))
-
-
-def do_fork(memory: Memory) -> None:
-    memory.do(fork(5, V, 17), fork(6, V, 18), grow(V, 19), grow(5, 18), grow(6, 19))
-
-
-def do_convert(memory: Memory) -> None:
-    memory.do(convert(V, View.PAGED), convert(TWIN, View.VIRTUAL))
-
-
-def do_swap(memory: Memory) -> None:
-    memory.do(swap_out(V), swap_in(AWAY))
-
-
-def do_window(memory: Memory) -> None:
-    memory.do(grow(V, 34, 17), grow(P, 34, 17))
-
-
-def do_everything(memory: Memory) -> None:
-    matched = memory.core.match(5)
-    memory.do(
-        attach(5, matched),
-        fork(6, P, 18),
-        swap_in(AWAY),
-        convert(V, View.PAGED),
-        grow(5, 20),
-        grow(6, 22),
-        grow(AWAY, 7),
-        grow(V, 25),
-    )
-
-
-def do_evict(memory: Memory) -> None:
+def beyond(memory: Memory) -> list[Op]:
     """More than is free: parked slots lose their tails, cached blocks their names."""
-    available = memory.core.plan([]).available_pages
-    first = min(64, available * memory.page_tokens)
-    left = available * memory.page_tokens - first
-    memory.do(grow(V, min(64, 20 + left)), grow(5, first))
+    available = memory.core.plan([]).available_pages * memory.page_tokens
+    first = min(64, available)
+    return [grow(V, min(64, 20 + available - first)), grow(EMPTY_V, first)]
 
 
-def do_trim(memory: Memory) -> None:
-    memory.core.trim(0, drop_idle=True)
+def matched(memory: Memory, seq: int) -> Op:
+    return attach(seq, memory.core.match(seq))
 
 
-def do_lower_limit(memory: Memory) -> None:
+def lower_limit(memory: Memory) -> None:
     memory.core.set_limit(4)
     memory.core.set_limit(24)
 
 
-def do_release(memory: Memory) -> None:
-    """Releases never fail; with the mapper behind them the next step reclaims."""
-    memory.do(grow(5, 20))
-
-
-OPERATIONS: dict[str, Callable[[Memory], None]] = {
-    "grow": do_grow,
-    "attach": do_attach,
-    "fork": do_fork,
-    "convert": do_convert,
-    "swap": do_swap,
-    "window": do_window,
-    "everything": do_everything,
-    "evict": do_evict,
-    "trim": do_trim,
-    "lower limit": do_lower_limit,
-    "release": do_release,
+#: Of a step, the ops that it has.
+STEPS: dict[str, Callable[[Memory], list[Op]]] = {
+    "grow": lambda _: [grow(V, 40), grow(P, 40), grow(TWIN, 19)],
+    "attach": lambda memory: [
+        *(matched(memory, EMPTY_V), matched(memory, EMPTY_P)),
+        *(grow(EMPTY_V, 20), grow(EMPTY_P, 19)),
+    ],
+    "fork": lambda _: [
+        *(fork(EMPTY_V, V, 17), fork(EMPTY_P, V, 18)),
+        *(grow(V, 19), grow(EMPTY_V, 18), grow(EMPTY_P, 19)),
+    ],
+    "convert": lambda _: [convert(V, View.PAGED), convert(TWIN, View.VIRTUAL)],
+    "swap": lambda _: [swap_out(V), swap_in(AWAY)],
+    "window": lambda _: [grow(V, 34, 17), grow(P, 34, 17)],
+    "everything": lambda memory: [
+        *(matched(memory, EMPTY_V), fork(EMPTY_P, P, 18), swap_in(AWAY), convert(V, View.PAGED)),
+        *(grow(EMPTY_V, 20), grow(EMPTY_P, 22), grow(AWAY, 7), grow(V, 25)),
+    ],
+    "evict": beyond,
+    # Releases never fail; with the mapper behind them the next step reclaims.
+    "release": lambda _: [grow(EMPTY_V, 20)],
+}
+OPERATIONS: dict[str, Callable[[Memory], object]] = {
+    "trim": lambda memory: memory.core.trim(0, drop_idle=True),
+    "lower limit": lower_limit,
+    **{name: lambda memory, ops=ops: memory.do(*ops(memory)) for name, ops in STEPS.items()},
 }
 #: What a refusal that cannot be undone may leave, until it can.
 REPAIRED = ("quarantined_pages", "pending_repairs", "waiting_pages", "limit_pages")
@@ -178,52 +123,38 @@ def sequences(memory: Memory) -> dict[str, object]:
     return {name: value for name, value in state.items() if name not in REPAIRED}
 
 
-def is_thorough() -> bool:
-    return settings.get_current_profile_name() == "thorough"
-
-
-def num_driver_calls(operation: Callable[[Memory], None], memory: Memory) -> int:
-    memory.faults.arm(1 << 40)
-    operation(memory)
-    memory.core.settle_mapper()
-    return memory.faults.num_calls
-
-
 def end(memory: Memory) -> None:
     """Everything can be given back."""
     memory.release(*sorted(memory.seqs))
     memory.core.complete(memory.core.begun_epoch)
     memory.core.trim(0, drop_idle=True)
     memory.core.check()
-    assert memory.stat("pending_repairs") == 0
-    assert memory.stat("memfd_allocated_bytes") == 0
-    assert memory.stat("swap_blocks") == 0
+    assert memory.stats("pending_repairs", "memfd_allocated_bytes", "swap_blocks") == (0, 0, 0)
 
 
 def one_case(
-    operation: Callable[[Memory], None], memory: Memory, call: int, fault: Fault, forever: bool
+    operation: Callable[[Memory], object], memory: Memory, call: int, fault: dict[str, Any]
 ) -> None:
     before, bytes_before = sequences(memory), memory.content()
-    memory.faults.arm(call, forever=forever, code=fault.code, sticky=fault.sticky)
+    memory.faults.arm(call, **fault)
     refusal = None
     try:
         operation(memory)
     except (DriverError, OutOfMemoryError) as error:
         refusal = str(error)
-    raised = refusal is not None
-    assert not raised or "injected fault" in str(refusal) or fault.sticky or forever, refusal
-    if raised:
+    if refusal is not None:
+        assert "injected fault" in refusal or "sticky" in fault or fault["forever"], refusal
         assert sequences(memory) == before
         assert memory.content() == bytes_before
     memory.core.check()
     memory.faults.disarm()
     if memory.core.stats().health is Health.FAILED:
-        assert fault.sticky
+        assert "sticky" in fault
         with pytest.raises(DriverError, match="has failed and serves no more") as caught:
             memory.core.trim(0)
         assert caught.value.sticky
         return
-    if raised:
+    if refusal is not None:
         operation(memory)  # and nothing stands in the way of a second attempt
         memory.core.check()
         assert memory.core.stats().health is Health.HEALTHY
@@ -231,16 +162,19 @@ def one_case(
 
 
 def every_case(
-    operation: Callable[[Memory], None], turn: int, prepare: Callable[[], Memory]
+    operation: Callable[[Memory], object], turn: int, prepare: Callable[[], Memory]
 ) -> None:
-    num_calls = num_driver_calls(operation, prepare())
-    assert num_calls > 0
-    kinds = [(fault, forever) for fault in FAULTS.values() for forever in (False, True)]
-    for call in range(1, num_calls + 1):
+    memory = prepare()
+    memory.faults.arm(1 << 40)
+    operation(memory)
+    memory.core.settle_mapper()
+    assert memory.faults.num_calls > 0
+    kinds = [fault | {"forever": forever} for fault in FAULTS for forever in (False, True)]
+    is_thorough = settings.get_current_profile_name() == "thorough"
+    for call in range(1, memory.faults.num_calls + 1):
         # Successive calls, and the same call in other turns, get different errors.
-        chosen = kinds if is_thorough() else [kinds[(call + turn) % len(kinds)]]
-        for fault, forever in chosen:
-            one_case(operation, prepare(), call, fault, forever)
+        for fault in kinds if is_thorough else [kinds[(call + turn) % len(kinds)]]:
+            one_case(operation, prepare(), call, fault)
 
 
 @pytest.mark.parametrize("shadow", [False, True])
@@ -252,7 +186,14 @@ def test_a_failed_call_leaves_the_sequences_as_they_were(
     name: str, blocks_per_page: int, mapper: MapperMode, shadow: bool
 ) -> None:
     turn = 2 * (mapper is MapperMode.OFF) + 4 * shadow + blocks_per_page
-    every_case(OPERATIONS[name], turn, lambda: prepared(blocks_per_page, mapper, shadow=shadow))
+
+    def prepare() -> Memory:
+        memory = prepared(blocks_per_page, mapper)
+        if shadow:
+            memory.core.shadow_buffer(0)
+        return memory
+
+    every_case(OPERATIONS[name], turn, prepare)
 
 
 @pytest.mark.parametrize(("member", "is_remote"), [(0, False), (1, False), (1, True)])
@@ -277,18 +218,6 @@ def test_a_chunk_that_is_not_there_falls_back_to_what_is_needed() -> None:
     memory.core.check()
 
 
-def test_memory_that_the_system_lacks_is_taken_from_the_cache() -> None:
-    memory = make_memory(limit_pages=12)
-    memory.release(memory.start(PROMPT[:9]))
-    seq = memory.open()
-    memory.faults.arm(1, forever=True, code=errno.ENOMEM)
-    with pytest.raises(OutOfMemoryError):
-        memory.do(grow(seq, 17))
-    memory.faults.disarm()
-    memory.do(grow(seq, 17))
-    memory.core.check()
-
-
 def test_a_degraded_pool_says_so_and_heals() -> None:
     memory = make_memory()
     seq = memory.start(PROMPT[:8])
@@ -307,21 +236,6 @@ def test_a_degraded_pool_says_so_and_heals() -> None:
     memory.do(grow(seq, 12))
     stats = memory.core.stats()
     assert (stats.health, stats.quarantined_pages) == (Health.HEALTHY, 0)
-    memory.core.check()
-
-
-def test_swapping_is_tried_again_after_the_host_had_no_memory() -> None:
-    memory = make_memory(swap_blocks=64)
-    seq = memory.start(PROMPT)
-    memory.faults.arm(1, code=errno.ENOMEM, forever=True)
-    before = memory.state()
-    for _ in range(2):
-        with pytest.raises(OutOfMemoryError, match="alloc_host"):
-            memory.do(swap_out(seq))
-        assert memory.state() == before
-    memory.faults.disarm()
-    memory.do(swap_out(seq))
-    memory.do(swap_in(seq))
     memory.core.check()
 
 

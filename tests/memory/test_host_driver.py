@@ -1,5 +1,5 @@
-"""What the host driver has beyond the contract, which tests/conformance/ holds all drivers to; what
-misuse is told is the same in all of them."""
+"""What the host driver, the one that refuses calls and the null driver have beyond the contract,
+which tests/conformance/ holds all drivers to; what misuse is told is the same in all of them."""
 
 from __future__ import annotations
 
@@ -10,51 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.memory.support import PAGE, kernel_mappings
-from vmserve._core import (
-    Access,
-    Backing,
-    FaultInjectingDriver,
-    HostDriver,
-    PageDriver,
-    SystemLimits,
-)
+from tests.memory.support import PAGE, areas, mapped, system_of
+from vmserve._core import Access, Backing, FaultInjectingDriver, HostDriver, NullDriver, PageDriver
 from vmserve.errors import DriverError, OutOfMemoryError
 
-MakeDriver = Callable[[], PageDriver]
 RW, RO = Access.READ_WRITE, Access.READ
 
 
-def bare() -> PageDriver:
-    return HostDriver(PAGE, 64)
-
-
-def wrapped() -> PageDriver:
-    return FaultInjectingDriver(HostDriver(PAGE, 64))
-
-
-@pytest.fixture(params=[bare, wrapped])
-def driver(request: pytest.FixtureRequest) -> PageDriver:
-    make: MakeDriver = request.param
-    return make()
-
-
-def poke(address: int, data: bytes) -> None:
-    ctypes.memmove(address, data, len(data))
-
-
-def peek(address: int, size: int) -> bytes:
-    return ctypes.string_at(address, size)
-
-
-def test_num_mappings_is_what_the_kernel_counts(driver: PageDriver) -> None:
+def test_num_mappings_is_what_the_kernel_counts() -> None:
+    driver = HostDriver(PAGE, 64)
     num_bytes = 32 * PAGE
     base = driver.reserve(num_bytes, Backing.TRAP)
     driver.create([(0, 32)])
 
     def mappings() -> int:
         counted = driver.stats().num_mappings
-        assert counted == kernel_mappings(base, num_bytes)
+        assert counted == len(areas(base, num_bytes))
         return counted
 
     assert mappings() == 1
@@ -81,6 +52,9 @@ def test_num_mappings_is_what_the_kernel_counts(driver: PageDriver) -> None:
 
 
 @pytest.mark.parametrize(
+    "make", [HostDriver, lambda *size: FaultInjectingDriver(HostDriver(*size))]
+)
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda d, b: d.reserve(100, Backing.TRAP), "cannot reserve 100 bytes"),
@@ -90,34 +64,29 @@ def test_num_mappings_is_what_the_kernel_counts(driver: PageDriver) -> None:
         (lambda d, b: d.destroy([(9, 1)]), "frame 9 does not exist"),
         (lambda d, b: d.destroy([(0, 1)]), "frame 0 is still mapped"),
         (lambda d, b: d.map([(b, 1, 1, RW)]), "something is mapped there already"),
-        (lambda d, b: d.map([(b + PAGE, 9, 1, RW)]), "frame 9 does not exist"),
-        (lambda d, b: d.map([(b + PAGE, 1, 1, Access.NONE)]), "cannot map without access"),
+        (lambda d, b: d.map([(b + 2 * PAGE, 9, 1, RW)]), "frame 9 does not exist"),
+        (lambda d, b: d.map([(b + 2 * PAGE, 1, 1, Access.NONE)]), "cannot map without access"),
         (lambda d, b: d.map([(b + 100, 1, 1, RW)]), "is not whole frames of 4096 bytes"),
         (lambda d, b: d.map([(b + 4 * PAGE, 0, 1, RW)]), "not inside one reservation"),
-        (lambda d, b: d.unmap([(b, 2 * PAGE)]), "not everything in the range is mapped"),
-        (lambda d, b: d.set_access([(b + PAGE, PAGE, RO)]), "not everything in the range"),
-        (lambda d, b: d.zero([(b + PAGE, 8)]), "cannot zero what is not mapped writable"),
-        (lambda d, b: d.copy([(b + PAGE, b, 8)]), "cannot copy between what is not mapped"),
+        (lambda d, b: d.unmap([(b, 3 * PAGE)]), "not everything in the range is mapped"),
+        (lambda d, b: d.set_access([(b + 2 * PAGE, PAGE, RO)]), "not everything in the range"),
+        (lambda d, b: d.zero([(b + 2 * PAGE, 8)]), "cannot zero what is not mapped writable"),
+        (lambda d, b: d.copy([(b + 2 * PAGE, b, 8)]), "cannot copy between what is not mapped"),
         (lambda d, b: d.query(b + 8 * PAGE), "the address is in no reservation"),
     ],
 )
-def test_misuse_is_refused_and_changes_nothing(
-    driver: PageDriver, call: Callable[[PageDriver, int], object], message: str
+def test_what_misuse_is_told(
+    make: Callable[[int, int], PageDriver], call: Callable[[PageDriver, int], object], message: str
 ) -> None:
-    base = driver.reserve(4 * PAGE, Backing.TRAP)
-    driver.create([(0, 2)])
-    driver.map([(base, 0, 1, RW)])
-    before = driver.stats()
+    driver = make(PAGE, 64)
+    base = mapped(driver, 2, 4)
     with pytest.raises(ValueError, match=message):
         call(driver, base)
-    after = driver.stats()
-    for name in ("created_frames", "mapped_frames", "num_mappings", "allocated_bytes"):
-        assert getattr(after, name) == getattr(before, name)
 
 
-def test_reserving_too_much_address_space_names_the_remedy(driver: PageDriver) -> None:
+def test_reserving_too_much_address_space_names_the_remedy() -> None:
     with pytest.raises(DriverError, match=r"reserving 4\.0 EiB|reserving 4096\.0 PiB") as caught:
-        driver.reserve(1 << 62, Backing.TRAP)
+        HostDriver(PAGE, 64).reserve(1 << 62, Backing.TRAP)
     assert caught.value.errno == errno.ENOMEM
     assert "lower max_num_seqs or max_model_len" in str(caught.value)
 
@@ -128,8 +97,8 @@ def test_a_tebibyte_can_be_reserved_and_used_at_its_end() -> None:
     driver.create([((1 << 28) - 1, 1)])
     last = base + (1 << 40) - PAGE
     driver.map([(last, (1 << 28) - 1, 1, RW)])
-    poke(last, b"end")
-    assert peek(last, 3) == b"end"
+    ctypes.memmove(last, b"end", 3)
+    assert ctypes.string_at(last, 3) == b"end"
     assert driver.stats().allocated_bytes == PAGE
 
 
@@ -156,9 +125,8 @@ def test_mappings_stop_at_80_percent_of_the_limit() -> None:
 
 
 def test_growing_above_the_available_memory_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "proc").mkdir()
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 999999 kB\nMemAvailable: 65544 kB\n")
-    driver = HostDriver(PAGE, 64, limits=SystemLimits(str(tmp_path)))
+    meminfo = "MemTotal: 999999 kB\nMemAvailable: 65544 kB\n"
+    driver = HostDriver(PAGE, 64, limits=system_of(tmp_path, {"proc/meminfo": meminfo}))
     driver.create([(0, 2)])  # 64 MiB stay for the rest of the system
     with pytest.raises(OutOfMemoryError) as caught:
         driver.create([(2, 2), (4, 1)])
@@ -197,3 +165,39 @@ def test_the_injected_call_fails_in_the_middle_of_a_batch() -> None:
     driver.disarm()
     driver.unmap([(base + PAGE, PAGE)])
     assert driver.stats().mapped_frames == 2
+
+
+FRAME = 2 << 20
+
+
+def test_null_work_is_counted_and_dropped() -> None:
+    driver = NullDriver(FRAME, 1 << 20)
+    base = mapped(driver, 4)
+    host = driver.alloc_host(1 << 40)
+    assert driver.work() == (0, 0, 0)
+    driver.zero([(base, FRAME), (base + 5, 7)])
+    driver.copy([(base, base + FRAME, 100), (host + 9, base, 1000), (base, host, 10)])
+    assert driver.work() == (FRAME + 7, 100, 1010)
+    assert driver.stats().allocated_bytes == 4 * FRAME
+    driver.free_host(host)
+    with pytest.raises(ValueError, match="not inside one reservation"):
+        driver.copy([(host, base, 8)])
+    assert driver.work() == (FRAME + 7, 100, 1010)
+
+
+def test_null_work_on_what_is_not_mapped_stops_the_batch_there() -> None:
+    driver = NullDriver(FRAME, 8)
+    base = mapped(driver, 1, 2)
+    with pytest.raises(ValueError, match="not mapped writable") as caught:
+        driver.zero([(base, 4), (base + FRAME, 4), (base, 4)])
+    assert vars(caught.value)["completed"] == 1
+    with pytest.raises(ValueError, match="not mapped") as caught:
+        driver.copy([(base, base + 8, 8), (base, base + FRAME, 8)])
+    assert vars(caught.value)["completed"] == 1
+    assert driver.work() == (4, 8, 0)
+
+
+@pytest.mark.parametrize("frame_bytes", [0, 1, 4097])
+def test_null_frames_are_whole_granules(frame_bytes: int) -> None:
+    with pytest.raises(ValueError, match="multiple of the granularity, 4096"):
+        NullDriver(frame_bytes, 8)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
 
 from benchmarks.kinds.counted import counted_bytes, grow_to, kinds_memory
 from vmserve import _core
-from vmserve.cli.main import app
-from vmserve.cli.planning.report import PRESETS, plan_report
-from vmserve.errors import ConfigurationError
+from vmserve.cli.planning.report import PRESETS
 from vmserve.memory.kind_pages import (
     KindPages,
     KindShape,
@@ -71,10 +65,8 @@ def test_blocks_waste_less_than_one_block_of_each_end() -> None:
 def test_equal_pages_of_windows_are_padded_to_whole_groups() -> None:
     """Gemma 3 27B: one group of 10 layers that see all and six for the 52 others."""
     block = 10 * 16 * 8192
-    assert [(kind.page_bytes, kind.page_tokens) for kind in equal_pages(GEMMA)] == [
-        (block, 16),
-        (6 * block, 16),
-    ]
+    pages = [(kind.page_bytes, kind.page_tokens) for kind in equal_pages(GEMMA)]
+    assert pages == [(block, 16), (6 * block, 16)]
     # 12 and 12 layers: nothing is padded.
     kinds = kind_pages(GPT_OSS, HOST_GRANULARITY, page_tokens=16)
     assert [kind.page_bytes for kind in equal_pages(GPT_OSS)] == [k.page_bytes for k in kinds]
@@ -132,44 +124,3 @@ def test_a_state_takes_one_page_of_its_own_size() -> None:
     assert attention.page_tokens == 64
     frames = kind_pages(QWEN, CUDA_GRANULARITY)[1]
     assert frames.page_bytes == 37 * CUDA_GRANULARITY  # of all 36 layers together
-
-
-def test_plan_shows_kinds_and_what_requests_waste() -> None:
-    report = plan_report(PRESETS["gemma-3-27b"], limit_bytes=32 << 30, lengths=[1000])
-    values = report.to_dict()
-    assert [(kind["kind"], kind["num_layers"], kind["window"]) for kind in values["kinds"]] == [
-        ("all", 10, None),
-        ("window 1024", 52, 1024),
-    ]
-    [request] = values["requests"]
-    assert request["needed_bytes"] == 1000 * 62 * 8192
-    assert request["slots_bytes"] == 1024 * 62 * 8192
-    assert request["blocks_bytes"] == 1008 * 62 * 8192
-    assert request["equal_bytes"] == 1008 * 70 * 8192
-    assert request["equal_waste"] == pytest.approx(1 - 62000 / 70560)
-    console = Console(file=io.StringIO(), width=160)
-    console.print(report)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "3 requests of 131,072 tokens fit in 32 GiB" in text
-    assert "551.2 MiB (12.1%)" in text
-    assert "kinds" not in plan_report(PRESETS["llama-3-8b"]).to_dict()
-    assert "kinds" in plan_report(PRESETS["llama-3-8b"], lengths=[12]).to_dict()
-
-
-def test_kinds_that_cannot_fit_are_refused_with_what_each_needs() -> None:
-    needs = (
-        r"gemma-3-27b: a sequence of 131072 tokens needs 352 pages of 31 MiB "
-        r"\(10 GiB in 2,048 pages of 5 MiB \(all: 10 layers\); "
-        r"650 MiB in 25 pages of 26 MiB \(window 1024: 52 layers\)\), 264 fit in the KV cache of "
-        r"8 GiB: raise --kv-cache-memory to 10.66 GiB or lower --max-model-len to 96384"
-    )
-    with pytest.raises(ConfigurationError, match=needs):
-        plan_report(PRESETS["gemma-3-27b"], limit_bytes=8 << 30, max_len=131072)
-    plan_report(PRESETS["gemma-3-27b"], limit_bytes=8 << 30, max_len=65536)
-
-
-@pytest.mark.parametrize("tokens", ["", "12,", "0", "-3", "x"])
-def test_what_are_no_lengths_is_refused(tokens: str) -> None:
-    result = CliRunner().invoke(app, ["plan", "--model", "yi-6b", "--tokens", tokens])
-    assert isinstance(result.exception, ConfigurationError)
-    assert "200,8000" in str(result.exception)

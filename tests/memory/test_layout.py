@@ -27,15 +27,18 @@ KIB, MIB = 1 << 10, 1 << 20
 QWEN = (28, 4, 128, "bfloat16")
 
 
+def places(layout: KVLayout) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Group and byte of each layer's K, and of its V."""
+    layers = range(layout.num_layers)
+    keys = [layout.shape.key_location(layer) for layer in layers]
+    return keys, [layout.shape.value_location(layer) for layer in layers]
+
+
 def test_rows_of_8_bits_have_their_scale_behind_them() -> None:
     layout = plan_layout(4, 3, 64, "int8", HOST_GRANULARITY, layers_per_group=2)
     assert layout.shape.head_strides[0] == 64 + 4
-    assert [layout.shape.key_location(layer) for layer in (0, 1, 2)] == [
-        (0, 0),
-        (0, 2 * 204),
-        (1, 0),
-    ]
-    assert layout.shape.value_location(3) == (1, 3 * 204)
+    keys, values = places(layout)
+    assert (keys[:3], values[3]) == ([(0, 0), (0, 2 * 204), (1, 0)], (1, 3 * 204))
     half = plan_layout(4, 3, 64, "bfloat16", HOST_GRANULARITY, layers_per_group=2)
     assert half.shape.token_stride / layout.shape.token_stride > 1.8
 
@@ -44,16 +47,11 @@ def test_scales_of_fp8_follow_the_codes_of_all_heads() -> None:
     layout = plan_layout(4, 3, 64, "fp8", HOST_GRANULARITY, layers_per_group=2)
     vector = 3 * 64 + 3 * 4 + 4  # padded to a multiple of 16
     assert (layout.shape.head_strides[0], layout.shape.token_bytes) == (64, 4 * vector)
-    assert [layout.shape.key_location(layer) for layer in (0, 1, 2)] == [
-        (0, 0),
-        (0, 2 * vector),
-        (1, 0),
-    ]
-    assert layout.shape.value_location(3) == (1, 3 * vector)
+    keys, values = places(layout)
+    assert (keys[:3], values[3]) == ([(0, 0), (0, 2 * vector), (1, 0)], (1, 3 * vector))
     assert layout.shape.token_stride % 16 == 0
-    of_ranks = plan_layout(
-        4, 8, 128, "fp8", CUDA_GRANULARITY, layers_per_group=4, tensor_parallel=8
-    )
+    ranks = {"layers_per_group": 4, "tensor_parallel": 8}
+    of_ranks = plan_layout(4, 8, 128, "fp8", CUDA_GRANULARITY, **ranks)
     assert of_ranks.shape.token_bytes == 8 * (128 + 16)
     llama = dataclasses.replace(PRESETS["llama-3-8b"], dtype="fp8")
     assert [kind.token_bytes for kind in llama.kinds()] == [2 * 8 * (128 + 4)]
@@ -119,36 +117,32 @@ def test_fixed_sizes_are_kept() -> None:
     assert (padded.page_tokens, padded.shape.token_stride) == (32, 64 * KIB)
 
 
-@pytest.mark.parametrize("max_len", [8192, 32768])
-def test_models_of_thirty_layers_have_pages_of_64_tokens_on_the_host(max_len: int) -> None:
-    layout = plan_layout(
-        *(30, 3, 64, "bfloat16", HOST_GRANULARITY), max_len=max_len, max_map_count=65530
-    )
-    assert (layout.page_tokens, layout.shape.page_bytes) == (64, 48 * KIB)
-    assert layout.slot_mappings(max_len) == max_len // 64 * 30 < 65530 / 2
-
-
-def test_host_pages_grow_until_the_longest_sequence_has_its_mappings() -> None:
-    small = plan_layout(*QWEN, HOST_GRANULARITY)
+@pytest.mark.parametrize(
+    ("shape", "max_len", "page_tokens"),
+    [
+        ((30, 3, 64, "bfloat16"), 8192, 64),
+        ((30, 3, 64, "bfloat16"), 32768, 64),
+        (QWEN, 131072, 128),  # of 64 tokens it would need more than half of all
+    ],
+)
+def test_host_pages_grow_until_the_longest_sequence_has_its_mappings(
+    shape: tuple[int, int, int, str], max_len: int, page_tokens: int
+) -> None:
+    limits = {"max_len": max_len, "max_map_count": 65530}
+    layout = plan_layout(*shape, HOST_GRANULARITY, **limits)
+    assert layout.page_tokens == page_tokens
+    assert layout.slot_mappings(max_len) == max_len // page_tokens * shape[0] < 65530 / 2
+    small = plan_layout(*shape, HOST_GRANULARITY)
     assert small.page_tokens == 64
-    planned = plan_layout(*QWEN, HOST_GRANULARITY, max_len=131072, max_map_count=65530)
-    assert (planned.page_tokens, planned.slot_mappings(131072)) == (128, 28672)
-    fixed = plan_layout(
-        *QWEN, HOST_GRANULARITY, page_tokens=64, max_len=131072, max_map_count=65530
-    )
-    assert fixed == small  # smaller pages on request
+    assert plan_layout(*shape, HOST_GRANULARITY, page_tokens=64, **limits) == small  # on request
 
 
 def test_values_that_are_a_slice_of_keys_take_no_memory() -> None:
     deepseek = (27, 1, 576, "bfloat16")
     layout = plan_layout(*deepseek, HOST_GRANULARITY, keys_only=True)
-    assert (layout.shape.token_bytes, layout.shape.token_stride, layout.num_groups) == (
-        1152,
-        1152,
-        27,
-    )
-    assert [layout.shape.key_location(layer) for layer in (0, 26)] == [(0, 0), (26, 0)]
-    assert layout.shape.value_location(26) == layout.shape.key_location(26)
+    assert (layout.shape.token_bytes, layout.shape.token_stride) == (1152, 1152)
+    keys, values = places(layout)
+    assert keys == values == [(layer, 0) for layer in range(27)]
     together = plan_layout(*deepseek, HOST_GRANULARITY, layers_per_group=3, keys_only=True)
     assert together.shape.key_location(5) == together.shape.value_location(5) == (1, 2 * 1152)
     # 1 MiB holds 910 tokens of K of one layer, and half as many of K and V.
@@ -160,71 +154,41 @@ def test_values_that_are_a_slice_of_keys_take_no_memory() -> None:
 
 
 def test_where_k_and_v_lie() -> None:
-    together = plan_layout(4, 2, 8, "float16", 4096, layers_per_group=2)
     row = 2 * 8 * 2
-    assert [together.shape.key_location(layer) for layer in range(4)] == [
-        (0, 0),
-        (0, 2 * row),
-        (1, 0),
-        (1, 2 * row),
-    ]
-    assert [together.shape.value_location(layer) for layer in range(4)] == [
-        (0, row),
-        (0, 3 * row),
-        (1, row),
-        (1, 3 * row),
-    ]
-    apart = plan_layout(4, 2, 8, "float16", 4096, layers_per_group=2, split_kv=True)
-    assert apart.num_groups == 4
-    assert [apart.shape.key_location(layer) for layer in range(4)] == [
-        (0, 0),
-        (0, row),
-        (2, 0),
-        (2, row),
-    ]
-    assert [apart.shape.value_location(layer) for layer in range(4)] == [
-        (1, 0),
-        (1, row),
-        (3, 0),
-        (3, row),
-    ]
+    assert places(plan_layout(4, 2, 8, "float16", 4096, layers_per_group=2)) == (
+        [(0, 0), (0, 2 * row), (1, 0), (1, 2 * row)],
+        [(0, row), (0, 3 * row), (1, row), (1, 3 * row)],
+    )
+    assert places(plan_layout(4, 2, 8, "float16", 4096, layers_per_group=2, split_kv=True)) == (
+        [(0, 0), (0, row), (2, 0), (2, row)],
+        [(1, 0), (1, row), (3, 0), (3, row)],
+    )
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_layers": 0}, "num_layers is 0: it must be 1 or more"),
-        ({"block_tokens": 0}, "block_tokens is 0: it must be 1 or more"),
-        ({"dtype": "int3"}, "dtype 'int3' is not one of float8_e4m3fn,"),
-        (
-            {"layers_per_group": 3},
-            "28 layers cannot be put in equal groups of 3: use one of 1, 2, 4, 7, 14, 28",
-        ),
-        ({"tensor_parallel": 3}, "4 KV heads cannot be shared by 3 tensor-parallel ranks"),
-        ({"page_bytes": 5000}, "a page of 5000 bytes is not a multiple .* 4096: use e.g. 8 KiB"),
-        ({"page_tokens": 24}, "a page of 24 tokens is not whole blocks of 16: use e.g. 32 tokens"),
-        (
-            {"page_bytes": 16384},
-            "a page of 16 KiB holds 8 tokens of 2 KiB: .* use pages of 32 KiB or more",
-        ),
-        (
-            {"page_bytes": 32768, "page_tokens": 32},
-            "32 tokens of 2 KiB need 64 KiB, the page has 32 KiB: lower page_tokens to 16 or less",
-        ),
-        (
-            {"page_bytes": 13 * 32768, "page_tokens": 48},
-            "does not place 48 tokens at an even, aligned distance",
-        ),
-    ],
-)
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"num_layers": 0}, "num_layers is 0: it must be 1 or more"),
+    ({"block_tokens": 0}, "block_tokens is 0: it must be 1 or more"),
+    ({"dtype": "int3"}, "dtype 'int3' is not one of float8_e4m3fn,"),
+    ({"layers_per_group": 3}, "28 layers cannot be .* of 3: use one of 1, 2, 4, 7, 14, 28"),
+    ({"tensor_parallel": 3}, "4 KV heads cannot be shared by 3 tensor-parallel ranks"),
+    ({"page_bytes": 5000}, "a page of 5000 bytes is not a multiple .* 4096: use e.g. 8 KiB"),
+    ({"page_tokens": 24}, "a page of 24 tokens is not whole blocks of 16: use e.g. 32 tokens"),
+    ({"page_bytes": 16384}, "of 16 KiB holds 8 tokens of 2 KiB: .* use pages of 32 KiB or more"),
+    (
+        {"page_bytes": 32768, "page_tokens": 32},
+        "32 tokens of 2 KiB need 64 KiB, the page has 32 KiB: lower page_tokens to 16 or less",
+    ),
+    (
+        {"page_bytes": 13 * 32768, "page_tokens": 48},
+        "does not place 48 tokens at an even, aligned distance",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
 def test_refusals_carry_the_numbers(changes: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {
-        "num_layers": 28,
-        "kv_heads": 4,
-        "head_dim": 128,
-        "dtype": "bfloat16",
-        "granularity": 4096,
-    }
+    names = ("num_layers", "kv_heads", "head_dim", "dtype", "granularity")
+    arguments: dict[str, Any] = dict(zip(names, (*QWEN, 4096), strict=True))
     with pytest.raises(ConfigurationError, match=message):
         plan_layout(**(arguments | changes))
 
@@ -236,27 +200,24 @@ def test_every_candidate_is_sound() -> None:
             layouts = candidates(*sizes, granularity)
             assert [layout.shape.split_kv for layout in layouts].count(True) == len(layouts) // 2
             for layout in layouts:
-                assert layout.shape.page_bytes % granularity == 0
-                assert layout.shape.token_stride * layout.page_tokens == layout.shape.page_bytes
-                assert layout.shape.token_stride >= layout.shape.token_bytes
-                assert layout.shape.token_stride % 16 == 0
+                part = layout.shape
+                assert part.page_bytes % granularity == 0
+                assert part.token_stride * layout.page_tokens == part.page_bytes
+                assert part.token_stride >= part.token_bytes
+                assert part.token_stride % 16 == 0
                 assert layout.page_tokens % layout.block_tokens == 0
                 assert layout.page_tokens >= 64
                 assert 0 <= layout.padding_waste <= 0.125
-                last = layout.shape.value_location(layout.num_layers - 1)
-                row = layout.shape.kv_heads * layout.shape.head_dim * layout.itemsize
-                assert last == (layout.num_groups - 1, layout.shape.token_bytes - row)
+                row = part.kv_heads * part.head_dim * layout.itemsize
+                last = part.value_location(layout.num_layers - 1)
+                assert last == (layout.num_groups - 1, part.token_bytes - row)
 
 
 def test_candidates_leave_out_groupings_that_a_fixed_page_cannot_hold() -> None:
     layouts = candidates(*QWEN, HOST_GRANULARITY, page_bytes=64 * KIB)
-    assert [(x.shape.layers_per_group, x.shape.split_kv, x.page_tokens) for x in layouts] == [
-        (1, False, 32),
-        (2, False, 16),
-        (1, True, 64),
-        (2, True, 32),
-        (4, True, 16),
-    ]
+    groupings = [(x.shape.layers_per_group, x.shape.split_kv, x.page_tokens) for x in layouts]
+    apart = [(1, True, 64), (2, True, 32), (4, True, 16)]
+    assert groupings == [(1, False, 32), (2, False, 16), *apart]
     with pytest.raises(ConfigurationError, match="use pages of 32 KiB or more"):
         candidates(*QWEN, HOST_GRANULARITY, page_bytes=4096)
 
@@ -283,16 +244,12 @@ def test_layers_of_several_shapes_are_parts_of_one_layout() -> None:
     assert joined.total_page_bytes == 64 * (4 * row + 6 * narrow)
     assert joined.padding_waste == 0
     kinds = (LayerKind(tuple(range(5, 9)), None), LayerKind((0, 1, 2, 3, 4, 9), 40))
-    places = layer_places(joined, kinds)
+    of_layers = layer_places(joined, kinds)
     assert joined.of_kinds(kinds) is joined
-    assert [places[layer].key for layer in (5, 8, 0, 9)] == [
-        (0, 0),
-        (3, 0),
-        (4, 0),
-        (5, 2 * narrow),
-    ]
-    assert places[6].value == (1, 4 * 2 * 96)
-    assert places[9].part.dims == (32, 32)
+    keys = [of_layers[layer].key for layer in (5, 8, 0, 9)]
+    assert keys == [(0, 0), (3, 0), (4, 0), (5, 2 * narrow)]
+    assert of_layers[6].value == (1, 4 * 2 * 96)
+    assert of_layers[9].part.dims == (32, 32)
     with pytest.raises(ValueError, match="several shapes"):
         joined.shape  # noqa: B018
     with pytest.raises(ConfigurationError, match="page_tokens 64 and 128 are not one pool's"):

@@ -8,9 +8,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.helpers import run_python, start_python
+from tests.helpers import run_python, start_python, until
 from tests.memory.support import GROUPS, Memory, grow, make_memory
 from vmserve._core import Health, MapperMode, View, ZeroPolicy
 
@@ -28,10 +29,6 @@ def manual(**options: Any) -> Memory:
     return make_memory(**{**wanted, **options})
 
 
-def numbers(memory: Memory, *names: str) -> tuple[int, ...]:
-    return tuple(memory.stat(name) for name in names)
-
-
 # -- what is hidden
 
 
@@ -42,13 +39,10 @@ def test_growth_in_the_steady_state_calls_the_driver_in_the_background_only(seal
     memory.core.run_mapper(100)
     before = memory.stat("unhidden_calls_total")
     for length in range(5, 33):
-        epoch = memory.begin(grow(seq, length))
-        memory.write(seq, length - 1, [length])
-        memory.core.complete(epoch)
+        memory.step(seq, length - 1, [length])
         memory.core.run_mapper(100)
     assert memory.read(seq) == list(range(1, 33))
-    assert memory.stat("unhidden_calls_total") == before
-    assert memory.stat("mapper_waits_total") == 0
+    assert memory.stats("unhidden_calls_total", "mapper_waits_total") == (before, 0)
     # 7 pages are mapped ahead in each group, and 8 sealed.
     assert memory.stat("hidden_calls_total") == GROUPS * (7 + 8 * seals)
     assert memory.stat("adopted_pages_total") == 7
@@ -70,37 +64,27 @@ def test_who_needs_what_is_queued_executes_it(seals: bool) -> None:
     memory.core.check()
 
 
-def test_growth_does_not_wait_for_seals() -> None:
+def test_growth_does_not_wait_for_seals_and_commands_run_only_so_many() -> None:
     memory = manual(lookahead_tokens=4, prefix_caching=False)
-    seq = memory.start(range(1, 4))
-    memory.core.run_mapper(100)  # the next page is mapped
-    memory.do(grow(seq, 4))  # the first page is to be sealed
+    seq, other = memory.open(range(4)), memory.open(range(4))
+    memory.do(grow(seq, 3), grow(other, 3))
+    assert [memory.core.run_mapper(most) for most in (1, 100, 100)] == [1, 1, 0]
+    assert memory.stat("hidden_calls_total") == 2 * GROUPS  # the next pages are mapped
+    memory.do(grow(seq, 4), grow(other, 4))  # the first pages are to be sealed
     memory.do(grow(seq, 5))
     assert memory.stat("mapper_waits_total") == 0
 
 
-def test_commands_run_one_by_one_and_only_so_many() -> None:
-    memory = manual(lookahead_tokens=4, seal_read_only=False)
-    memory.do(grow(memory.open(range(4)), 4), grow(memory.open(range(4)), 4))
-    assert memory.core.run_mapper(1) == 1
-    assert memory.core.run_mapper(100) == 1
-    assert memory.core.run_mapper(100) == 0
-    assert memory.stat("hidden_calls_total") == 2 * GROUPS
-
-
 @pytest.mark.parametrize("ready", [0, 1])
 def test_where_pages_are_kept_ready_each_growing_sequence_has_one(ready: int) -> None:
-    num = 6
-    memory = manual(
-        ready_pages=ready, grow_pages=1, limit_pages=64, max_pages=64, num_slots=num,
-        prefix_caching=False,
-    )  # fmt: skip
-    seqs = [memory.start([1]) for _ in range(num)]  # one after the other: a step takes one page
+    pages = {"ready_pages": ready, "grow_pages": 1, "limit_pages": 64, "max_pages": 64}
+    memory = manual(**pages, num_slots=6, prefix_caching=False)
+    seqs = [memory.start([1]) for _ in range(6)]  # one after the other: a step takes one page
     for length in (2, 3):
         memory.core.run_mapper(100)
         memory.do(*(grow(seq, length) for seq in seqs))
     memory.core.run_mapper(100)
-    assert (memory.stat("free_pages") >= num) == bool(ready)
+    assert (memory.stat("free_pages") >= 6) == bool(ready)
     memory.core.check()
 
 
@@ -108,17 +92,16 @@ def test_eager_slots_are_mapped_in_the_background_and_adopted() -> None:
     memory = manual(eager_slots=1, eager_pages=2, prefix_caching=False)
     paged = memory.start([1], View.PAGED)
     assert memory.core.run_mapper(100) == 1
-    assert numbers(memory, "parked_slots", "parked_pages") == (1, 2)
+    assert memory.stats("parked_slots", "parked_pages") == (1, 2)
     before = memory.stat("unhidden_calls_total")
-    seq = memory.open(range(1, 9))
-    memory.do(grow(seq, 8))
+    memory.grown(8, range(1, 9))
     assert memory.stat("unhidden_calls_total") == before
-    assert numbers(memory, "adopted_slots_total", "adopted_pages_total") == (1, 2)
+    assert memory.stats("adopted_slots_total", "adopted_pages_total") == (1, 2)
     # The next one is made ready, once.
     memory.core.run_mapper(100)
     memory.do(grow(paged, 2))
     memory.core.run_mapper(100)
-    assert numbers(memory, "parked_slots", "parked_pages") == (1, 2)
+    assert memory.stats("parked_slots", "parked_pages") == (1, 2)
     memory.core.check()
 
 
@@ -126,20 +109,17 @@ def test_what_newcomers_take_is_learnt_and_mapped_for_the_next_ones() -> None:
     memory = manual(eager_slots=2, lookahead_tokens=4, num_slots=2, limit_pages=32)
     first = memory.start(range(1, 13), tenant=1)  # three pages
     memory.core.run_mapper(100)
-    assert numbers(memory, "parked_slots", "parked_pages") == (1, 3)
+    assert memory.stats("parked_slots", "parked_pages") == (1, 3)
     before = memory.stat("unhidden_calls_total")
-    second = memory.open(range(21, 33), tenant=1)
-    memory.do(grow(second, 12))
-    assert memory.stat("unhidden_calls_total") == before
-    assert memory.stat("adopted_pages_total") == 3
+    second = memory.grown(12, range(21, 33), tenant=1)
+    assert memory.stats("unhidden_calls_total", "adopted_pages_total") == (before, 3)
     # No slot is empty when the first one is parked with its prefix: it is unmapped for the next.
     memory.core.run_mapper(100)
     memory.release(first)
     for length in (13, 14, 15):
         memory.do(grow(second, length))
         memory.core.run_mapper(100)
-    third = memory.open(range(41, 53), tenant=1)
-    memory.do(grow(third, 12))
+    memory.grown(12, range(41, 53), tenant=1)
     assert memory.stat("unhidden_calls_total") == before
     assert memory.core.match(memory.open(range(1, 13), tenant=1)) == 8  # cached all the same
     memory.core.check()
@@ -149,19 +129,12 @@ def test_what_newcomers_take_is_learnt_and_mapped_for_the_next_ones() -> None:
 def test_mapping_ahead_keeps_up_with_steady_traffic(view: View) -> None:
     """Eight clients, a growing pool that reaches its limit, prompts that nobody has in common."""
     memory = manual(
-        limit_pages=512,
-        max_pages=512,
-        grow_pages=8,
-        num_slots=16,
-        max_seqs=16,
-        max_len=256,
-        lookahead_tokens=4,
-        eager_slots=4,
-    )
+        limit_pages=512, max_pages=512, grow_pages=8, num_slots=16, max_seqs=16, max_len=256,
+        lookahead_tokens=4, eager_slots=4,
+    )  # fmt: skip
     rng = random.Random(1)
     running: dict[int, int] = {}  # sequence -> the length at which it ends
     num_opened = 0
-    after_start = (0, 0)
     for step in range(1200):
         ops = []
         for seq in list(running):
@@ -182,11 +155,10 @@ def test_mapping_ahead_keeps_up_with_steady_traffic(view: View) -> None:
         memory.core.run_mapper(100)
         memory.core.complete(epoch)
         if step == 100:
-            after_start = numbers(memory, "unhidden_calls_total", "hidden_calls_total")
+            start = np.array(memory.stats("unhidden_calls_total", "hidden_calls_total"))
     assert memory.stat("committed_pages") == 512
     assert memory.stat("evicted_blocks_total") > 500
-    unhidden, hidden = numbers(memory, "unhidden_calls_total", "hidden_calls_total")
-    unhidden, hidden = unhidden - after_start[0], hidden - after_start[1]
+    unhidden, hidden = memory.stats("unhidden_calls_total", "hidden_calls_total") - start
     assert hidden > 0
     assert unhidden <= 0.02 * (hidden + unhidden)
     memory.core.check()
@@ -197,12 +169,12 @@ def test_parked_slots_are_unmapped_before_anybody_waits_for_their_pages() -> Non
     seqs = [memory.start(range(1, 17)), memory.start(range(21, 37))]
     memory.core.settle_mapper()
     memory.release(*seqs)
-    assert numbers(memory, "parked_pages", "free_pages", "idle_pages") == (8, 4, 8)
+    assert memory.stats("parked_pages", "free_pages", "idle_pages") == (8, 4, 8)
     before = memory.stat("unhidden_calls_total")
     memory.start([1], View.PAGED)  # leaves 3 at hand, where 6 are wanted
-    assert numbers(memory, "parked_pages", "held_pages") == (5, 3)
+    assert memory.stats("parked_pages", "held_pages") == (5, 3)
     assert memory.core.run_mapper(100) == 1
-    assert numbers(memory, "parked_pages", "free_pages", "held_pages") == (5, 6, 0)
+    assert memory.stats("parked_pages", "free_pages", "held_pages") == (5, 6, 0)
     assert memory.stat("unhidden_calls_total") == before
     memory.core.check()
 
@@ -212,22 +184,20 @@ def test_parked_slots_are_unmapped_before_anybody_waits_for_their_pages() -> Non
 
 def prepare(kind: str) -> tuple[Memory, list[int]]:
     """A memory with exactly one command of the kind queued, and its open sequences."""
-    options: dict[str, Any] = {"prefix_caching": False, "seal_read_only": kind == "seal"}
-    if kind == "map":
-        memory = manual(lookahead_tokens=4, **options)
-    elif kind == "unmap":
-        memory = manual(limit_pages=12, grow_pages=12, reclaim_share=0.5, **options)
-        seqs = [memory.start(range(1, 17)), memory.start(range(21, 37))]
-        memory.release(*seqs)
-    elif kind == "grow":
-        memory = manual(grow_pages=4, **options)
+    wanted: dict[str, dict[str, Any]] = {
+        "map": {"lookahead_tokens": 4},
+        "unmap": {"limit_pages": 12, "grow_pages": 12, "reclaim_share": 0.5},
+        "grow": {"grow_pages": 4},
+        "seal": {},
+    }
+    memory = manual(prefix_caching=False, seal_read_only=kind == "seal", **wanted[kind])
+    if kind == "grow":
         memory.do(grow(memory.open(range(1, 13)), 12))  # one page of four is left
         assert memory.stat("held_pages") == 4
         return memory, sorted(memory.seqs)
-    else:
-        memory = manual(**options)
-    view = View.PAGED if kind == "unmap" else View.VIRTUAL
-    return memory, [memory.start(range(1, 5), view)]
+    if kind == "unmap":
+        memory.release(*[memory.start(range(first, first + 16)) for first in (1, 21)])
+    return memory, [memory.start(range(1, 5), View.PAGED if kind == "unmap" else View.VIRTUAL)]
 
 
 KINDS = ("map", "unmap", "grow", "seal")
@@ -261,13 +231,13 @@ def test_a_command_that_fails_costs_nothing_for_long(kind: str, call: int, forev
     for seq in seqs:
         memory.do(grow(seq, memory.core.length(seq) + 4))
     memory.core.settle_mapper()
-    assert numbers(memory, "pending_repairs", "quarantined_pages") == (0, 0)
+    assert memory.stats("pending_repairs", "quarantined_pages") == (0, 0)
     assert memory.core.stats().health is Health.HEALTHY
     memory.core.check()
     memory.release(*seqs)
     memory.core.complete(memory.core.begun_epoch)
     memory.core.trim(0, drop_idle=True)
-    assert numbers(memory, "committed_pages", "memfd_allocated_bytes") == (0, 0)
+    assert memory.stats("committed_pages", "memfd_allocated_bytes") == (0, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -277,10 +247,8 @@ def test_a_driver_that_never_comes_back_degrades_the_pool_and_no_more(kind: str)
     memory.core.run_mapper(100)
     for _ in range(3):
         for seq in seqs:
-            plan = memory.core.plan([grow(seq, memory.core.length(seq))])
-            memory.core.complete(
-                memory.core.apply([grow(seq, memory.core.length(seq))], plan.version)
-            )
+            same = [grow(seq, memory.core.length(seq))]
+            memory.core.complete(memory.core.apply(same, memory.core.plan(same).version))
     assert memory.core.stats().health is Health.DEGRADED
     memory.core.check()
     memory.faults.disarm()
@@ -308,7 +276,7 @@ def test_close_with_commands_queued_ends_all_calls() -> None:
     memory.core.close()
     assert memory.core.closed
     for call in (memory.core.stats, memory.core.settle_mapper, lambda: memory.core.release(seq)):
-        with pytest.raises(ValueError, match="closed"):
+        with pytest.raises(ValueError, match="this KV memory is closed"):
             call()
     assert line[0] == 1  # the memory goes with its last array
     memory.core.close()
@@ -316,6 +284,7 @@ def test_close_with_commands_queued_ends_all_calls() -> None:
 
 PRELUDE = """
 import os, random, signal, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from tests.memory.support import grow, make_memory
 from vmserve._core import MapperMode, View, ZeroPolicy
 
@@ -353,6 +322,9 @@ def live(core, rng, steps):
 """
 
 
+DONE = 'print("done", flush=True)'
+
+
 def run(code: str) -> None:
     done = run_python(PRELUDE + textwrap.dedent(code))
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
@@ -363,38 +335,32 @@ def test_a_step_and_other_threads_do_not_disturb_each_other() -> None:
         """
         sys.setswitchinterval(1e-6)
         memory = threaded()
-        core, over, failed = memory.core, threading.Event(), []
+        core, over = memory.core, threading.Event()
 
         def others(seed):
             rng = random.Random(seed)
-            try:
-                waiting = core.open(seed, View.VIRTUAL, b"", [1] * 32)
-                while not over.is_set():
-                    draw = rng.random()
-                    if draw < 0.4:
-                        stats = core.stats()
-                        assert stats.committed_pages <= 16
-                    elif draw < 0.7:
-                        core.match(waiting)
-                    elif draw < 0.8:
-                        core.trim(rng.randint(0, 4), rng.random() < 0.5)
-                    elif draw < 0.9:
-                        core.settle_mapper()
-                    else:
-                        core.check()
-            except BaseException as error:
-                failed.append(error)
+            waiting = core.open(seed, View.VIRTUAL, b"", [1] * 32)
+            while not over.is_set():
+                draw = rng.random()
+                if draw < 0.4:
+                    assert core.stats().committed_pages <= 16
+                elif draw < 0.7:
+                    core.match(waiting)
+                elif draw < 0.8:
+                    core.trim(rng.randint(0, 4), rng.random() < 0.5)
+                elif draw < 0.9:
+                    core.settle_mapper()
+                else:
+                    core.check()
 
-        threads = [threading.Thread(target=others, args=(seed,)) for seed in range(3)]
-        for thread in threads:
-            thread.start()
-        try:
-            live(core, random.Random(0), 300)
-        finally:
-            over.set()
-        for thread in threads:
-            thread.join()
-        assert not failed, failed
+        with ThreadPoolExecutor(3) as threads:
+            all_others = [threads.submit(others, seed) for seed in range(3)]
+            try:
+                live(core, random.Random(0), 300)
+            finally:
+                over.set()
+        for each in all_others:
+            each.result()
         core.check()
         print("done")
         """
@@ -425,29 +391,19 @@ def test_no_command_is_forgotten() -> None:
 
 
 def test_what_is_queued_is_executed_without_anybody_asking() -> None:
-    run(
-        """
-        memory = threaded(grow_pages=16)
-        live(memory.core, random.Random(0), 1)
-        end = time.monotonic() + 60
-        while memory.core.stats().hidden_calls_total == 0:
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        print("done")
-        """
-    )
+    memory = manual(mapper=MapperMode.THREAD, lookahead_tokens=4)
+    memory.start([1])
+    until(lambda: memory.stat("hidden_calls_total") > 0)
 
 
 def test_closing_while_the_mapper_works() -> None:
     run(
         """
-        for seed in range(60):
+        for seed in range(120):
             memory = threaded()
             live(memory.core, random.Random(seed), 3)
-            memory.core.close()
-        for seed in range(60):
-            memory = threaded()
-            live(memory.core, random.Random(seed), 3)
+            if seed % 2:
+                memory.core.close()
             del memory
         print("done")
         """
@@ -473,31 +429,21 @@ def test_a_signal_ends_the_process_though_the_mapper_is_busy(number: signal.Sign
         assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
         _, err = process.communicate(timeout=110)
-    status = process.returncode
-    if number == signal.SIGTERM:
-        assert status == -signal.SIGTERM, err
-    else:
-        assert status in (1, 130, -signal.SIGINT), err
-        assert "KeyboardInterrupt" in err
+    interrupted = (1, 130, -signal.SIGINT)
+    assert process.returncode in ((-number,) if number == signal.SIGTERM else interrupted), err
+    assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
     assert sorted(Path("/dev/shm").iterdir()) == shared
 
 
 @pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)", ""])
 def test_the_process_ends_though_the_mapper_is_busy(how: str) -> None:
     shared = sorted(Path("/dev/shm").iterdir())
-    run(
-        f"""
-        memory = threaded()
-        live(memory.core, random.Random(0), 40)
-        print("done", flush=True)
-        {how}
-        """
-    )
+    run(f"memory = threaded()\nlive(memory.core, random.Random(0), 40)\n{DONE}\n{how}")
     assert sorted(Path("/dev/shm").iterdir()) == shared
 
 
 @pytest.mark.parametrize(
-    "ends", ["os._exit(0)", "sys.exit(0)", "del call, memory, core; sys.exit(0)"]
+    "ends", ["os._exit(0)", "sys.exit(0)", "del call, calls, memory, core; sys.exit(0)"]
 )
 @pytest.mark.slow
 def test_a_fork_is_refused_and_ends(ends: str) -> None:
@@ -509,11 +455,13 @@ def test_a_fork_is_refused_and_ends(ends: str) -> None:
         live(core, random.Random(0), 20)
         child = os.fork()
         if child == 0:
-            for call in (core.stats, core.settle_mapper, lambda: core.run_mapper(1)):
+            calls = [core.stats, core.settle_mapper, lambda: core.run_mapper(1), core.open]
+            calls += [lambda: core.release(0), lambda: core.trim(0)]
+            for call in calls:
                 try:
                     call()
                 except ValueError as error:
-                    assert "fork" in str(error), error
+                    assert "was used in its fork" in str(error), error
                 else:
                     os._exit(3)
             core.close()  # does nothing: it is the parent's

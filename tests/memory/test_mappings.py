@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,66 +11,56 @@ from typing import Any
 import pytest
 import torch
 
-from tests.memory.support import GROUPS, grow, make_memory
+from tests.memory.support import GROUPS, PAGE, Memory, attach, grow, make_memory, system_of
 from tests.profiles import write_profile
-from vmserve import LLM, SamplingParams, _core
-from vmserve._core import Backing, HostDriver, MapperMode, SystemLimits
-from vmserve.errors import DriverError, InvalidRequestError, VmserveError
+from vmserve import LLM, SamplingParams
+from vmserve._core import Access, Backing, HostDriver, MapperMode, View
+from vmserve.errors import DriverError, VmserveError
 from vmserve.memory.device import HostMemory
 from vmserve.memory.kv_cache import KVCache
 from vmserve.memory.layout import plan_layout
 
-PAGE = 4096
 LAYOUT = plan_layout(2, 2, 64, torch.float32, 4096, page_tokens=16)
 
 
-def limits(root: Path, max_map_count: int) -> SystemLimits:
-    path = root / "proc/sys/vm/max_map_count"
-    path.parent.mkdir(parents=True)
-    path.write_text(f"{max_map_count}\n")
-    return SystemLimits(str(root))
+@pytest.fixture
+def few_mappings(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """What is made from its call on has a driver of a system with so many."""
 
+    def few(max_map_count: int) -> None:
+        def create(_: HostMemory, page_bytes: int, num_frames: int, __: object) -> HostDriver:
+            return HostDriver(page_bytes, num_frames, max_map_count=max_map_count)
 
-def few_mappings(monkeypatch: pytest.MonkeyPatch, max_map_count: int) -> None:
-    """What is made from here on has a driver of a system with so many."""
+        monkeypatch.setattr(HostMemory, "create_driver", create)
 
-    def create(
-        self: HostMemory, page_bytes: int, num_frames: int, limits: SystemLimits | None
-    ) -> HostDriver:
-        return HostDriver(page_bytes, num_frames, max_map_count=max_map_count)
-
-    monkeypatch.setattr(HostMemory, "create_driver", create)
+    return few
 
 
 # -- the account
 
 
 def test_two_drivers_of_a_process_share_what_the_system_allows(tmp_path: Path) -> None:
-    system = limits(tmp_path, 20)
-    first, second = (HostDriver(PAGE, 16, limits=system) for _ in range(2))
-    areas = [driver.reserve(16 * PAGE, Backing.TRAP) for driver in (first, second)]
-    for driver in (first, second):
+    system = system_of(tmp_path, {"proc/sys/vm/max_map_count": "20\n"})
+    drivers = [HostDriver(PAGE, 16, limits=system) for _ in range(2)]
+    areas = [driver.reserve(16 * PAGE, Backing.TRAP) for driver in drivers]
+    for driver in drivers:
         driver.create([(0, 16)])
-    odd = [(2 * i + 1) * PAGE for i in range(8)]
-    first.map(
-        [(areas[0] + offset, i, 1, _core.Access.READ_WRITE) for i, offset in enumerate(odd[:5])]
-    )
+
+    def show(number: int, *places: int) -> None:
+        """Every second page: each adds a mapping and a gap."""
+        pages = [(areas[number] + (2 * i + 1) * PAGE, i, 1, Access.READ_WRITE) for i in places]
+        drivers[number].map(pages)
+
+    show(0, *range(5))
     # 16 together: 11 of the first, the reservation of the second, and 4 more.
-    second.map(
-        [(areas[1] + offset, i, 1, _core.Access.READ_WRITE) for i, offset in enumerate(odd[:2])]
-    )
+    show(1, 0, 1)
     with pytest.raises(DriverError, match=r"hold 16 memory mappings, need 2 more and may hold 16"):
-        second.map([(areas[1] + odd[2], 2, 1, _core.Access.READ_WRITE)])
-    first.unmap([(areas[0] + offset, PAGE) for offset in odd[:1]])
-    second.map([(areas[1] + odd[2], 2, 1, _core.Access.READ_WRITE)])
-    del first
+        show(1, 2)
+    drivers[0].unmap([(areas[0] + PAGE, PAGE)])
+    show(1, 2)
+    del drivers[0], areas[0], driver
     gc.collect()
-    second.map(
-        [
-            (areas[1] + offset, 3 + i, 1, _core.Access.READ_WRITE)
-            for i, offset in enumerate(odd[3:7])
-        ]
-    )
+    show(0, *range(3, 7))
 
 
 def test_a_plan_counts_runs_of_shared_pages_and_every_fresh_one() -> None:
@@ -77,18 +68,12 @@ def test_a_plan_counts_runs_of_shared_pages_and_every_fresh_one() -> None:
     tokens = list(range(1, 25))
     memory.release(memory.start(tokens))
     seq = memory.open(tokens)
-    plan = memory.core.plan(
-        [(_core.OpKind.ATTACH, seq, 20, 0, -1, _core.View.VIRTUAL), grow(seq, 24)]
-    )
+    plan = memory.core.plan([attach(seq, 20), grow(seq, 24)])
     # The slot's first run, the five pages of the prefix in one, and the page behind them.
     assert plan.needed_mappings == 3 * GROUPS
     assert memory.core.plan([grow(seq, 24)]).needed_mappings == (1 + 6) * GROUPS
-
-
-def test_paged_sequences_need_no_mappings() -> None:
-    memory = make_memory()
-    seq = memory.open(view=_core.View.PAGED)
-    assert memory.core.plan([grow(seq, 24)]).needed_mappings == 0
+    paged = memory.open(view=View.PAGED)
+    assert memory.core.plan([grow(paged, 24)]).needed_mappings == 0
 
 
 def test_slots_that_grow_in_turns_have_few_runs() -> None:
@@ -109,7 +94,7 @@ def test_slots_that_grow_in_turns_have_few_runs() -> None:
 # -- where it is full
 
 
-def two_in_turns(memory: Any) -> tuple[int, int]:
+def two_in_turns(memory: Memory) -> tuple[int, int]:
     """Two sequences that grow in turns: no two pages adjoin, so every page is a mapping."""
     a, b = memory.open(), memory.open()
     for length in (4, 8):
@@ -149,14 +134,12 @@ def test_trim_and_the_limit_give_back_at_the_limit_of_mappings() -> None:
     memory.core.check()
 
 
-def test_a_kv_cache_goes_on_when_slots_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_mappings(monkeypatch, 100)
-    with KVCache(
-        LAYOUT, num_slots=8, max_len=1024, limit_bytes=256 * LAYOUT.total_page_bytes
-    ) as cache:
-        slots = [cache.alloc_slot() for _ in range(8)]
-        assert None not in slots
-        lengths = dict.fromkeys((slot for slot in slots if slot is not None), 0)
+def test_a_kv_cache_goes_on_when_slots_are_freed(few_mappings: Callable[[int], None]) -> None:
+    few_mappings(100)
+    limit = 256 * LAYOUT.total_page_bytes
+    with KVCache(LAYOUT, num_slots=8, max_len=1024, limit_bytes=limit) as cache:
+        assert [cache.alloc_slot() for _ in range(8)] == [*range(8)]
+        lengths = dict.fromkeys(range(8), 0)
         missing = 0
         while not missing:
             before = dict(lengths)
@@ -173,6 +156,14 @@ def test_a_kv_cache_goes_on_when_slots_are_freed(monkeypatch: pytest.MonkeyPatch
         assert cache.step({slot: length + 16 for slot, length in rest.items()}) == 0
 
 
+SIZES: dict[str, Any] = {
+    "kv_page_size": 32 << 10,
+    "kv_cache_memory": 64 << 20,
+    "max_model_len": 1024,
+    "max_num_batched_tokens": 512,
+}
+
+
 def serve(llm: LLM, prompts: list[list[int]], num_tokens: int = 4) -> list[str | None]:
     outputs = llm.generate(
         prompts, SamplingParams(max_tokens=num_tokens, ignore_eos=True), use_tqdm=False
@@ -182,21 +173,13 @@ def serve(llm: LLM, prompts: list[list[int]], num_tokens: int = 4) -> list[str |
 
 @pytest.mark.parametrize("regime", ["virtual", "auto"])
 @pytest.mark.slow
-@pytest.mark.slow
 def test_an_engine_at_its_limit_of_mappings_serves_on(
-    regime: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    regime: str, few_mappings: Callable[[int], None], tmp_path: Path
 ) -> None:
-    few_mappings(monkeypatch, 300)
-    with LLM(
-        kv_regime=regime,
-        # Slots are the better choice as long as there are mappings for them.
-        regime_profile=write_profile(tmp_path) if regime == "auto" else None,
-        kv_page_size=32 << 10,
-        kv_cache_memory=64 << 20,
-        max_num_seqs=16,
-        max_model_len=1024,
-        max_num_batched_tokens=512,
-    ) as llm:
+    few_mappings(300)
+    # Slots are the better choice as long as there are mappings for them.
+    profile = write_profile(tmp_path) if regime == "auto" else None
+    with LLM(**SIZES, kv_regime=regime, regime_profile=profile, max_num_seqs=16) as llm:
         head = list(range(100, 400))
         prompts = [[*head, *range(500 + i, 600 + i)] for i in range(48)]
         assert serve(llm, prompts, 200) == ["length"] * 48
@@ -210,18 +193,9 @@ def test_an_engine_at_its_limit_of_mappings_serves_on(
         llm.engine.memory.check()
 
 
-def test_a_request_that_cannot_fit_alone_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    few_mappings(monkeypatch, 60)
-    with LLM(
-        kv_regime="virtual",
-        kv_page_size=32 << 10,
-        kv_cache_memory=64 << 20,
-        max_num_seqs=4,
-        max_model_len=1024,
-        max_num_batched_tokens=512,
-    ) as llm:
-        with pytest.raises(
-            (InvalidRequestError, VmserveError), match=r"memory mappings.*max_map_count"
-        ):
+def test_a_request_that_cannot_fit_alone_is_told_so(few_mappings: Callable[[int], None]) -> None:
+    few_mappings(60)
+    with LLM(**SIZES, kv_regime="virtual", max_num_seqs=4) as llm:
+        with pytest.raises(VmserveError, match=r"memory mappings.*max_map_count"):
             serve(llm, [[*range(100, 1000)]])
         assert serve(llm, [[*range(100, 150)]]) == ["length"]

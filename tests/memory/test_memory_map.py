@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.memory.support import PAGE, opened
 from vmserve import _core
 from vmserve._core import MapperMode, OpKind, View
 from vmserve.telemetry.snapshot import PAGE_MAPPED, PAGE_SHARED, PAGE_USES
 
-PAGE = 4096
 BLOCK, BLOCKS = 4, 2
 TOKENS = BLOCK * BLOCKS
 USE = {name: code for code, name in enumerate(PAGE_USES)}
@@ -25,18 +25,15 @@ def make() -> Iterator[Make]:
     made = []
 
     def begin(limit_pages: int = 8, **options: Any) -> _core.KVMemory:
-        driver = _core.NullDriver(PAGE, 64)
+        options |= {"limit_pages": limit_pages, "max_pages": 64, "num_groups": 1}
         memory = _core.KVMemory(
-            [{"driver": driver}],
-            num_groups=1,
+            [{"driver": _core.NullDriver(PAGE, 64)}],
             block_tokens=BLOCK,
             blocks_per_page=BLOCKS,
             token_bytes=PAGE // TOKENS,
             max_seqs=4,
             num_slots=3,
             max_len=4 * TOKENS,
-            limit_pages=limit_pages,
-            max_pages=64,
             **options,
         )
         made.append(memory)
@@ -46,6 +43,12 @@ def make() -> Iterator[Make]:
     for memory in made:
         memory.check()
         memory.close()
+
+
+def started(memory: _core.KVMemory, num_tokens: int, view: View = View.VIRTUAL) -> int:
+    seq = opened(memory, view=view)
+    grow(memory, seq, num_tokens)
+    return seq
 
 
 def grow(memory: _core.KVMemory, seq: int, tokens: int, *ops: Any) -> None:
@@ -67,22 +70,20 @@ def test_a_pool_without_anything(make: Make) -> None:
     memory = make()
     assert uses(memory) == ["absent"] * 8
     assert memory.memory_map(1000)[4].tolist() == [[-1, 0, 0]] * 3
+    with pytest.raises(ValueError, match="at least one cell"):
+        memory.memory_map(0)
 
 
 def test_a_life_in_a_slot(make: Make) -> None:
     memory = make(grow_pages=4)
-    seq = memory.open(view=View.VIRTUAL)
-    assert seq is not None
-    grow(memory, seq, TOKENS + 1)
+    seq = started(memory, TOKENS + 1)
     assert uses(memory) == ["virtual mapped"] * 2 + ["free"] * 2 + ["absent"] * 4
     slot = memory.slot(seq)
     assert memory.memory_map(1000)[4][slot].tolist() == [seq, 2, 2]
     memory.release(seq)
     assert uses(memory) == ["parked mapped"] * 2 + ["free"] * 2 + ["absent"] * 4
     assert memory.memory_map(1000)[4][slot].tolist() == [-1, 2, 0]
-    again = memory.open(view=View.VIRTUAL)
-    assert again is not None
-    grow(memory, again, 1)  # it adopts the slot; the second page is ahead of it
+    again = started(memory, 1)  # it adopts the slot; the second page is ahead of it
     assert uses(memory)[:2] == ["virtual mapped", "spare mapped"]
     assert memory.memory_map(1000)[4][slot].tolist() == [again, 2, 1]
 
@@ -90,11 +91,9 @@ def test_a_life_in_a_slot(make: Make) -> None:
 def test_blocks_that_are_shared_and_cached(make: Make) -> None:
     memory = make()
     tokens = list(range(TOKENS + 2))
-    first = memory.open(view=View.PAGED, tokens=tokens)
-    assert first is not None
+    first = opened(memory, view=View.PAGED, tokens=tokens)
     grow(memory, first, len(tokens))
-    second = memory.open(view=View.PAGED, tokens=tokens)
-    assert second is not None
+    second = opened(memory, view=View.PAGED, tokens=tokens)
     hit = memory.match(second)
     assert hit == TOKENS
     grow(memory, second, len(tokens), (OpKind.ATTACH, second, hit, 0, -1, View.PAGED))
@@ -108,10 +107,8 @@ def test_blocks_that_are_shared_and_cached(make: Make) -> None:
 def test_a_page_of_both_views(make: Make) -> None:
     memory = make()
     tokens = list(range(TOKENS + 1))
-    paged = memory.open(view=View.PAGED, tokens=tokens)
-    virtual = memory.open(view=View.VIRTUAL, tokens=tokens)
-    assert paged is not None
-    assert virtual is not None
+    paged = opened(memory, view=View.PAGED, tokens=tokens)
+    virtual = opened(memory, view=View.VIRTUAL, tokens=tokens)
     grow(memory, paged, len(tokens))
     attach = (OpKind.ATTACH, virtual, TOKENS, 0, -1, View.VIRTUAL)
     grow(memory, virtual, len(tokens), attach)
@@ -120,9 +117,7 @@ def test_a_page_of_both_views(make: Make) -> None:
 
 def test_pages_mapped_ahead(make: Make) -> None:
     memory = make(grow_pages=4, mapper=MapperMode.MANUAL, lookahead_tokens=TOKENS)
-    seq = memory.open(view=View.VIRTUAL)
-    assert seq is not None
-    grow(memory, seq, TOKENS)
+    started(memory, TOKENS)
     memory.run_mapper(100)
     assert sorted(use for use in uses(memory) if use not in ("absent", "free")) == [
         "spare mapped",
@@ -132,8 +127,7 @@ def test_pages_mapped_ahead(make: Make) -> None:
 
 def test_what_waits_for_a_running_step(make: Make) -> None:
     memory = make(deferred_reclamation=False)
-    seq = memory.open(view=View.PAGED)
-    assert seq is not None
+    seq = opened(memory, view=View.PAGED)
     rows = np.array([[seq, 1, 0]], dtype=np.int64)
     epoch = memory.apply_step(rows, memory.plan_step(rows).version)
     memory.release(seq)
@@ -144,9 +138,7 @@ def test_what_waits_for_a_running_step(make: Make) -> None:
 
 def test_cells_of_several_pages_show_the_most_frequent(make: Make) -> None:
     memory = make(limit_pages=10, grow_pages=5)
-    seq = memory.open(view=View.VIRTUAL)
-    assert seq is not None
-    grow(memory, seq, 2 * TOKENS)
+    started(memory, 2 * TOKENS)
     num_pages, per_cell, cells, counts, _ = memory.memory_map(4)
     virtual = USE["virtual"] + PAGE_MAPPED
     assert (num_pages, per_cell) == (10, 3)
@@ -156,9 +148,7 @@ def test_cells_of_several_pages_show_the_most_frequent(make: Make) -> None:
 
 def test_pages_above_a_lowered_limit_are_shown(make: Make) -> None:
     memory = make(limit_pages=8)
-    seq = memory.open(view=View.VIRTUAL)
-    assert seq is not None
-    grow(memory, seq, 3 * TOKENS)
+    started(memory, 3 * TOKENS)
     memory.set_limit(2)
     assert uses(memory) == ["virtual mapped"] * 3
 
@@ -167,7 +157,6 @@ def test_counts_agree_with_the_statistics(make: Make) -> None:
     memory = make(limit_pages=16, grow_pages=3)
     seqs = [memory.open(view=view) for view in (View.VIRTUAL, View.PAGED, View.VIRTUAL)]
     for length, seq in enumerate(seqs, start=1):
-        assert seq is not None
         grow(memory, seq, length * TOKENS + 3)
     memory.release(seqs[0])
     counts = memory.memory_map(1000)[3]
@@ -179,8 +168,3 @@ def test_counts_agree_with_the_statistics(make: Make) -> None:
     assert by_use["waiting"] == stats.waiting_pages
     assert by_use["held"] == stats.held_pages
     assert 16 - by_use["absent"] == stats.committed_pages
-
-
-def test_no_cells_are_misuse(make: Make) -> None:
-    with pytest.raises(ValueError, match="at least one cell"):
-        make().memory_map(0)

@@ -16,6 +16,7 @@ from tests.memory.kinds import grow as grow_kinds
 from tests.memory.model_types import Kind, Op
 from tests.memory.rig import Fault, Rig, as_tuple
 from tests.memory.support import BLOCK_TOKENS, GROUPS, PAGE, Memory, attach, grow, make_memory
+from tests.memory.support import Op as OpTuple
 from vmserve import _core
 from vmserve._core import MapperMode, View, ZeroPolicy
 
@@ -57,17 +58,29 @@ def compute(path: Path, tokens: list[int] = TOKENS, **options: Any) -> None:
 def hit(memory: Memory, view: View = View.VIRTUAL, tokens: list[int] = TOKENS, **whose: Any) -> int:
     """Tokens that a new sequence takes from the cache or the store, after comparing each byte."""
     seq = memory.open(tokens, view, **whose)
-    if memory.core.restore(seq):
-        memory.core.finish_restores()
-    matched = int(memory.core.match(seq))
-    ops = [attach(seq, matched), grow(seq, len(tokens))]
-    epoch = memory.begin(*ops)
+    matched = restored(memory, seq)
+    epoch = memory.begin(attach(seq, matched), grow(seq, len(tokens)))
     assert memory.read(seq, 0, matched) == tokens[:matched]
     memory.write(seq, matched, tokens[matched:])
     memory.core.complete(epoch)
     memory.core.check()
     memory.release(seq)
     return matched
+
+
+def restored(memory: Memory, seq: int, *held: OpTuple) -> int:
+    """Tokens of the sequence that are cached once what is stored of them has been read."""
+    if memory.core.restore(seq, held):
+        memory.core.finish_restores()
+    return int(memory.core.match(seq))
+
+
+def files_in(path: Path) -> list[Path]:
+    return sorted((path / "s").glob("*.kv"))
+
+
+def file_of(path: Path, tokens: list[int]) -> Path:
+    return path / "s" / f"{digest_of(tokens).hex()}.kv"
 
 
 @VIEWS
@@ -79,8 +92,7 @@ def test_a_new_memory_hits_what_an_old_one_computed(
     compute(tmp_path, blocks_per_page=blocks_per_page, mapper=mapper)
     memory = memory_over(tmp_path, blocks_per_page=blocks_per_page, mapper=mapper)
     assert hit(memory, view) == 20
-    assert memory.stat("persist_restored_blocks_total") == 5
-    assert memory.stat("persist_written_blocks_total") == 0
+    assert memory.stats("persist_restored_blocks_total", "persist_written_blocks_total") == (5, 0)
     assert hit(memory, view) == 20  # now an ordinary hit
     assert memory.stat("persist_restored_blocks_total") == 5
     if view is View.VIRTUAL:
@@ -101,7 +113,7 @@ def test_a_broken_block_ends_the_prefix_and_is_written_again(
     tmp_path: Path, blocks_per_page: int
 ) -> None:
     compute(tmp_path, blocks_per_page=blocks_per_page)
-    file = tmp_path / "s" / f"{digest_of(TOKENS[:12]).hex()}.kv"
+    file = file_of(tmp_path, TOKENS[:12])
     content = bytearray(file.read_bytes())
     content[-1] ^= 4
     file.write_bytes(content)
@@ -134,9 +146,7 @@ def test_a_page_that_is_filled_in_part_shows_nothing_of_another_tenant(
     memory.release(memory.start([77] * 31, tenant=5))  # both pages
     memory.core.trim(0, drop_idle=False)
     seq = memory.open(TOKENS[:9])
-    memory.core.restore(seq)
-    memory.core.finish_restores()
-    assert memory.core.match(seq) == 8
+    assert restored(memory, seq) == 8
     memory.do(attach(seq, 8), grow(seq, 9))
     arena = memory.core.arena_buffer(0)[memory.pages(seq)[0]]
     assert not (arena == 77).any()
@@ -154,7 +164,7 @@ def test_without_pages_nothing_is_read_and_no_sequence_loses_any(tmp_path: Path)
     memory.core.check()
 
 
-@pytest.mark.parametrize("view", [View.VIRTUAL, View.PAGED])
+@VIEWS
 def test_pages_for_a_restore_are_not_those_of_prefixes_that_start_beside_it(
     tmp_path: Path, view: View
 ) -> None:
@@ -167,21 +177,20 @@ def test_pages_for_a_restore_are_not_those_of_prefixes_that_start_beside_it(
         first, second = memory.open([7] * 12 + [1], view), memory.open(TOKENS, view)
         assert memory.core.match(first) == 12
         held = [attach(first, 12)] if is_beside else []
-        memory.core.restore(second, held)
-        memory.core.finish_restores()
+        assert restored(memory, second, *held) == 20
         assert (memory.core.match(first) == 12) is is_beside
-        assert memory.core.match(second) == 20
-        plan = memory.core.plan([attach(first, 12), attach(second, 20)])
+        ops = [attach(first, 12), attach(second, 20)]
+        plan = memory.core.plan(ops)
         assert (plan.fits, plan.lost_prefixes) == (is_beside, 1 - is_beside)
         if is_beside:
-            memory.core.apply([attach(first, 12), attach(second, 20)], plan.version)
+            memory.core.apply(ops, plan.version)
         memory.core.check()
 
 
 def test_what_has_a_blocks_name_and_is_no_file_is_a_miss(tmp_path: Path) -> None:
     """And nobody waits for what would come out of it."""
     compute(tmp_path)
-    file = tmp_path / "s" / f"{digest_of(TOKENS[:8]).hex()}.kv"
+    file = file_of(tmp_path, TOKENS[:8])
     for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to(tmp_path / "none")):
         file.unlink(missing_ok=True)
         make(file)
@@ -231,25 +240,20 @@ def test_a_plan_that_needs_the_pages_waits_for_them(tmp_path: Path) -> None:
     compute(tmp_path)
     memory = memory_over(tmp_path, mapper=MapperMode.MANUAL, limit_pages=5)
     assert memory.core.restore(memory.open(TOKENS))
-    seq = memory.open([7] * 20)
-    memory.do(grow(seq, 20))  # all five, which the other would have had
+    memory.grown(20, [7] * 20)  # all five, which the other would have had
     memory.core.check()
-
-
-def blocks_in(path: Path) -> set[str]:
-    return {file.stem for file in (path / "s").glob("*.kv")}
 
 
 def test_a_cleared_cache_finds_nothing_of_before_and_keeps_what_comes(tmp_path: Path) -> None:
     compute(tmp_path)
     memory = memory_over(tmp_path)
-    old = blocks_in(tmp_path)
+    old = files_in(tmp_path)
     assert hit(memory, tokens=TOKENS[:9]) == 8  # read, and pending in part
     memory.core.clear_cache()
-    assert not blocks_in(tmp_path)
+    assert not files_in(tmp_path)
     assert hit(memory) == 0
     assert memory.core.flush(10)
-    assert len(blocks_in(tmp_path) - old) == 5
+    assert len({*files_in(tmp_path)} - {*old}) == 5
     memory.core.trim(0, drop_idle=True)
     assert hit(memory) == 20  # in this process, and in the next
     assert hit(memory_over(tmp_path)) == 20
@@ -258,25 +262,20 @@ def test_a_cleared_cache_finds_nothing_of_before_and_keeps_what_comes(tmp_path: 
     assert hit(again) == 0
 
 
-def test_what_a_running_sequence_computed_before_a_clearing_is_not_kept(tmp_path: Path) -> None:
-    memory = memory_over(tmp_path)
-    seq = memory.start(TOKENS)
-    memory.core.clear_cache()
-    memory.release(seq)
-    assert memory.core.flush(10)
-    assert not blocks_in(tmp_path)
-
-
-def test_blocks_on_their_way_to_the_store_are_not_kept_if_the_cache_is_cleared(
-    tmp_path: Path,
+@pytest.mark.parametrize("is_running", [False, True])
+def test_what_was_computed_and_not_yet_written_is_not_kept_if_the_cache_is_cleared(
+    tmp_path: Path, is_running: bool
 ) -> None:
     memory = memory_over(tmp_path, mapper=MapperMode.MANUAL)
-    memory.release(memory.start(TOKENS))
-    memory.core.write_when_idle()  # copied, and not yet written
-    assert memory.stat("persist_waiting_blocks") == 0
+    seq = memory.start(TOKENS)
+    if not is_running:
+        memory.release(seq)
+        memory.core.write_when_idle()  # copied, and not yet written
+        assert memory.stat("persist_waiting_blocks") == 0
     memory.core.clear_cache()
+    memory.release(*memory.seqs & {seq})
     assert memory.core.flush(10)
-    assert not blocks_in(tmp_path)
+    assert not files_in(tmp_path)
     assert hit(memory_over(tmp_path)) == 0
 
 
@@ -319,28 +318,28 @@ def test_a_kill_at_any_point_of_a_clearing_leaves_all_of_before_or_nothing_to_fi
     assert found == [20, *[0] * 8]
 
 
-def times_in(path: Path) -> set[float]:
-    return {file.stat().st_mtime for file in (path / "s").glob("*.kv")}
-
-
 def test_what_is_hit_in_memory_is_used_in_the_store(tmp_path: Path) -> None:
     """The store is told at most once in a time, and at the end."""
     compute(tmp_path)
     memory = memory_over(tmp_path)
-    assert hit(memory) == 20
-    for file in (tmp_path / "s").glob("*.kv"):
-        os.utime(file, (1, 1))
-    assert hit(memory) == 20
-    assert times_in(tmp_path) == {1}
-    assert memory.core.flush(10)
-    assert 1 not in times_in(tmp_path)
     often = make_memory()
     often.core.persist_to([store_in(tmp_path)], touch_seconds=0)
+
+    def age() -> None:
+        for file in files_in(tmp_path):
+            os.utime(file, (1, 1))
+
+    def used() -> int:
+        return sum(file.stat().st_mtime > 1 for file in files_in(tmp_path))
+
+    assert hit(memory) == 20
+    age()
+    assert (hit(memory), used()) == (20, 0)
+    assert memory.core.flush(10)
+    assert used() == 5
     assert hit(often) == 20
-    for file in (tmp_path / "s").glob("*.kv"):
-        os.utime(file, (1, 1))
-    assert hit(often, tokens=TOKENS[:9]) == 8
-    assert sum(file.stat().st_mtime > 1 for file in (tmp_path / "s").glob("*.kv")) == 2
+    age()
+    assert (hit(often, tokens=TOKENS[:9]), used()) == (8, 2)
 
 
 def test_a_full_disk_and_a_lost_directory_change_no_content(tmp_path: Path) -> None:
@@ -363,13 +362,11 @@ def test_a_driver_that_refuses_a_copy_costs_a_block(tmp_path: Path) -> None:
         memory = memory_over(tmp_path)
         memory.faults.arm(call)
         seq = memory.open(TOKENS)
-        memory.core.restore(seq)
-        memory.core.finish_restores()
+        restored(memory, seq)
         memory.faults.disarm()
         memory.core.check()
         memory.release(seq)
-        matched = hit(memory)
-        assert matched == 20  # what was lost is read again
+        assert hit(memory) == 20  # what was lost is read again
     for call in range(1, 30):
         memory = make_memory()
         shutil.rmtree(tmp_path)
@@ -400,29 +397,20 @@ def test_copies_beside_kernels_pin_blocks_until_they_end(tmp_path: Path) -> None
 
 
 def test_bad_uses_are_refused(tmp_path: Path) -> None:
-    memory = memory_over(tmp_path)
-    with pytest.raises(ValueError, match="takes stores once"):
-        memory.core.persist_to([store_in(tmp_path)])
-    with pytest.raises(ValueError, match="takes stores once"):
-        make_memory(prefix_caching=False).core.persist_to([store_in(tmp_path)])
-
-
-def test_a_cache_cleared_before_it_has_a_store_finds_what_it_stores(
-    tmp_path: Path,
-) -> None:
-    memory = make_memory(prefix_caching=True)
-    memory.core.clear_cache()
+    for cannot in (memory_over(tmp_path), make_memory(prefix_caching=False)):
+        with pytest.raises(ValueError, match="takes stores once"):
+            cannot.core.persist_to([store_in(tmp_path)])
     with pytest.raises(ValueError, match="a store is missing"):
-        memory.core.persist_to([None])
+        make_memory().core.persist_to([None])
+
+
+def test_a_cache_cleared_before_it_has_a_store_finds_what_it_stores(tmp_path: Path) -> None:
+    memory = make_memory()
+    memory.core.clear_cache()
     memory.core.persist_to([store_in(tmp_path)])
-    memory.release(memory.start([3] * 9))
+    memory.release(memory.start(TOKENS))
     assert memory.core.flush(10)
-    memory.core.close()
-    again = memory_over(tmp_path)
-    seq = again.open([3] * 9)
-    while again.core.restore(seq):
-        again.core.finish_restores()
-    assert again.core.match(seq) == 8
+    assert hit(memory_over(tmp_path)) == 20
 
 
 # -- several kinds of layers

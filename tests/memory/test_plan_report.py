@@ -7,7 +7,9 @@ import json
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from vmserve.cli.main import app
 from vmserve.cli.planning.report import (
     PRESETS,
     ModelShape,
@@ -40,9 +42,8 @@ def line_with(text: str, *cells: str) -> list[str]:
 
 
 def test_the_presets_are_the_published_shapes() -> None:
-    assert {
-        name: (shape.num_layers, shape.kv_heads, shape.head_dim) for name, shape in PRESETS.items()
-    } == {
+    shapes = {name: (s.num_layers, s.kv_heads, s.head_dim) for name, s in PRESETS.items()}
+    assert shapes == {
         "llama-3-8b": (32, 8, 128),
         "yi-6b": (32, 4, 128),
         "yi-34b": (60, 8, 128),
@@ -77,7 +78,7 @@ def test_the_table_shows_the_numbers() -> None:
     assert "qwen2.5-7b: 28 layers, 4 KV heads of 128, bfloat16; pages in multiples of 2 MiB" in text
     assert "fit: in 14 GiB per rank, requests of 131,072 tokens." in text
     assert line_with(text, "28", "together") == [
-        *("28", "together", "1", "14 MiB", "256", "0.0%", "14 MiB", "3.9", "262,144", "2"),
+        *("28", "together", "1", "14 MiB", "256", "0.0%", "14 MiB", "3.9", "262,144", "2")
     ]
     assert line_with(text, "7", "apart")[2:8] == ["8", "2 MiB", "256", "12.5%", "16 MiB", "31.2"]
 
@@ -88,7 +89,7 @@ def test_without_a_cap_nothing_is_said_of_what_fits() -> None:
     assert "2 ranks" in text
     assert "tokens fit" not in text
     assert line_with(text, "1", "together")[2:] == [
-        *("32", "64 KiB", "64", "0.0%", "4 MiB", "500.0"),
+        *("32", "64 KiB", "64", "0.0%", "4 MiB", "500.0")
     ]
     first = report.to_dict()["candidates"][0]
     assert (first["num_tokens"], first["max_len_requests"]) == (None, None)
@@ -171,3 +172,42 @@ def test_models_that_do_not_fit_together_are_told_what_each_needs() -> None:
     )
     with pytest.raises(ConfigurationError, match=told):
         report.require_room()
+
+
+def test_plan_shows_kinds_and_what_requests_waste() -> None:
+    report = plan_report(PRESETS["gemma-3-27b"], limit_bytes=32 << 30, lengths=[1000])
+    values = report.to_dict()
+    assert [(kind["kind"], kind["num_layers"], kind["window"]) for kind in values["kinds"]] == [
+        ("all", 10, None),
+        ("window 1024", 52, 1024),
+    ]
+    [request] = values["requests"]
+    assert request["needed_bytes"] == 1000 * 62 * 8192
+    assert request["slots_bytes"] == 1024 * 62 * 8192
+    assert request["blocks_bytes"] == 1008 * 62 * 8192
+    assert request["equal_bytes"] == 1008 * 70 * 8192
+    assert request["equal_waste"] == pytest.approx(1 - 62000 / 70560)
+    text = printed(report)
+    assert "3 requests of 131,072 tokens fit in 32 GiB" in text
+    assert "551.2 MiB (12.1%)" in text
+    assert "kinds" not in plan_report(PRESETS["llama-3-8b"]).to_dict()
+    assert "kinds" in plan_report(PRESETS["llama-3-8b"], lengths=[12]).to_dict()
+
+
+def test_kinds_that_cannot_fit_are_refused_with_what_each_needs() -> None:
+    needs = (
+        r"gemma-3-27b: a sequence of 131072 tokens needs 352 pages of 31 MiB "
+        r"\(10 GiB in 2,048 pages of 5 MiB \(all: 10 layers\); "
+        r"650 MiB in 25 pages of 26 MiB \(window 1024: 52 layers\)\), 264 fit in the KV cache of "
+        r"8 GiB: raise --kv-cache-memory to 10.66 GiB or lower --max-model-len to 96384"
+    )
+    with pytest.raises(ConfigurationError, match=needs):
+        plan_report(PRESETS["gemma-3-27b"], limit_bytes=8 << 30, max_len=131072)
+    plan_report(PRESETS["gemma-3-27b"], limit_bytes=8 << 30, max_len=65536)
+
+
+@pytest.mark.parametrize("tokens", ["", "12,", "0", "-3", "x"])
+def test_what_are_no_lengths_is_refused(tokens: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--model", "yi-6b", "--tokens", tokens])
+    assert isinstance(result.exception, ConfigurationError)
+    assert "200,8000" in str(result.exception)

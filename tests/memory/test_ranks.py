@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import socket
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.conformance.ranks import Rank, in_thread
+from tests.conformance.ranks import Rank, behind_loop, in_thread
 from tests.helpers import start_python, until
+from tests.memory.support import PAGE, lost
 from vmserve import _core
 from vmserve._core import Access, Backing
 from vmserve.errors import DriverError
-
-PAGE = 4096
 
 
 @pytest.fixture
@@ -27,18 +25,17 @@ def rank() -> Iterator[Rank]:
     rank.end()
 
 
+@pytest.fixture
+def ring() -> Iterator[int]:
+    ring = _core.make_ring(PAGE, 8)
+    yield ring
+    os.close(ring)
+
+
 def stop(rank: Rank) -> None:
     """Until nothing in it runs."""
     rank.process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, rank.process.pid, os.WSTOPPED | os.WNOWAIT)
-
-
-def lost(call: object, words: str) -> None:
-    assert callable(call)
-    with pytest.raises(DriverError, match=words) as caught:
-        call()
-    assert caught.value.sticky
-    assert caught.value.errno == errno.ECONNRESET
 
 
 def test_a_rank_that_is_killed_is_lost_for_ever(rank: Rank) -> None:
@@ -60,48 +57,31 @@ def test_a_rank_that_is_killed_under_a_call_is_noticed(rank: Rank) -> None:
     """While it is stopped, rank 0 waits; its end ends the wait."""
     driver = rank.make(PAGE, 8)
     stop(rank)
-    failures: list[DriverError] = []
-
-    def wait() -> None:
-        try:
-            driver.stats()
-        except DriverError as error:
-            failures.append(error)
-
-    waiting = threading.Thread(target=wait)
-    waiting.start()
-    rank.process.kill()
-    waiting.join(timeout=60)
-    assert failures
-    assert failures[0].sticky
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(driver.stats)
+        rank.process.kill()
+        lost(lambda: waiting.result(timeout=60), "has ended")
 
 
-def test_a_rank_that_hangs_is_given_up(rank: Rank) -> None:
-    ring = _core.make_ring(PAGE, 8)
+def test_a_rank_that_hangs_is_given_up(rank: Rank, ring: int) -> None:
     socket.send_fds(rank.link, [b"make"], [ring])
     driver = _core.RemoteDriver(ring, answer_timeout=0.2)
-    os.close(ring)
     stop(rank)
     lost(driver.fence, "lives but does not answer")
 
 
-def test_a_rank_that_never_attaches_is_not_waited_for() -> None:
-    ring = _core.make_ring(PAGE, 8)
+def test_a_rank_that_never_attaches_is_not_waited_for(ring: int) -> None:
     lost(lambda: _core.RemoteDriver(ring, attach_timeout=0.1), "made no memory within")
     with start_python("") as process:
         process.communicate()
         lost(lambda: _core.RemoteDriver(ring, rank_pid=process.pid), "has ended before")
-    os.close(ring)
 
 
 def test_a_rank_that_gives_its_memory_up_says_so() -> None:
-    ring = _core.make_ring(PAGE, 8)
-    loop = _core.RankLoop(ring, _core.HostDriver(PAGE, 8))
-    driver = _core.RemoteDriver(ring)
+    driver, loop = behind_loop(_core.HostDriver(PAGE, 8))
     loop.close()
     assert loop.reason == "closed"
     lost(driver.fence, "has given its memory up")
-    os.close(ring)
 
 
 OWNER = """
@@ -134,10 +114,7 @@ def test_the_end_of_rank_0_ends_the_loop() -> None:
 
 
 def test_a_rank_sees_what_is_mapped_until_its_last_buffer_goes() -> None:
-    ring = _core.make_ring(PAGE, 8)
-    loop = _core.RankLoop(ring, _core.HostDriver(PAGE, 8))
-    driver = _core.RemoteDriver(ring)
-    os.close(ring)
+    driver, loop = behind_loop(_core.HostDriver(PAGE, 8))
     base = driver.reserve(4 * PAGE, Backing.TRAP)
     driver.create([(5, 1)])
     driver.map([(base + PAGE, 5, 1, Access.READ_WRITE)])
@@ -171,17 +148,15 @@ def test_batches_larger_than_the_ring_are_whole() -> None:
     assert driver.stats().mapped_frames == many - 1
 
 
-def test_what_is_no_ring_is_refused() -> None:
+def test_what_is_no_ring_is_refused(ring: int) -> None:
     fd = os.memfd_create("other")
     for call in (_core.ring_frames, _core.RemoteDriver):
         with pytest.raises(ValueError, match="is no ring"):
             call(fd)
     os.close(fd)
-    ring = _core.make_ring(PAGE, 8)
     with pytest.raises(ValueError, match=r"8 frames of 4096 bytes.* 9 of 4096"):
         _core.RankLoop(ring, _core.HostDriver(PAGE, 9))
     loop = _core.RankLoop(ring, _core.HostDriver(PAGE, 8))
     with pytest.raises(ValueError, match="has a rank already"):
         _core.RankLoop(ring, _core.HostDriver(PAGE, 8))
     loop.close()
-    os.close(ring)

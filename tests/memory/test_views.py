@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
+from typing import Any
 
 import pytest
 
 from tests.memory.support import (
     BLOCK_TOKENS,
+    Memory,
     attach,
     convert,
     fork,
@@ -86,14 +88,15 @@ def test_forks_read_what_their_parent_wrote_and_then_their_own(
     child = memory.open(view=child_view)
     memory.do(fork(child, parent, num_tokens))
     epoch = memory.begin(grow(child, num_tokens + 5), grow(parent, 25))
-    memory.write(child, num_tokens, [101, 102, 103, 104, 105])
+    own = [101, 102, 103, 104, 105]
+    memory.write(child, num_tokens, own)
     memory.write(parent, 22, [90, 91, 92])
     memory.core.complete(epoch)
     memory.core.check()
-    assert memory.read(child) == [*PROMPT[:num_tokens], 101, 102, 103, 104, 105]
     assert memory.read(parent) == [*PROMPT[:22], 90, 91, 92]
-    memory.release(parent)
-    assert memory.read(child) == [*PROMPT[:num_tokens], 101, 102, 103, 104, 105]
+    for _ in range(2):
+        assert memory.read(child) == PROMPT[:num_tokens] + own
+        memory.release(*memory.seqs & {parent})
     assert memory.stat("forks_total") == 1
 
 
@@ -110,11 +113,8 @@ def test_a_running_sequence_changes_its_view_and_back(blocks_per_page: int, leng
     assert memory.read(seq) == PROMPT[:length]
     memory.do(convert(seq, View.VIRTUAL))
     assert memory.blocks(seq) == before  # and back: nothing was copied either way
-    assert memory.stat("copied_blocks_total") == copied
-    assert memory.stat("converted_zero_copy_total") == 2
-    epoch = memory.begin(grow(seq, length + 1))
-    memory.write(seq, length, [99])
-    memory.core.complete(epoch)
+    assert memory.stats("copied_blocks_total", "converted_zero_copy_total") == (copied, 2)
+    memory.step(seq, length, [99])
     assert memory.read(seq) == [*PROMPT[:length], 99]
     memory.release(others)
     memory.core.check()
@@ -163,31 +163,23 @@ def test_a_prefix_is_found_under_both_views(
 def test_a_prompt_that_is_cached_whole_computes_its_last_token_again() -> None:
     memory = make_memory()
     memory.release(memory.start(PROMPT[:8]))
-    seq = memory.open(PROMPT[:8])
-    assert memory.core.match(seq) == 4
+    assert memory.core.match(memory.open(PROMPT[:8])) == 4
     assert memory.core.match(memory.open(PROMPT[:9])) == 8
 
 
 def test_what_a_prefix_is_found_by() -> None:
     memory = make_memory(max_seqs=16)
     memory.start(PROMPT[:9])
-    found = {
-        "same": memory.open(PROMPT[:9]),
-        "salt": memory.open(PROMPT[:9], salt=b"pepper"),
-        "tenant": memory.open(PROMPT[:9], tenant=1),
-        "tokens": memory.open([0, *PROMPT[1:9]]),
-        "later tokens": memory.open([*PROMPT[:5], 0, *PROMPT[6:9]]),
-        "none": memory.open(),
-    }
-    matched = {name: memory.core.match(seq) for name, seq in found.items()}
-    assert matched == {
-        "same": 8,
-        "salt": 0,
-        "tenant": 0,
-        "tokens": 0,
-        "later tokens": 4,
-        "none": 0,
-    }
+    seekers: list[tuple[int, dict[str, Any]]] = [
+        (8, {"tokens": PROMPT[:9]}),
+        (0, {"tokens": PROMPT[:9], "salt": b"pepper"}),
+        (0, {"tokens": PROMPT[:9], "tenant": 1}),
+        (0, {"tokens": [0, *PROMPT[1:9]]}),
+        (4, {"tokens": [*PROMPT[:5], 0, *PROMPT[6:9]]}),
+        (0, {}),
+    ]
+    for expected, whose in seekers:
+        assert memory.core.match(memory.open(**whose)) == expected, whose
     memory.core.clear_cache()
     assert memory.core.match(memory.open(PROMPT[:9])) == 0
     memory.core.check()
@@ -198,9 +190,7 @@ def test_generated_tokens_are_cached_too() -> None:
     seq = memory.start(PROMPT[:6])
     for position in range(6, 13):
         memory.core.append_tokens([seq], [PROMPT[position]])
-        epoch = memory.begin(grow(seq, position + 1))
-        memory.write(seq, position, [PROMPT[position]])
-        memory.core.complete(epoch)
+        memory.step(seq, position, [PROMPT[position]])
     memory.release(seq)
     again = memory.open([*PROMPT[:13], 50])
     assert memory.core.match(again) == 12
@@ -221,8 +211,7 @@ def test_the_oldest_prefix_goes_first_and_its_tail_before_its_head() -> None:
     memory.release(memory.start(old), memory.start(new))
     matches = []
     for taken in (4, 8, 16, 24):
-        seq = memory.open()
-        memory.do(grow(seq, taken))
+        seq = memory.grown(taken)
         probes = [memory.open([*tokens, 0]) for tokens in (old, new)]
         matches.append(tuple(memory.core.match(probe) for probe in probes))
         memory.release(seq, *probes)
@@ -234,12 +223,10 @@ def test_the_oldest_prefix_goes_first_and_its_tail_before_its_head() -> None:
 def test_what_is_only_mapped_goes_before_what_is_cached() -> None:
     memory = make_memory(limit_pages=6, num_slots=6)
     memory.release(memory.start(PROMPT[:12]))  # three cached pages, the oldest
-    nameless = memory.open()
-    memory.do(grow(nameless, 12))
+    nameless = memory.grown(12)
     memory.release(nameless)  # three that its slot shows, and nobody will find
     memory.core.check()
-    taken = memory.open()
-    memory.do(grow(taken, 12))
+    taken = memory.grown(12)
     memory.core.check()
     assert memory.core.match(memory.open([*PROMPT[:12], 0])) == 12
     memory.do(grow(taken, 16))
@@ -265,46 +252,49 @@ def test_the_next_chat_turn_adopts_its_slot() -> None:
     memory.core.check()
 
 
-def test_a_window_gives_up_what_lies_behind_it() -> None:
-    for view in VIEWS:
-        memory = make_memory(blocks_per_page=2, null_page=True)
-        seq = memory.start(PROMPT[:28], view)
-        memory.do(grow(seq, 29, 21))
-        assert memory.blocks(seq)[:4] == [-1] * 4
-        given_up = 2 if view is View.VIRTUAL else 5
-        assert memory.blocks(seq).count(-1) == {View.VIRTUAL: 4, View.PAGED: 5}[view]
-        assert (memory.core.block_tables()[seq, :4] == 0).all()
-        assert memory.stat("used_pages") == {View.VIRTUAL: 2, View.PAGED: 2}[view], given_up
-        assert memory.read(seq, 20, 28) == PROMPT[20:28]
-        memory.core.check()
+@pytest.mark.parametrize(("view", "given_up"), [(View.VIRTUAL, 4), (View.PAGED, 5)])
+def test_a_window_gives_up_what_lies_behind_it(view: View, given_up: int) -> None:
+    memory = make_memory(blocks_per_page=2, null_page=True)
+    seq = memory.start(PROMPT[:28], view)
+    memory.do(grow(seq, 29, 21))
+    assert memory.blocks(seq)[:4] == [-1] * 4
+    assert memory.blocks(seq).count(-1) == given_up
+    assert (memory.core.block_tables()[seq, :4] == 0).all()
+    assert memory.stat("used_pages") == 2
+    assert memory.read(seq, 20, 28) == PROMPT[20:28]
+    memory.core.check()
+
+
+def one_block_in_each_page(limit_pages: int) -> tuple[Memory, list[int]]:
+    """Three sequences of a block, each in a page of four of which the others are gone."""
+    memory = make_memory(blocks_per_page=4, max_seqs=16, limit_pages=limit_pages)
+    seqs = [memory.start([50 + i] * 4, View.PAGED) for i in range(12)]
+    memory.release(*(seq for i, seq in enumerate(seqs) if i % 4))
+    return memory, seqs[::4]
 
 
 def test_split_pages_are_packed() -> None:
-    memory = make_memory(blocks_per_page=4, max_seqs=16)
-    seqs = [memory.start([50 + i] * 4, View.PAGED) for i in range(12)]
-    for i, seq in enumerate(seqs):
-        if i % 4:
-            memory.release(seq)
+    memory, seqs = one_block_in_each_page(16)
     assert memory.stat("used_pages") == 3
     assert memory.core.compact() == 2
-    assert memory.stat("used_pages") == 1
-    assert [memory.read(seq) for seq in seqs[::4]] == [[50] * 4, [54] * 4, [58] * 4]
-    assert memory.stat("compacted_blocks_total") == 2
+    assert memory.stats("used_pages", "compacted_blocks_total") == (1, 2)
+    assert [memory.read(seq) for seq in seqs] == [[50] * 4, [54] * 4, [58] * 4]
     memory.core.check()
 
 
 def test_a_full_pool_packs_split_pages_for_a_whole_one() -> None:
-    memory = make_memory(blocks_per_page=4, max_seqs=16, limit_pages=3)
-    seqs = [memory.start([50 + i] * 4, View.PAGED) for i in range(12)]
-    for i, seq in enumerate(seqs):
-        if i % 4:
-            memory.release(seq)
+    memory, seqs = one_block_in_each_page(3)
     memory.core.clear_cache()
-    v = memory.open()
-    memory.do(grow(v, 32))  # two of three pages, each of which had a block in use
+    memory.do(grow(memory.open(), 32))  # two of three pages, each of which had a block in use
     assert memory.stat("compactions_total") == 1
-    assert [memory.read(seq) for seq in seqs[::4]] == [[50] * 4, [54] * 4, [58] * 4]
+    assert [memory.read(seq) for seq in seqs] == [[50] * 4, [54] * 4, [58] * 4]
     memory.core.check()
+
+
+def test_adjacent_blocks_are_swapped_in_one_run_of_each_group() -> None:
+    memory = make_memory(blocks_per_page=4, swap_blocks=20)
+    memory.do(swap_out(memory.start(PROMPT[:30])))
+    assert memory.stat("swap_copy_runs_total") == 2
 
 
 @pytest.mark.parametrize("blocks_per_page", [1, 4])
@@ -326,17 +316,8 @@ def test_swapping_out_and_in_keeps_every_byte(view: View, blocks_per_page: int) 
     assert memory.read(seq) == PROMPT[:22]
     assert memory.read(twin) == PROMPT[:18]
     assert memory.stat("swap_blocks") == 0
-    epoch = memory.begin(grow(seq, 23), grow(twin, 19))
-    memory.write(seq, 22, [7])
-    memory.core.complete(epoch)
+    memory.step(seq, 22, [7], grow(twin, 19))
     memory.core.check()
-
-
-def test_adjacent_blocks_are_swapped_in_one_run() -> None:
-    memory = make_memory(blocks_per_page=4, swap_blocks=20)
-    seq = memory.start(PROMPT[:30])
-    memory.do(swap_out(seq))
-    assert memory.stat("swap_copy_runs_total") == 2  # one for each group
 
 
 def test_too_small_a_swap_space_is_a_value() -> None:
@@ -379,6 +360,14 @@ def test_a_prefix_that_is_not_cached_any_more_is_a_value() -> None:
         ([swap_out(0), grow(0, 12)], "sequence 0 is swapped out"),
         ([convert(0, View.PAGED), fork(1, 0, 8)], "or changes in the same plan"),
         ([grow(0, 12, 13)], "cannot drop tokens that it does not have"),
+        ([grow(4, 4)], "sequence 4 is not open"),
+        ([grow(8, 4)], r"sequence 8 is outside 0 \.\. 7"),
+        ([grow(-1, 4)], r"sequence -1 is outside 0 \.\. 7"),
+        ([grow(0, 33)], "sequence 0 cannot hold 33 tokens: max_len is 32"),
+        ([grow(0, -1)], "sequence 0 cannot hold -1 tokens"),
+        # Another slot would leave the first without a sequence.
+        ([attach(3, 8)], "sequence 3 is not empty"),
+        ([fork(3, 0, 8)], "sequence 3 is not empty"),
     ],
 )
 def test_wrong_ops_are_refused(ops: list[object], message: str) -> None:
@@ -386,6 +375,14 @@ def test_wrong_ops_are_refused(ops: list[object], message: str) -> None:
     memory.start(PROMPT[:10])
     memory.open(PROMPT[:12])
     memory.open(tenant=1)
+    memory.do(grow(memory.open([3] * 9), 0))  # a slot, and no page
     with pytest.raises(ValueError, match=message):
         memory.core.plan(ops)  # type: ignore[arg-type]
     memory.core.check()
+
+
+def test_groups_are_checked() -> None:
+    core = make_memory().core
+    for buffer in (core.slots_buffer, core.arena_buffer, core.shadow_buffer):
+        with pytest.raises(ValueError, match=r"group 2 is outside 0 \.\. 1"):
+            buffer(2)

@@ -4,12 +4,14 @@ with what the driver says and with what the simulated device really has."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from tests.sim.simcuda import GRANULE, SimCuda
-from vmserve._core import Access, CudaDriver
+from vmserve._core import Access, Backing, CudaDriver
 from vmserve.errors import DriverError, OutOfMemoryError
 
 RW, RO = Access.READ_WRITE, Access.READ
@@ -22,6 +24,20 @@ class DeviceLostError(Exception):
 
 def peek(address: int, num_bytes: int) -> bytes:
     return ctypes.string_at(address, num_bytes)
+
+
+def assert_lost(driver: CudaDriver, *others: Callable[[], object]) -> None:
+    """What a device is that a sticky error has told of, in these calls as well."""
+    calls: list[Callable[[], object]] = [
+        lambda: driver.create([(7, 1)]),
+        lambda: driver.reserve(GRANULE, Backing.TRAP),
+        *(driver.fence, driver.mark, *others),
+    ]
+    for call in calls:
+        with pytest.raises(DriverError, match="restart the process") as caught:
+            call()
+        assert caught.value.sticky
+        del caught  # its traceback holds the driver
 
 
 @dataclass

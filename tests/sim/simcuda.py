@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from ctypes import c_int32, c_int64, c_uint8, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +54,8 @@ violation (0 excepted with ``zero_too``)."""
 SOURCES = Path(__file__).parent / "simcuda"
 ABI = Path(__file__).parents[2] / "csrc" / "driver"
 FLAGS = [
-    "-std=c++17",
-    "-O1",
-    "-fPIC",
-    "-shared",
-    "-pthread",
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
+    *("-std=c++17", "-O1", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
+    *("-Wall", "-Wextra", "-Werror"),
 ]
 
 
@@ -97,40 +90,6 @@ def build_library() -> Path:
     return library
 
 
-class _Config(ctypes.Structure):
-    _fields_ = (
-        ("seed", c_uint64),
-        ("granularity", c_uint64),
-        ("recommended_granularity", c_uint64),
-        ("total_bytes", c_uint64),
-        ("latency_ns", c_uint64),
-        ("pump_per_mille", c_uint32),
-        ("read_only", c_uint32),
-        ("virtual_memory", c_uint32),
-        ("num_devices", c_uint32),
-        ("sticky_violations", c_uint32),
-        ("partial_access", c_uint32),
-    )
-
-
-class _Counts(ctypes.Structure):
-    _fields_ = tuple(
-        (name, c_uint64)
-        for name in (
-            "allocations",
-            "allocated_bytes",
-            "handles",
-            "mappings",
-            "reservations",
-            "host_blocks",
-            "streams",
-            "events",
-            "contexts",
-            "pending_work",
-        )
-    )
-
-
 @dataclass(frozen=True)
 class SimConfig:
     """The simulated machine.
@@ -152,6 +111,13 @@ class SimConfig:
     partial_access: bool = False
 
 
+class _Config(ctypes.Structure):
+    _fields_ = tuple(
+        (field.name, c_uint64 if place < 5 else c_uint32)
+        for place, field in enumerate(fields(SimConfig))
+    )
+
+
 @dataclass(frozen=True)
 class Counts:
     """What is alive in the simulated driver; all zero when nothing leaked."""
@@ -166,6 +132,10 @@ class Counts:
     events: int
     contexts: int
     pending_work: int
+
+
+class _Counts(ctypes.Structure):
+    _fields_ = tuple((field.name, c_uint64) for field in fields(Counts))
 
 
 NOTHING = Counts(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -187,21 +157,22 @@ class SimCuda:
             self.configure(config)
 
     def _declare(self) -> None:
-        lib = self.library
-        lib.simcuda_num_calls.restype = c_int64
-        lib.simcuda_num_failed.restype = c_int64
-        lib.simcuda_pump.restype = c_int64
-        lib.simcuda_violations.restype = c_uint64
-        lib.simcuda_set_fault.argtypes = (c_int64, ctypes.c_char_p, c_int32, c_int32)
-        lib.simcuda_set_cost.argtypes = (ctypes.c_char_p, c_uint64)
-        lib.simcuda_num_calls.argtypes = (ctypes.c_char_p,)
-        lib.simcuda_pump.argtypes = (c_int64,)
-        lib.simcuda_violations.argtypes = (ctypes.c_char_p, c_uint64)
-        lib.simcuda_access.argtypes = (c_uint64,)
-        lib.simcuda_launch_write.argtypes = (c_void_p, c_uint64, c_uint64, c_uint8)
-        lib.simcuda_launch_read.argtypes = (c_void_p, c_uint64, c_uint64, c_uint8)
-        lib.simcuda_launch_spans.argtypes = (c_void_p, ctypes.c_char_p, c_void_p, c_uint64)
-        lib.simcuda_launch_failure.argtypes = (c_void_p, c_int32)
+        text: Any = ctypes.c_char_p
+        for name, result, arguments in (
+            ("num_calls", c_int64, (text,)),
+            ("num_failed", c_int64, ()),
+            ("pump", c_int64, (c_int64,)),
+            ("violations", c_uint64, (text, c_uint64)),
+            ("set_fault", c_int32, (c_int64, text, c_int32, c_int32)),
+            ("set_cost", c_int32, (text, c_uint64)),
+            ("access", c_int32, (c_uint64,)),
+            ("launch_write", c_int32, (c_void_p, c_uint64, c_uint64, c_uint8)),
+            ("launch_read", c_int32, (c_void_p, c_uint64, c_uint64, c_uint8)),
+            ("launch_spans", c_int32, (c_void_p, text, c_void_p, c_uint64)),
+            ("launch_failure", c_int32, (c_void_p, c_int32)),
+        ):
+            function = getattr(self.library, f"simcuda_{name}")
+            function.restype, function.argtypes = result, arguments
 
     def configure(self, config: SimConfig) -> None:
         """A new machine; everything of the old one is gone."""

@@ -16,6 +16,8 @@ from tests.helpers import run_python
 from tests.sim.simcuda import ABI
 
 HEADER = (ABI / "cuda_api.h").read_text()
+attribute = nvidia.CUdevice_attribute
+granularity = nvidia.CUmemAllocationGranularity_flags
 
 
 def snake(name: str) -> str:
@@ -31,34 +33,25 @@ def test_error_numbers_are_the_apis() -> None:
         assert getattr(nvidia.CUresult, f"CUDA_ERROR_{snake(name)}") == value, name
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("kLocationDevice", nvidia.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE),
-        ("kAllocationPinned", nvidia.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED),
-        ("kAccessRead", nvidia.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ),
-        ("kAccessReadWrite", nvidia.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE),
-        (
-            "kGranularityMinimum",
-            nvidia.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
-        ),
-        (
-            "kGranularityRecommended",
-            nvidia.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
-        ),
-        (
-            "kAttributeVirtualMemory",
-            nvidia.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
-        ),
-        ("kEventDisableTiming", nvidia.CUevent_flags.CU_EVENT_DISABLE_TIMING),
-        ("kStreamNonBlocking", nvidia.CUstream_flags.CU_STREAM_NON_BLOCKING),
-        ("kHostAllocPortable", nvidia.CU_MEMHOSTALLOC_PORTABLE),
-    ],
-)
-def test_flags_are_the_apis(name: str, expected: int) -> None:
+FLAGS = {
+    "kLocationDevice": nvidia.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE,
+    "kAllocationPinned": nvidia.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED,
+    "kAccessRead": nvidia.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ,
+    "kAccessReadWrite": nvidia.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    "kGranularityMinimum": granularity.CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+    "kGranularityRecommended": granularity.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED,
+    "kAttributeVirtualMemory": attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+    "kEventDisableTiming": nvidia.CUevent_flags.CU_EVENT_DISABLE_TIMING,
+    "kStreamNonBlocking": nvidia.CUstream_flags.CU_STREAM_NON_BLOCKING,
+    "kHostAllocPortable": nvidia.CU_MEMHOSTALLOC_PORTABLE,
+}
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_the_apis(name: str) -> None:
     found = re.search(rf"\b{name} = (\d+);", HEADER)
     assert found is not None
-    assert int(found[1]) == int(expected)
+    assert int(found[1]) == int(FLAGS[name])
 
 
 CLIENT = """

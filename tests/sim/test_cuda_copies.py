@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from ctypes import c_void_p
+from typing import Any
 
 import pytest
 
-from tests.sim.model import RW, peek
+from tests.memory.support import mapped
+from tests.sim.model import peek
 from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
-from vmserve._core import Backing, CudaDriver
+from vmserve._core import CudaDriver
 from vmserve.errors import DriverError
 
 SEEDS = range(20)
 #: Where a driver forgets to order its streams, some of these see it.
-OPTIONS = [SimConfig(seed=seed, pump_per_mille=200) for seed in SEEDS]
-any_order = pytest.mark.parametrize("config", OPTIONS, ids=lambda config: str(config.seed))
+any_order = pytest.mark.parametrize("bench", SEEDS, indirect=True)
 
 
 class Bench:
@@ -26,12 +27,9 @@ class Bench:
         sim.make_current()
         self.sim = sim
         self.compute = sim.new_stream()
-        self.driver = CudaDriver(
-            GRANULE, 8, stream=self.compute, library=str(sim.path), spare_bytes=0
-        )
-        self.base = self.driver.reserve(8 * GRANULE, Backing.TRAP)
-        self.driver.create([(0, 8)])
-        self.driver.map([(self.base, 0, 8, RW)])
+        options: dict[str, Any] = {"library": str(sim.path), "spare_bytes": 0}
+        self.driver = CudaDriver(GRANULE, 8, stream=self.compute, **options)
+        self.base = mapped(self.driver, 8)
         self.host = self.driver.alloc_host(2 * GRANULE)
 
     def page(self, index: int) -> int:
@@ -56,13 +54,21 @@ class Bench:
         assert self.sim.library.cuStreamSynchronize(c_void_p(self.compute)) == 0
 
     def end(self) -> None:
-        self.driver.fence()
+        if hasattr(self, "driver"):
+            self.driver.fence()
         assert self.sim.violations() == []
 
 
+@pytest.fixture
+def bench(sim: SimCuda, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    seed = getattr(request, "param", None)
+    bench = Bench(sim, SimConfig() if seed is None else SimConfig(seed, pump_per_mille=200))
+    yield bench
+    bench.end()
+
+
 @any_order
-def test_what_kernels_wrote_before_is_copied(sim: SimCuda, config: SimConfig) -> None:
-    bench = Bench(sim, config)
+def test_what_kernels_wrote_before_is_copied(bench: Bench) -> None:
     for turn in range(4):
         bench.write(turn, 1 + turn)
         mark = bench.out(turn)
@@ -71,11 +77,9 @@ def test_what_kernels_wrote_before_is_copied(sim: SimCuda, config: SimConfig) ->
             polls += 1
             assert polls < 1000
         assert peek(bench.host, GRANULE) == bytes([1 + turn]) * GRANULE
-    bench.end()
 
 
-def test_kernels_do_not_wait_for_copies_to_the_host(sim: SimCuda) -> None:
-    bench = Bench(sim, SimConfig())
+def test_kernels_do_not_wait_for_copies_to_the_host(sim: SimCuda, bench: Bench) -> None:
     bench.write(0, 6)
     mark = bench.out(0)
     bench.write(1, 7)
@@ -86,12 +90,10 @@ def test_kernels_do_not_wait_for_copies_to_the_host(sim: SimCuda) -> None:
     bench.driver.fence()
     assert bench.driver.copy_reached(mark)
     assert peek(bench.host, GRANULE) == b"\6" * GRANULE
-    bench.end()
 
 
 @any_order
-def test_kernels_wait_for_copies_from_the_host(sim: SimCuda, config: SimConfig) -> None:
-    bench = Bench(sim, config)
+def test_kernels_wait_for_copies_from_the_host(bench: Bench) -> None:
     bench.write(0, 9)
     bench.out(0)
     for index in range(1, 6):
@@ -99,15 +101,11 @@ def test_kernels_wait_for_copies_from_the_host(sim: SimCuda, config: SimConfig) 
         bench.read(index, 9)
         bench.write(index, index)
         bench.read(index, index)
-    bench.end()
 
 
 @any_order
-def test_a_copy_from_the_host_follows_what_the_driver_was_asked_for(
-    sim: SimCuda, config: SimConfig
-) -> None:
+def test_a_copy_from_the_host_follows_what_the_driver_was_asked_for(bench: Bench) -> None:
     """Pages are cleared for a new tenant, or were copied to by a plan that was undone."""
-    bench = Bench(sim, config)
     bench.write(0, 9)
     bench.out(0)
     for index in (2, 3):
@@ -118,7 +116,6 @@ def test_a_copy_from_the_host_follows_what_the_driver_was_asked_for(
             bench.driver.mark()  # not reached yet
         bench.back(index)
         bench.read(index, 9)
-    bench.end()
 
 
 def test_a_copy_from_the_host_need_not_wait_for_kernels(sim: SimCuda) -> None:
@@ -148,19 +145,16 @@ def test_a_copy_from_the_host_need_not_wait_for_kernels(sim: SimCuda) -> None:
 
 
 @any_order
-def test_both_kinds_keep_their_order(sim: SimCuda, config: SimConfig) -> None:
+def test_both_kinds_keep_their_order(bench: Bench) -> None:
     """Host memory that one copy leaves is the next one's."""
-    bench = Bench(sim, config)
     for turn in range(1, 6):
         bench.write(0, turn)
         bench.out(0, place=0)
         bench.back(1, place=0)
         bench.read(1, turn)
-    bench.end()
 
 
-def test_marks_of_the_two_streams_are_apart(sim: SimCuda) -> None:
-    bench = Bench(sim, SimConfig())
+def test_marks_of_the_two_streams_are_apart(sim: SimCuda, bench: Bench) -> None:
     first = bench.out(0)
     compute = bench.driver.mark()
     second = bench.out(1)
@@ -176,15 +170,13 @@ def test_marks_of_the_two_streams_are_apart(sim: SimCuda) -> None:
         bench.out(0)
         bench.driver.fence()
     assert sim.counts().events == events  # recycled
-    bench.end()
 
 
-def test_closing_waits_for_copies(sim: SimCuda) -> None:
-    bench = Bench(sim, SimConfig())
+def test_closing_waits_for_copies(sim: SimCuda, bench: Bench) -> None:
     bench.write(0, 5)
     bench.out(0)
     bench.back(1)
-    bench.driver = None  # type: ignore[assignment]
+    del bench.driver
     assert sim.violations() == []
     assert sim.library.cuStreamDestroy_v2(c_void_p(bench.compute)) == 0
     assert (sim.counts().handles, sim.counts().host_blocks, sim.counts().streams) == (0, 0, 0)
@@ -192,11 +184,8 @@ def test_closing_waits_for_copies(sim: SimCuda) -> None:
 
 
 @any_order
-def test_half_a_batch_from_the_host_is_waited_for_all_the_same(
-    sim: SimCuda, config: SimConfig
-) -> None:
+def test_half_a_batch_from_the_host_is_waited_for_all_the_same(sim: SimCuda, bench: Bench) -> None:
     """Its pages are somebody else's next, whose kernels write there."""
-    bench = Bench(sim, config)
     runs = [(bench.page(i), bench.host, GRANULE) for i in range(4)]
     sim.fail(4, 1, name="cuMemcpyAsync")
     with pytest.raises(DriverError) as caught:
@@ -205,26 +194,22 @@ def test_half_a_batch_from_the_host_is_waited_for_all_the_same(
     for index in range(4):
         bench.write(index, 1 + index)
         bench.read(index, 1 + index)
-    bench.end()
 
 
 @pytest.mark.parametrize("name", ["cuEventRecord", "cuStreamWaitEvent"])
 @any_order
 def test_where_kernels_cannot_be_made_to_wait_the_host_does(
-    sim: SimCuda, config: SimConfig, name: str
+    sim: SimCuda, bench: Bench, name: str
 ) -> None:
-    bench = Bench(sim, config)
     sim.fail(1, 1, name=name, forever=True)
     bench.back(0)
     assert sim.num_failed == 1
     sim.no_faults()
     bench.write(0, 3)
     bench.read(0, 3)
-    bench.end()
 
 
-def test_where_nobody_can_wait_the_device_is_lost(sim: SimCuda) -> None:
-    bench = Bench(sim, SimConfig())
+def test_where_nobody_can_wait_the_device_is_lost(sim: SimCuda, bench: Bench) -> None:
     sim.fail(4, 1, forever=True)  # the context, twice, and the copy; then nothing works
     with pytest.raises(DriverError, match="could not be put behind the copies") as caught:
         bench.back(0)
@@ -232,11 +217,13 @@ def test_where_nobody_can_wait_the_device_is_lost(sim: SimCuda) -> None:
     sim.no_faults()
     with pytest.raises(DriverError, match="the CUDA device is lost since"):
         bench.driver.fence()
+    del bench.driver
 
 
 @pytest.mark.parametrize("name", ["cuEventRecord", "cuStreamWaitEvent"])
-def test_copies_that_cannot_be_put_behind_kernels_are_not_made(sim: SimCuda, name: str) -> None:
-    bench = Bench(sim, SimConfig())
+def test_copies_that_cannot_be_put_behind_kernels_are_not_made(
+    sim: SimCuda, bench: Bench, name: str
+) -> None:
     copies = sim.num_calls("cuMemcpyAsync")
     bench.driver.zero([(bench.page(0), 8)])
     calls: list[Callable[[], object]] = [lambda: bench.out(0), lambda: bench.back(0)]
@@ -247,11 +234,11 @@ def test_copies_that_cannot_be_put_behind_kernels_are_not_made(sim: SimCuda, nam
         assert (caught.value.completed, caught.value.sticky) == (0, False)
         del caught
     assert sim.num_calls("cuMemcpyAsync") == copies
-    bench.end()
 
 
-def test_misuse_in_a_batch_from_the_host_is_behind_what_came_before(sim: SimCuda) -> None:
-    bench = Bench(sim, SimConfig())
+def test_misuse_in_a_batch_from_the_host_is_behind_what_came_before(
+    sim: SimCuda, bench: Bench
+) -> None:
     runs = [(bench.page(0), bench.host, GRANULE), (bench.page(7) + GRANULE, bench.host, 8)]
     with pytest.raises(ValueError, match="not inside one reservation"):
         bench.driver.copy_in(runs)
@@ -260,4 +247,3 @@ def test_misuse_in_a_batch_from_the_host_is_behind_what_came_before(sim: SimCuda
     assert peek(bench.page(0), GRANULE) == b"\3" * GRANULE
     sim.pump()
     assert peek(bench.page(0), GRANULE) == b"\3" * GRANULE
-    bench.end()

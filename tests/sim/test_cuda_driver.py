@@ -6,10 +6,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.sim.model import RO, RW, peek
+from tests.memory.support import mapped
+from tests.sim.model import RO, RW, assert_lost, peek
 from tests.sim.simcuda import GRANULE, NOTHING, SimConfig, SimCuda
 from vmserve._core import Access, Backing, CudaDriver, cuda_granularity
 from vmserve.errors import DriverError, OutOfMemoryError
@@ -59,9 +61,7 @@ def test_more_frames_than_fit_in_the_scratch_range_are_cleared(sim: SimCuda) -> 
 
 
 def test_clearing_waits_for_no_kernel(sim: SimCuda, driver: CudaDriver) -> None:
-    base = driver.reserve(2 * GRANULE, Backing.TRAP)
-    driver.create([(0, 1)])
-    driver.map([(base, 0, 1, RW)])
+    base = mapped(driver, 1)
     sim.launch_write(base, GRANULE, 3)
     driver.create([(1, 1)])
     assert sim.counts().pending_work == 1
@@ -72,7 +72,12 @@ def test_adjacent_maps_get_one_set_access(sim: SimCuda, driver: CudaDriver) -> N
     base = driver.reserve(16 * GRANULE, Backing.TRAP)
     other = driver.reserve(GRANULE, Backing.TRAP)
     driver.create([(0, 16)])
-    before = sim.num_calls("cuMemSetAccess"), sim.num_calls("cuMemMap")
+
+    def calls() -> dict[str, int]:
+        names = ("cuMemSetAccess", "cuMemMap", "cuMemUnmap")
+        return {name: sim.num_calls(name) for name in names}
+
+    before = calls()
     driver.map(
         [
             (base, 4, 3, RW),  # one group with the next, whatever their frames
@@ -82,11 +87,9 @@ def test_adjacent_maps_get_one_set_access(sim: SimCuda, driver: CudaDriver) -> N
             (other, 10, 1, RO),  # another reservation
         ]
     )
-    assert sim.num_calls("cuMemSetAccess") - before[0] == 4
-    assert sim.num_calls("cuMemMap") - before[1] == 7
-    calls = sim.num_calls("cuMemUnmap")
     driver.unmap([(base, 5 * GRANULE)])
-    assert sim.num_calls("cuMemUnmap") - calls == 1
+    made = {name: count - before[name] for name, count in calls().items()}
+    assert made == {"cuMemSetAccess": 4, "cuMemMap": 7, "cuMemUnmap": 1}
 
 
 def test_a_group_ends_where_its_reservation_does(sim: SimCuda, driver: CudaDriver) -> None:
@@ -134,16 +137,12 @@ def test_however_read_only_is_refused_the_driver_opens(sim: SimCuda, refusal: in
     sim.fail(2, refusal, name="cuMemSetAccess")  # the first one makes the page accessible at all
     driver = make(sim)
     assert not driver.capabilities.read_only
-    base = driver.reserve(GRANULE, Backing.TRAP)
-    driver.create([(0, 1)])
-    driver.map([(base, 0, 1, RO)])
-    assert sim.access(base) == 3
+    assert sim.access(mapped(driver, 1, access=RO)) == 3
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda d, b: d.reserve(100, Backing.TRAP), "cannot reserve 100 bytes"),
         (lambda d, b: d.reserve(GRANULE, Backing.ZEROS), "CUDA cannot reserve addresses that read"),
         (lambda d, b: d.create([(4, 2), (5, 2)]), "frame 5 is named twice"),
         (lambda d, b: d.copy([(b + 4, b, 8)]), "cannot copy between ranges that overlap"),
@@ -154,9 +153,7 @@ def test_however_read_only_is_refused_the_driver_opens(sim: SimCuda, refusal: in
 def test_misuse_that_other_drivers_allow_or_do_not_know(
     sim: SimCuda, driver: CudaDriver, call: Callable[[CudaDriver, int], object], message: str
 ) -> None:
-    base = driver.reserve(4 * GRANULE, Backing.TRAP)
-    driver.create([(0, 2)])
-    driver.map([(base, 0, 1, RW)])
+    base = mapped(driver, 1, 4)
     before = sim.counts(), driver.stats().num_mappings
     with pytest.raises(ValueError, match=message):
         call(driver, base)
@@ -190,30 +187,21 @@ def test_memory_that_runs_out_in_the_middle_of_a_batch_creates_nothing(
         driver.alloc_host(GRANULE)
 
 
-def test_memory_that_could_not_be_released_is_counted_and_tried_again(
-    sim: SimCuda, driver: CudaDriver
-) -> None:
-    sim.fail(4, 2, forever=True)  # context, free memory and one allocation: then nothing works
-    with pytest.raises(OutOfMemoryError):
-        driver.create([(0, 2)])
-    assert driver.stats().created_frames == 0
-    assert driver.stats().allocated_bytes == sim.counts().allocated_bytes == GRANULE
-    sim.no_faults()
-    driver.create([(5, 2)])
-    assert driver.stats().allocated_bytes == sim.counts().allocated_bytes == 2 * GRANULE
-
-
-def test_memory_that_could_not_be_released_goes_with_the_next_that_is_given_back(
-    sim: SimCuda, driver: CudaDriver
+@pytest.mark.parametrize("how", ["create", "destroy"])
+def test_memory_that_could_not_be_released_is_counted_and_goes_with_the_next(
+    sim: SimCuda, driver: CudaDriver, how: str
 ) -> None:
     driver.create([(0, 1)])
-    sim.fail(4, 2, forever=True)
+    sim.fail(4, 2, forever=True)  # context, free memory and one allocation: then nothing works
     with pytest.raises(OutOfMemoryError):
         driver.create([(1, 2)])
-    assert sim.counts().handles == 2
+    assert driver.stats().created_frames == 1
+    assert driver.stats().allocated_bytes == sim.counts().allocated_bytes == 2 * GRANULE
     sim.no_faults()
-    driver.destroy([(0, 1)])
-    assert driver.stats().allocated_bytes == sim.counts().handles == 0
+    getattr(driver, how)([(0, 1)] if how == "destroy" else [(5, 2)])
+    left = {"create": 3, "destroy": 0}[how]
+    assert driver.stats().allocated_bytes == sim.counts().allocated_bytes == left * GRANULE
+    assert sim.counts().handles == left
 
 
 def test_a_failed_set_access_takes_back_the_maps(sim: SimCuda, driver: CudaDriver) -> None:
@@ -258,16 +246,7 @@ def test_a_lost_device_is_sticky_everywhere(sim: SimCuda, driver: CudaDriver) ->
     with pytest.raises(DriverError, match="CUDA_ERROR_LAUNCH_FAILED") as caught:
         driver.fence()
     assert (caught.value.sticky, caught.value.errno) == (True, 719)
-    for call in (
-        lambda: driver.create([(0, 1)]),
-        lambda: driver.free_reservation(base),
-        lambda: driver.reached(1),
-        driver.mark,
-        driver.fence,
-    ):
-        with pytest.raises(DriverError, match="restart the process") as caught:
-            call()
-        assert caught.value.sticky
+    assert_lost(driver, lambda: driver.free_reservation(base), lambda: driver.reached(1))
     assert driver.stats().created_frames == 0
 
 
@@ -281,10 +260,9 @@ def test_refusals_are_not_sticky(sim: SimCuda, driver: CudaDriver) -> None:
 
 def test_everything_is_given_back_at_the_end(sim: SimCuda) -> None:
     driver = make(sim)
-    base = driver.reserve(8 * GRANULE, Backing.TRAP)
+    base = mapped(driver, 4, 8)
     driver.reserve(GRANULE, Backing.TRAP)
-    driver.create([(0, 4)])
-    driver.map([(base, 0, 3, RW), (base + 5 * GRANULE, 0, 1, RO)])
+    driver.map([(base + 5 * GRANULE, 0, 1, RO)])
     driver.alloc_host(GRANULE)
     for _ in range(3):
         driver.mark()
@@ -297,10 +275,7 @@ def test_everything_is_given_back_at_the_end(sim: SimCuda) -> None:
 
 def test_what_cannot_be_waited_for_is_not_unmapped(sim: SimCuda) -> None:
     driver = make(sim)
-    base = driver.reserve(GRANULE, Backing.TRAP)
-    driver.create([(0, 1)])
-    driver.map([(base, 0, 1, RW)])
-    sim.launch_write(base, GRANULE, 1)
+    sim.launch_write(mapped(driver, 1), GRANULE, 1)
     sim.fail(1, 1, name="cuStreamSynchronize", forever=True)
     del driver
     assert sim.counts().mappings == 1
@@ -309,41 +284,47 @@ def test_what_cannot_be_waited_for_is_not_unmapped(sim: SimCuda) -> None:
 
 
 def test_a_tebibyte_can_be_reserved(sim: SimCuda) -> None:
-    driver = make(sim, num_frames=1 << 28)
-    base = driver.reserve(1 << 40, Backing.TRAP)
     last = (1 << 28) - 1
+    driver = make(sim, num_frames=1 << 28)
+    end = driver.reserve(1 << 40, Backing.TRAP) + (1 << 40) - GRANULE
     driver.create([(last, 1)])
-    driver.map([(base + (1 << 40) - GRANULE, last, 1, RW)])
-    assert peek(base + (1 << 40) - GRANULE, GRANULE) == bytes(GRANULE)
+    driver.map([(end, last, 1, RW)])
+    assert peek(end, GRANULE) == bytes(GRANULE)
     with pytest.raises(DriverError, match="lower max_num_seqs or max_model_len"):
         driver.reserve(1 << 62, Backing.TRAP)
 
 
-def test_counts_of_frames_are_checked(sim: SimCuda) -> None:
-    with pytest.raises(ValueError, match="num_frames is 0: it must be positive"):
-        make(sim, num_frames=0)
-    with pytest.raises(ValueError, match="frame_bytes is 0: it must be a positive multiple"):
-        make(sim, frame_bytes=0)
-    with pytest.raises(ValueError, match="may be 1 at most"):
-        make(sim, frame_bytes=1 << 62, num_frames=2)
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        ({"num_frames": 0}, ValueError, "num_frames is 0: it must be positive"),
+        ({"frame_bytes": 0}, ValueError, "frame_bytes is 0: it must be a positive multiple"),
+        ({"frame_bytes": 1 << 62, "num_frames": 2}, ValueError, "may be 1 at most"),
+        ({"device": 3}, DriverError, r"looking for CUDA device 3: .*INVALID_DEVICE \(101\)"),
+        (
+            {"library": "libnone.so"},
+            DriverError,
+            r"library libnone\.so cannot be loaded .*install the NV",
+        ),
+        (
+            {"library": "libc.so.6"},
+            DriverError,
+            r"libc\.so\.6 has no function cuInit: update the NVIDIA",
+        ),
+    ],
+)
+def test_what_no_driver_can_be_made_of_is_refused(
+    sim: SimCuda, sizes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    usual = {"frame_bytes": GRANULE, "num_frames": 1, "library": str(sim.path)}
+    with pytest.raises(error, match=message):
+        CudaDriver(**{**usual, **sizes})
     assert sim.counts() == NOTHING
 
 
-def test_a_machine_without_the_driver_is_told_what_to_do() -> None:
-    with pytest.raises(DriverError, match=r"library libnone\.so cannot be loaded .*install the NV"):
-        CudaDriver(GRANULE, 1, library="libnone.so")
+def test_devices_that_cannot_serve_are_named(sim: SimCuda) -> None:
     with pytest.raises(DriverError, match=r"libnone\.so cannot be loaded"):
         cuda_granularity(library="libnone.so")
-
-
-def test_a_library_without_a_function_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DriverError, match=r"libc\.so\.6 has no function cuInit: update the NVIDIA"):
-        CudaDriver(GRANULE, 1, library="libc.so.6")
-
-
-def test_devices_that_cannot_serve_are_named(sim: SimCuda) -> None:
-    with pytest.raises(DriverError, match=r"looking for CUDA device 3: .*INVALID_DEVICE \(101\)"):
-        CudaDriver(GRANULE, 1, device=3, library=str(sim.path))
     sim.configure(SimConfig(virtual_memory=False))
     with pytest.raises(DriverError, match="CUDA device 0 has no virtual memory management"):
         make(sim)

@@ -7,11 +7,10 @@ effect) and the account is exact, or the error is sticky; and nothing leaks.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 
-from tests.sim.model import RO, RW, Checked, DeviceLostError
+from tests.sim.model import RO, RW, Checked, DeviceLostError, assert_lost
 from tests.sim.simcuda import GRANULE, NOTHING, SimConfig, SimCuda
 from vmserve._core import Backing, CudaDriver
 from vmserve.errors import DriverError, OutOfMemoryError
@@ -77,19 +76,6 @@ def life(checked: Checked) -> None:
     checked.check()
 
 
-def assert_lost(driver: CudaDriver) -> None:
-    for call in (
-        lambda: driver.create([(7, 1)]),
-        lambda: driver.reserve(GRANULE, Backing.TRAP),
-        driver.fence,
-        driver.mark,
-    ):
-        with pytest.raises(DriverError) as caught:
-            call()
-        assert caught.value.sticky
-        del caught  # its traceback holds the driver
-
-
 def run_case(config: SimConfig, call: int, error: int, *, forever: bool) -> tuple[bool, int]:
     """One life with one plan of failure: whether the plan was met, and how many calls raised."""
     sim = SimCuda(config)
@@ -121,13 +107,6 @@ def run_case(config: SimConfig, call: int, error: int, *, forever: bool) -> tupl
     return met, failures
 
 
-def cases() -> Iterator[tuple[str, str, bool]]:
-    for config in CONFIGS:
-        for error in ERRORS:
-            for forever in (False, True):
-                yield config, error, forever
-
-
 def num_calls(config: SimConfig) -> int:
     """Calls of a whole life without failures, opening and closing included."""
     sim = SimCuda(config)
@@ -139,7 +118,9 @@ def num_calls(config: SimConfig) -> int:
     return sim.num_calls()
 
 
-@pytest.mark.parametrize(("config", "error", "forever"), list(cases()))
+@pytest.mark.parametrize("forever", [False, True])
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("config", CONFIGS)
 def test_every_call_fails_in_turn(config: str, error: str, forever: bool) -> None:
     total = num_calls(CONFIGS[config])
     met = raised = 0

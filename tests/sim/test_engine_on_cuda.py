@@ -7,17 +7,19 @@ and otherwise when chance says.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.drafting import drafting_engines
+from tests.memory.support import opened
 from tests.sim.simcuda import NOTHING, SimConfig, SimCuda
 from vmserve import KVCache, SamplingParams, plan_layout
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
-from vmserve.errors import ConfigurationError, OutOfMemoryError
+from vmserve.errors import OutOfMemoryError
 from vmserve.memory.base import Growth, MemoryPlan, Regime, Shortfall, SwapIn
 from vmserve.memory.cuda import CudaMemory
 from vmserve.memory.device import MemoryDevice
@@ -89,8 +91,30 @@ def tokens_of(engine: LLMEngine, num_tokens: int, **params: Any) -> dict[str, li
     return done
 
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
-OPTIONS["linear_backend"] = "torch"  # which captured steps have in any case
+def on_the_host(config: EngineConfig, num_tokens: int, **params: Any) -> dict[str, list[list[int]]]:
+    host = LLMEngine(config, runtime=TorchCpuRuntime())
+    expected = tokens_of(host, num_tokens, **params)
+    host.close()
+    return expected
+
+
+@pytest.fixture
+def clean(sim: SimCuda) -> Iterator[SimCuda]:
+    """A machine on which, at the end, nothing was done that may not."""
+    yield sim
+    assert sim.violations() == []
+
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "kv_cache_memory": "8MiB",
+    "linear_backend": "torch",  # which captured steps have in any case
+}
+
+
+SMALL = {"kv_cache_memory": "1MiB"}
 
 
 @pytest.mark.parametrize(
@@ -99,45 +123,37 @@ OPTIONS["linear_backend"] = "torch"  # which captured steps have in any case
         ({"kv_regime": "virtual"}, "adopted_pages_total"),
         ({"kv_regime": "paged"}, "published_blocks_total"),
         (
-            {
-                "kv_regime": "virtual",
-                "kv_cache_memory": "1MiB",
-                "swap_space": "8MiB",
-                "preemption": "swap",
-            },
+            {"kv_regime": "virtual", **SMALL, "swap_space": "8MiB", "preemption": "swap"},
             "swapped_in_blocks_total",
         ),
-        ({"kv_regime": "paged", "kv_cache_memory": "1MiB"}, "num_preemptions_total"),
+        ({"kv_regime": "paged", **SMALL}, "num_preemptions_total"),
     ],
 )
 def test_the_same_tokens_as_on_the_host(
-    sim: SimCuda, options: dict[str, Any], counter: str
+    clean: SimCuda, options: dict[str, Any], counter: str
 ) -> None:
-    sim.configure(SimConfig(seed=1, pump_per_mille=50, total_bytes=1 << 24))
-    config = EngineConfig(**(OPTIONS | {"kv_cache_memory": "8MiB"} | options))
-    host = LLMEngine(config, runtime=TorchCpuRuntime())
-    expected = tokens_of(host, 70, temperature=0.7, n=2)
-    host.close()
-    runtime = SimulatedRuntime(sim)
-    engine = LLMEngine(config, runtime=runtime)
+    clean.configure(SimConfig(seed=1, pump_per_mille=50, total_bytes=1 << 24))
+    config = EngineConfig(**OPTIONS | options)
+    expected = on_the_host(config, 70, temperature=0.7, n=2)
+    engine = LLMEngine(config, runtime=SimulatedRuntime(clean))
     assert tokens_of(engine, 70, temperature=0.7, n=2) == expected
     assert engine.stats()[counter] > 0
     assert engine.stats()["used_pages"] == 0
     engine.close()
     del engine
-    assert sim.violations() == []
-    assert sim.counts() == NOTHING
+    assert clean.counts() == NOTHING
 
 
 @pytest.mark.parametrize("kv_regime", ["virtual", "paged"])
-def test_drafts_are_computed_beside_captured_steps(sim: SimCuda, kv_regime: Any) -> None:
+def test_drafts_are_computed_beside_captured_steps(clean: SimCuda, kv_regime: Any) -> None:
     """A step with drafts is not captured, and waits for the tokens before it."""
-    sim.configure(SimConfig(seed=1, pump_per_mille=50, total_bytes=1 << 24))
-    config = EngineConfig(**OPTIONS, kv_cache_memory="8MiB", kv_regime=kv_regime)
+    clean.configure(SimConfig(seed=1, pump_per_mille=50, total_bytes=1 << 24))
+    config = EngineConfig(**OPTIONS, kv_regime=kv_regime)
     with drafting_engines(1) as made:
-        engine = LLMEngine(config, runtime=SimulatedRuntime(sim, graphs=True))
+        engine = LLMEngine(config, runtime=SimulatedRuntime(clean, graphs=True))
     [drafting] = made
-    expected = tokens_of(engine, 70, temperature=0.7, n=2)
+    expected = on_the_host(config, 70, temperature=0.7, n=2)
+    assert tokens_of(engine, 70, temperature=0.7, n=2) == expected
     for index, prompt in enumerate(PROMPTS):
         for choice, answer in enumerate(expected[str(index)]):
             drafting.tell(engine.tokenizer.encode(prompt), index, choice, answer)
@@ -147,19 +163,7 @@ def test_drafts_are_computed_beside_captured_steps(sim: SimCuda, kv_regime: Any)
     assert sum(drafting.rejected) > 0
     engine.close()
     del engine
-    assert sim.violations() == []
-    assert sim.counts() == NOTHING
-
-
-def test_captured_steps_over_device_memory(sim: SimCuda) -> None:
-    config = EngineConfig(**OPTIONS, kv_cache_memory="8MiB", kv_regime="virtual")
-    host = LLMEngine(config, runtime=TorchCpuRuntime())
-    expected = tokens_of(host, 20, temperature=0)
-    host.close()
-    engine = LLMEngine(config, runtime=SimulatedRuntime(sim, graphs=True))
-    assert tokens_of(engine, 20, temperature=0) == expected
-    engine.close()
-    assert sim.violations() == []
+    assert clean.counts() == NOTHING
 
 
 def test_pages_are_made_at_start_ahead_of_need_and_kept_while_nothing_runs(sim: SimCuda) -> None:
@@ -167,8 +171,8 @@ def test_pages_are_made_at_start_ahead_of_need_and_kept_while_nothing_runs(sim: 
     sim.configure(SimConfig(total_bytes=1 << 26))
     runtime = SimulatedRuntime(sim)
     runtime.pages = SimulatedMemory(sim, total_bytes=1 << 26)
-    options: dict[str, Any] = {"kv_page_size": "16KiB", "kv_cache_memory": "32MiB"}
-    config = EngineConfig(**OPTIONS, **options, kv_mapper="off", kv_regime="virtual")
+    sizes = {"kv_page_size": "16KiB", "kv_cache_memory": "32MiB"}
+    config = EngineConfig(**OPTIONS | sizes, kv_mapper="off", kv_regime="virtual")
     engine = LLMEngine(config, runtime=runtime)
     ready = (1 << 20) // engine.memory.layout.total_page_bytes
     assert engine.memory.stats().free_pages == engine.memory.ready_pages == ready > 4
@@ -214,15 +218,14 @@ class ShortRuntime(SimulatedRuntime):
 
 
 @pytest.mark.parametrize(
-    ("failures", "given"),
-    [({"compute": 1}, 2), ({"compute": 3}, 2 + 4 + 8), ({"sample": 1}, 2)],
+    ("failures", "given"), [({"compute": 1}, 2), ({"compute": 3}, 2 + 4 + 8), ({"sample": 1}, 2)]
 )
 def test_activations_take_what_they_lack_and_not_the_whole_prefix_cache(
-    sim: SimCuda, failures: dict[str, int], given: int
+    clean: SimCuda, failures: dict[str, int], given: int
 ) -> None:
     options: dict[str, Any] = {"kv_page_size": "16KiB", "kv_mapper": "off", "kv_regime": "paged"}
-    config = EngineConfig(**OPTIONS, **options, kv_cache_memory="8MiB")
-    runtime = ShortRuntime(sim, missing=0)
+    config = EngineConfig(**OPTIONS, **options)
+    runtime = ShortRuntime(clean, missing=0)
     engine = LLMEngine(config, runtime=runtime)
     expected = tokens_of(engine, 160, temperature=0)
     before = engine.memory.stats()
@@ -235,21 +238,27 @@ def test_activations_take_what_they_lack_and_not_the_whole_prefix_cache(
     assert after.cached_blocks > 0
     assert runtime.failures == dict.fromkeys(failures, 0)
     engine.close()
-    assert sim.violations() == []
 
 
 LAYOUT = plan_layout(2, 2, 16, "float32", 4096, page_tokens=16)
 PAGE = LAYOUT.total_page_bytes
 
 
-def manager(pages: SimulatedMemory, limit_pages: int) -> MemoryManager:
+def manager(
+    pages: SimulatedMemory, limit_pages: int, *, num_slots: int = 2, **options: Any
+) -> MemoryManager:
     return MemoryManager(
         LAYOUT,
-        num_slots=4,
-        max_len=128,
+        num_slots=num_slots,
+        max_len=64,
         limit_bytes=limit_pages * PAGE,
-        options=MemoryOptions(driver=pages, deferred_reclamation=False),
+        options=MemoryOptions(driver=pages, **options),
     )
+
+
+@pytest.fixture
+def pages(sim: SimCuda) -> SimulatedMemory:
+    return SimulatedMemory(sim)
 
 
 def grow(memory: MemoryManager, seq: int, num_tokens: int) -> int:
@@ -258,12 +267,11 @@ def grow(memory: MemoryManager, seq: int, num_tokens: int) -> int:
     return memory.apply(plan)
 
 
-def test_pages_of_a_running_step_are_waited_for_where_nothing_else_is_left(sim: SimCuda) -> None:
-    pages = SimulatedMemory(sim)
-    memory = manager(pages, 2)
-    first, second = memory.open(), memory.open()
-    assert first is not None
-    assert second is not None
+def test_pages_of_a_running_step_are_waited_for_where_nothing_else_is_left(
+    sim: SimCuda, pages: SimulatedMemory
+) -> None:
+    memory = manager(pages, 2, deferred_reclamation=False)
+    first, second = opened(memory), opened(memory)
     epoch = grow(memory, first, 32)
     sim.launch_write(contiguous_view(memory).keys[0].data_ptr(), 8, 1)
     memory.release(first)
@@ -279,40 +287,30 @@ def test_pages_of_a_running_step_are_waited_for_where_nothing_else_is_left(sim: 
     assert sim.violations() == []
 
 
-def test_no_access_changes_of_pages_that_a_running_step_may_read(sim: SimCuda) -> None:
+def test_no_access_changes_of_pages_that_a_running_step_may_read(
+    clean: SimCuda, pages: SimulatedMemory
+) -> None:
     """CUDA documents no answer to what then happens: a map gives access once, and that is all."""
-    memory = MemoryManager(
-        LAYOUT,
-        num_slots=2,
-        max_len=64,
-        limit_bytes=8 * PAGE,
-        options=MemoryOptions(driver=SimulatedMemory(sim), zero_pages="never"),
-    )
-    first = memory.open()
-    assert first is not None
+    memory = manager(pages, 8, zero_pages="never")
+    first = opened(memory)
     for length in (16, 32, 48, 64):
         memory.launched(grow(memory, first, length))
         memory.wait()
     memory.release(first)
-    calls = sim.num_calls("cuMemSetAccess")
-    second = memory.open()
-    assert second is not None
-    memory.launched(grow(memory, second, 64))  # in the slot that is mapped
+    calls = clean.num_calls("cuMemSetAccess")
+    memory.launched(grow(memory, opened(memory), 64))  # in the slot that is mapped
     memory.wait()
     assert memory.stats().adopted_pages_total == 4
     assert memory.stats().access_calls_total == 0
-    assert sim.num_calls("cuMemSetAccess") == calls
+    assert clean.num_calls("cuMemSetAccess") == calls
     memory.close()
-    assert sim.violations() == []
 
 
-def test_without_a_mark_the_device_is_waited_for(sim: SimCuda) -> None:
-    pages = SimulatedMemory(sim)
-    memory = manager(pages, 4)
-    seq = memory.open()
-    assert seq is not None
+def test_without_a_mark_the_device_is_waited_for(clean: SimCuda, pages: SimulatedMemory) -> None:
+    memory = manager(pages, 4, deferred_reclamation=False)
+    seq = opened(memory)
     epoch = grow(memory, seq, 16)
-    sim.fail(1, 1, name="cuEventCreate")
+    clean.fail(1, 1, name="cuEventCreate")
     memory.launched(epoch)
     assert pages.num_waits == 1
     memory.release(seq)
@@ -320,17 +318,17 @@ def test_without_a_mark_the_device_is_waited_for(sim: SimCuda) -> None:
     memory.close()
 
 
-def test_what_torch_holds_without_need_is_asked_for_before_giving_up(sim: SimCuda) -> None:
-    pages = SimulatedMemory(sim)
-    memory = manager(pages, 4)
-    seq = memory.open()
-    assert seq is not None
+def test_what_torch_holds_without_need_is_asked_for_before_giving_up(
+    clean: SimCuda, pages: SimulatedMemory
+) -> None:
+    memory = manager(pages, 4, deferred_reclamation=False)
+    seq = opened(memory)
     memory.launched(grow(memory, seq, 16))
-    sim.fail(1, 2, name="cuMemCreate")
+    clean.fail(1, 2, name="cuMemCreate")
     with pytest.raises(OutOfMemoryError):
         grow(memory, seq, 32)
     pages.unused = 1
-    sim.fail(1, 2, name="cuMemCreate")
+    clean.fail(1, 2, name="cuMemCreate")
     memory.launched(grow(memory, seq, 32))
     assert memory.length(seq) == 32
     assert pages.unused == 0
@@ -339,39 +337,28 @@ def test_what_torch_holds_without_need_is_asked_for_before_giving_up(sim: SimCud
 
 
 def test_a_slot_that_is_freed_stays_mapped_for_kernels_launched_since_the_last_step(
-    sim: SimCuda,
+    clean: SimCuda, pages: SimulatedMemory
 ) -> None:
-    with KVCache(
-        LAYOUT, SimulatedMemory(sim), num_slots=2, max_len=64, limit_bytes=8 * PAGE
-    ) as cache:
-        first, second = cache.alloc_slot(), cache.alloc_slot()
-        assert (first, second) == (0, 1)
+    with KVCache(LAYOUT, pages, num_slots=2, max_len=64, limit_bytes=8 * PAGE) as cache:
+        assert (cache.alloc_slot(), cache.alloc_slot()) == (0, 1)
         assert cache.step([64, 64]) == 0
         keys, _ = cache.tensors()[0]
-        sim.launch_write(keys[1].data_ptr(), 64 * LAYOUT.shape.token_stride, 5)
+        clean.launch_write(keys[1].data_ptr(), 64 * LAYOUT.shape.token_stride, 5)
         cache.free_slot(0)
-        sim.pump()
+        clean.pump()
         assert cache.stats().waiting_pages == 0
-        sim.launch_read(keys[1].data_ptr(), 64 * LAYOUT.shape.token_stride, 5)
+        clean.launch_read(keys[1].data_ptr(), 64 * LAYOUT.shape.token_stride, 5)
         cache.free_slot(1)
         assert cache.stats().waiting_pages == 4
         cache.set_limit(1 * PAGE)
-        sim.pump()
-        assert sim.violations() == []
+        clean.pump()
+        del keys
 
 
 def swapped_memory(pages: SimulatedMemory) -> tuple[MemoryManager, int, int]:
     """One sequence has all four pages, and is on its way to the host; another one is empty."""
-    memory = MemoryManager(
-        LAYOUT,
-        num_slots=2,
-        max_len=64,
-        limit_bytes=4 * PAGE,
-        options=MemoryOptions(driver=pages, swap_bytes=8 * PAGE, mapper="off"),
-    )
-    seq, other = memory.open(regime=Regime.PAGED), memory.open()
-    assert seq is not None
-    assert other is not None
+    memory = manager(pages, 4, swap_bytes=8 * PAGE, mapper="off")
+    seq, other = opened(memory, regime=Regime.PAGED), opened(memory)
     memory.launched(grow(memory, seq, 64))
     for group in range(LAYOUT.num_groups):
         first = paged_view(memory).keys[group].data_ptr()
@@ -380,8 +367,9 @@ def swapped_memory(pages: SimulatedMemory) -> tuple[MemoryManager, int, int]:
     return memory, seq, other
 
 
-def test_pages_that_are_swapped_out_can_be_had_when_their_copies_have_ended(sim: SimCuda) -> None:
-    pages = SimulatedMemory(sim)
+def test_pages_that_are_swapped_out_can_be_had_when_their_copies_have_ended(
+    clean: SimCuda, pages: SimulatedMemory
+) -> None:
     memory, seq, other = swapped_memory(pages)
     assert (pages.num_waits, memory.is_copying) == (0, True)
     stats = memory.stats()
@@ -403,17 +391,17 @@ def test_pages_that_are_swapped_out_can_be_had_when_their_copies_have_ended(sim:
         first = paged_view(memory).keys[group].data_ptr()
         for block in table:
             address = first + int(block) * 16 * LAYOUT.shape.token_stride
-            sim.launch_read(address, 16 * LAYOUT.shape.token_stride, 7 + group)
+            clean.launch_read(address, 16 * LAYOUT.shape.token_stride, 7 + group)
     memory.wait()
     memory.check()
     memory.close()
-    assert sim.violations() == []
 
 
-def test_copies_that_have_ended_are_found_without_waiting(sim: SimCuda) -> None:
-    pages = SimulatedMemory(sim)
+def test_copies_that_have_ended_are_found_without_waiting(
+    clean: SimCuda, pages: SimulatedMemory
+) -> None:
     memory, _, other = swapped_memory(pages)
-    sim.pump()
+    clean.pump()
     assert not memory.is_copying
     with memory.without_waiting():
         memory.launched(grow(memory, other, 64))
@@ -424,23 +412,15 @@ def test_copies_that_have_ended_are_found_without_waiting(sim: SimCuda) -> None:
 
 @pytest.mark.parametrize("name", ["cuEventRecord", "cuStreamWaitEvent", "cuMemcpyAsync"])
 def test_a_swap_that_the_device_refuses_leaves_everything_as_it_was(
-    sim: SimCuda, name: str
+    clean: SimCuda, pages: SimulatedMemory, name: str
 ) -> None:
-    pages = SimulatedMemory(sim)
-    memory = MemoryManager(
-        LAYOUT,
-        num_slots=2,
-        max_len=64,
-        limit_bytes=4 * PAGE,
-        options=MemoryOptions(driver=pages, swap_bytes=8 * PAGE, mapper="off"),
-    )
-    seq = memory.open(regime=Regime.PAGED)
-    assert seq is not None
+    memory = manager(pages, 4, swap_bytes=8 * PAGE, mapper="off")
+    seq = opened(memory, regime=Regime.PAGED)
     memory.launched(grow(memory, seq, 64))
     for call in (1, 2):  # of recording: for the order, then as the mark
-        sim.fail(call, 1, name=name, forever=True)
+        clean.fail(call, 1, name=name, forever=True)
         assert not memory.swap_out([seq])
-        sim.no_faults()
+        clean.no_faults()
         assert (memory.is_copying, memory.stats().swap_blocks) == (False, 0)
         memory.check()
         if name == "cuStreamWaitEvent":
@@ -449,39 +429,27 @@ def test_a_swap_that_the_device_refuses_leaves_everything_as_it_was(
     memory.wait()
     assert memory.stats().waiting_pages == 0
     memory.close()
-    assert sim.violations() == []
 
 
-def test_a_cache_for_other_frameworks(sim: SimCuda) -> None:
+def test_a_cache_for_other_frameworks(clean: SimCuda, pages: SimulatedMemory) -> None:
     """Kernels launched between two calls are over before what they may read is unmapped."""
-    pages = SimulatedMemory(sim)
     cache = KVCache(LAYOUT, pages, num_slots=2, max_len=64, limit_bytes=4 * PAGE)
     slot = cache.alloc_slot()
     assert slot is not None
     assert cache.step({slot: 64}) == 0
-    keys, _ = cache.tensors()[0]
-    sim.launch_write(keys[slot, 40].data_ptr(), 64, 5)
+    clean.launch_write(cache.tensors()[0][0][slot, 40].data_ptr(), 64, 5)
     cache.free_slot(slot)
     assert cache.trim() == 4
-    assert sim.violations() == []
-    assert sim.counts().handles == 0
+    assert clean.violations() == []
+    assert clean.counts().handles == 0
     with pytest.raises(ValueError, match="addresses that read as zero"):
         cache.tensors(unmapped="zero")
     cache.close()
 
 
-def test_where_the_pool_grows_the_device_is_told_how_much_it_has(sim: SimCuda) -> None:
-    sim.configure(SimConfig(total_bytes=1 << 20))
-    pages = SimulatedMemory(sim, total_bytes=1 << 20)
-    assert pages.granularity == 4096
-    with pytest.raises(ConfigurationError, match="does not hold one page"):
-        manager(pages, 0)
-
-
-def test_closing_in_the_middle_of_a_copy(sim: SimCuda) -> None:
+def test_closing_in_the_middle_of_a_copy(clean: SimCuda, pages: SimulatedMemory) -> None:
     """What it reads and writes is there until it has ended."""
-    memory, _, _ = swapped_memory(SimulatedMemory(sim))
+    memory, _, _ = swapped_memory(pages)
     memory.close()
     del memory
-    assert sim.violations() == []
-    assert sim.counts() == NOTHING
+    assert clean.counts() == NOTHING
