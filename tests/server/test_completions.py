@@ -58,11 +58,7 @@ def test_choices_are_ordered_by_prompt_and_then_by_choice(shared: Running) -> No
 
 
 def test_max_tokens(shared: Running) -> None:
-    for body, expected in (
-        ({}, 16),
-        ({"max_tokens": None}, 16),
-        ({"max_tokens": 3}, 3),
-    ):
+    for body, expected in (({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 3}, 3)):
         shared.complete(**body)
         assert last_params(shared).max_tokens == expected
     reply = shared.complete(max_tokens=3)

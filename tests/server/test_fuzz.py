@@ -86,9 +86,7 @@ def test_any_body(shared: Running, path: str, model: type[RequestModel]) -> None
     statuses = set()
 
     @settings(
-        max_examples=NUM_EXAMPLES,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=NUM_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     @given(body=bodies(model))
     def check(body: dict[str, Any]) -> None:

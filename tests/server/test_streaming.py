@@ -125,11 +125,7 @@ def test_chat_chunks(shared: Running) -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stop", [None, ["wör", "lo w", "zz"]])
 def test_rules_of_chunks(
-    shared: Running,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    text: str,
-    stop: list[str] | None,
+    shared: Running, monkeypatch: pytest.MonkeyPatch, path: str, text: str, stop: list[str] | None
 ) -> None:
     """Joined chunks are the reply, and each carries its tokens with their text."""
     monkeypatch.setattr(shared.engine, "reply", scripted(text))
