@@ -1,16 +1,26 @@
 """Routes other than generation, and what all routes share: keys, prefixes, errors."""
 
-import socket
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import openai
 import pytest
 from fastapi.routing import APIRoute
 
-from tests.server.conftest import Running, error_of
+from tests.server.conftest import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    VALID,
+    Body,
+    Running,
+    Start,
+    error_of,
+)
 from vmserve import __version__
 from vmserve.client.client import Client
 from vmserve.errors import ConfigurationError
@@ -21,64 +31,34 @@ from vmserve.server.routes.live import LIVE_PAGE_PATHS
 from vmserve.server.words.openapi_replies import REPLIES
 from vmserve.testing import ByteTokenizer, ScriptedTransport
 
-Start = Callable[..., Running]
-
-
-def every_route() -> list[tuple[str, str]]:
-    app = create_app(Client(ScriptedTransport()), ServerConfig(served_model_names=("fake",)))
-    routes = []
-    for route in app.routes:
-        path = getattr(route, "path").replace("{model:path}", "fake")  # noqa: B009
-        methods = route.methods if isinstance(route, APIRoute) else {"GET"}
-        routes += [(method, path) for method in methods]
-    return sorted(set(routes))
-
-
-ROUTES = every_route()
+APP = create_app(Client(ScriptedTransport()), ServerConfig(served_model_names=("fake",)))
+ROUTES = sorted(
+    {
+        (method, getattr(route, "path").replace("{model:path}", "fake"))  # noqa: B009
+        for route in APP.routes
+        for method in (route.methods if isinstance(route, APIRoute) else {"GET"})
+    }
+)
 
 
 def test_the_routes_of_the_contract_are_there() -> None:
-    assert {path for _, path in ROUTES} == {
-        "/",
-        "/live.css",
-        "/chat.css",
-        "/chat.js",
-        "/text.js",
-        "/live.js",
-        "/docs",
-        "/docs.js",
-        "/detokenize",
-        "/health",
-        "/invocations",
-        "/live",
-        "/load",
-        "/metrics",
-        "/openapi.json",
-        "/ping",
-        "/ready",
-        "/tokenize",
-        "/tokenizer_info",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/kv",
-        "/v1/kv/live",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/models",
-        "/v1/models/fake",
-        "/v1/responses",
-        "/v1/responses/input_tokens",
-        "/v1/responses/{response_id}",
-        "/version",
-    }
+    pages = "/ /live.css /chat.css /chat.js /text.js /live.js /docs /docs.js /openapi.json"
+    status = "/health /live /load /metrics /ping /ready /version /tokenizer_info"
+    tokens = "/detokenize /tokenize /invocations"
+    versioned = (
+        "chat/completions completions embeddings kv kv/live messages messages/count_tokens models "
+        "models/fake responses responses/input_tokens responses/{response_id}"
+    )
+    expected = {*pages.split(), *status.split(), *tokens.split()}
+    expected |= {f"/v1/{path}" for path in versioned.split()}
+    assert {path for _, path in ROUTES} == expected
 
 
 # -- keys -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def keyed() -> Any:
+def keyed() -> Iterator[Running]:
     running = Running(ScriptedTransport(), api_keys=("first", "second"), root_path="/llm")
     yield running
     running.close()
@@ -115,18 +95,13 @@ def test_the_official_client_has_its_key_checked(keyed: Running) -> None:
         keyed.openai(api_key="third").models.list()
 
 
-def test_a_tenant_is_a_key_or_without_keys_whom_the_client_names(
-    keyed: Running, shared: Running
-) -> None:
+def test_a_tenant_is_a_key(keyed: Running) -> None:
+    """Whomever the client names."""
     body = {"prompt": "x", "user": "somebody"}
-    path = "/llm/v1/completions"
     for key, tenant in (("first", "key-0"), ("second", "key-1")):
         headers = {"authorization": f"Bearer {key}"}
-        assert keyed.http.post(path, json=body, headers=headers).status_code == 200
-        assert keyed.engine.requests[-1][2]["tenant"] == tenant
-    shared.complete(user="somebody", request_timeout=7.5)
-    assert shared.engine.requests[-1][2]["tenant"] == "somebody"
-    assert shared.engine.requests[-1][2]["timeout"] == 7.5
+        assert keyed.post(f"/llm{COMPLETIONS}", body, headers=headers).status_code == 200
+        assert keyed.last[2]["tenant"] == tenant
 
 
 def test_without_keys_any_header_is_fine(shared: Running) -> None:
@@ -194,14 +169,8 @@ def test_unix_socket(start: Start, tmp_path: Path) -> None:
 
 
 def test_status_routes(shared: Running) -> None:
-    for method, path in (
-        ("GET", "/health"),
-        ("GET", "/live"),
-        ("GET", "/ping"),
-        ("POST", "/ping"),
-        ("GET", "/ready"),
-    ):
-        response = shared.http.request(method, path)
+    asked = [shared.http.get(path) for path in ("/health", "/live", "/ping", "/ready")]
+    for response in (*asked, shared.http.post("/ping")):
         assert (response.status_code, response.content) == (200, b"")
     assert shared.http.get("/version").json() == {"version": __version__}
     assert shared.http.get("/load").json() == {"server_load": 0}
@@ -249,71 +218,59 @@ def test_a_slash_at_the_end_changes_nothing(shared: Running) -> None:
 
 
 @pytest.mark.parametrize("root", ["", "/llm"])
-def test_a_base_url_may_leave_out_the_version(start: Start, root: str) -> None:
-    running = start(ScriptedTransport(), api_keys=("k",), root_path=root)
+def test_a_base_url_may_leave_out_the_version(serving: Start, root: str) -> None:
+    running = serving(api_keys=("k",), root_path=root)
     key = {"authorization": "Bearer k"}
-    chat = {"messages": [{"role": "user", "content": "Hi"}]}
-    for path, body in (
-        ("/chat/completions", chat),
-        ("/completions", {"prompt": "Hi"}),
-        ("/responses", {"input": "Hi"}),
-        ("/messages", {**chat, "max_tokens": 4}),
-        ("/messages/count_tokens", chat),
-    ):
-        assert running.post(f"{root}{path}", body, headers=key).status_code == 200, path
-        assert running.post(f"{root}{path}/", body, headers=key).status_code == 200, path
-        refused = running.post(f"{root}{path}", body)
+    count = f"{MESSAGES}/count_tokens"
+    bodies = {path: VALID[path] for path in (COMPLETIONS, CHAT, RESPONSES, MESSAGES)}
+    for path, body in {**bodies, count: {"messages": VALID[CHAT]["messages"]}}.items():
+        short = root + path.removeprefix("/v1")
+        for given in (short, f"{short}/"):
+            assert running.post(given, body, headers=key).status_code == 200, given
+        refused = running.post(short, body)
         assert refused.status_code == 401
-        assert error_of(refused, f"/v1{path}")
+        assert error_of(refused, path)
     assert running.http.get(f"{root}/models", headers=key).json()["data"][0]["id"] == "fake"
     assert running.http.get(f"{root}/models/fake/", headers=key).json()["id"] == "fake"
     assert running.http.get(f"{root}/responses/x", headers=key).status_code == 404
     assert running.http.get(f"{root}/v1/chat.css").status_code in (401, 404)
 
 
-def test_a_body_with_two_lengths_ends_the_connection(shared: Running) -> None:
-    """One that a proxy took by the other length could hold a second request."""
-    with socket.create_connection(("127.0.0.1", shared.port), 10) as raw:
-        raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Type: application/json\r\n"
-            b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
-            b'e\r\n{"prompt":"x"}\r\n0\r\n\r\n'
-        )
-        answer = b"".join(iter(lambda: raw.recv(4096), b""))
-    assert answer.startswith(b"HTTP/1.1 400")
-    assert b"exclude each other" in answer
+TWO_LENGTHS = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b'e\r\n{"prompt":"x"}\r\n0\r\n\r\n'
+)
 
 
-def asked_with(running: Running, target: str, host: str) -> bytes:
-    with socket.create_connection(("127.0.0.1", running.port), timeout=30) as client:
-        client.sendall(
-            f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
-        )
-        answer = b""
-        while part := client.recv(65536):
-            answer += part
-    return answer
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        # One that a proxy took by the other length could hold a second request.
+        (TWO_LENGTHS, "exclude each other"),
+        (b"nonsense\r\n\r\n", ""),
+    ],
+)
+def test_what_is_not_http_ends_the_connection(shared: Running, sent: bytes, told: str) -> None:
+    head, body = shared.raw(sent)
+    assert head.startswith(b"HTTP/1.1 400")
+    json = {"content-type": "application/json"}
+    assert told in error_of(httpx.Response(400, content=body, headers=json))["message"]
 
 
 def test_a_request_line_with_a_whole_url(shared: Running) -> None:
     """As for a proxy; its host counts, not the header's."""
     here = f"127.0.0.1:{shared.port}"
-    answer = asked_with(shared, f"http://{here}/v1/models/?x=y", "other.example")
-    assert answer.startswith(b"HTTP/1.1 200 ")
-    assert b'"object":"list"' in answer
-    assert asked_with(shared, f"http://{here}", here).startswith(b"HTTP/1.1 200 ")
-    assert asked_with(shared, "http://other.example/v1/models", here).startswith(b"HTTP/1.1 403 ")
-    assert asked_with(shared, "ftp://x/v1/models", here).startswith(b"HTTP/1.1 404 ")
-
-
-def test_what_is_not_http(shared: Running) -> None:
-    with socket.create_connection(("127.0.0.1", shared.port), 10) as raw:
-        raw.sendall(b"nonsense\r\n\r\n")
-        answer = b"".join(iter(lambda: raw.recv(4096), b""))
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400")
-    assert error_of(httpx.Response(400, content=body, headers={"content-type": "application/json"}))
+    for target, host, status in (
+        (f"http://{here}/v1/models/?x=y", "other.example", 200),
+        (f"http://{here}", here, 200),
+        ("http://other.example/v1/models", here, 403),
+        ("ftp://x/v1/models", here, 404),
+    ):
+        request = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+        head, body = shared.raw(request.encode())
+        assert head.startswith(f"HTTP/1.1 {status} ".encode())
+        assert (b'"object":"list"' in body) == ("/v1/models/?x=y" in target)
 
 
 def test_openapi(shared: Running, keyed: Running) -> None:
@@ -341,44 +298,43 @@ def test_openapi(shared: Running, keyed: Running) -> None:
 # -- tokens -------------------------------------------------------------------------------
 
 
-def test_tokenize(shared: Running) -> None:
-    reply = shared.ok("/tokenize", {"prompt": "Hi"})
-    expected = {"count": 3, "max_model_len": 256, "tokens": [1, 75, 108], "token_strs": None}
-    assert reply == expected
-    reply = shared.ok(
-        "/tokenize", {"prompt": "Hi", "add_special_tokens": False, "return_token_strs": True}
-    )
-    assert reply["token_strs"] == ["<0x48>", "<0x69>"]
-    assert shared.ok("/tokenize", {"prompt": ""})["tokens"] == [1]
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"prompt": ""}, "<s>"),
+        ({"prompt": "Hi"}, "<s>Hi"),
+        ({"prompt": "Hi", "add_special_tokens": False, "return_token_strs": True}, "Hi"),
+        # What chats of other kinds are: test_chat.py.
+        ({**VALID[CHAT], "add_special_tokens": True}, "<s>[user]Hi|[assistant]"),
+        ({**VALID[CHAT], "tools": [{"function": {"name": "f"}}]}, "T[user]Hi|[assistant]"),
+    ],
+)
+def test_tokenize_and_detokenize(shared: Running, asked: Body, text: str) -> None:
+    ids = ByteTokenizer().encode(text.removeprefix("<s>"), text.startswith("<s>"))
+    strings = ["<0x48>", "<0x69>"] if "return_token_strs" in asked else None
+    expected = {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": strings}
+    assert shared.ok("/tokenize", asked) == expected
+    assert shared.ok("/detokenize", {"tokens": ids}) == {"prompt": text}
 
 
-def test_tokenize_messages(shared: Running) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
-
-    def text(**body: Any) -> str:
-        ids = shared.ok("/tokenize", {"messages": messages, **body})["tokens"]
-        return ByteTokenizer().decode(ids, skip_special_tokens=False)
-
-    assert text() == "[user]Hi|[assistant]"
-    assert text(add_generation_prompt=False) == "[user]Hi|"
-    assert text(continue_final_message=True) == "[user]Hi"
-    assert text(add_special_tokens=True) == "<s>[user]Hi|[assistant]"
-    assert text(tools=[{"function": {"name": "f"}}]) == "T[user]Hi|[assistant]"
-
-
-def test_tokenize_errors(shared: Running) -> None:
-    assert "either prompt or messages" in shared.error("/tokenize", {})["message"]
-    shared.error("/tokenize", {"prompt": "x", "messages": [{"role": "a"}]})
-    shared.error("/tokenize", {"prompt": ["x"]})
-    shared.error("/tokenize", {"prompt": "x", "model": "y"}, 404)
-
-
-def test_detokenize(shared: Running) -> None:
-    assert shared.ok("/detokenize", {"tokens": [1, 75, 108, 2]}) == {"prompt": "<s>Hi</s>"}
-    assert shared.ok("/detokenize", {"tokens": []}) == {"prompt": ""}
-    assert "out of vocabulary" in shared.error("/detokenize", {"tokens": [259]})["message"]
-    for tokens in ([-1], ["1"], [1.0], None, "x"):
-        shared.error("/detokenize", {"tokens": tokens})
+@pytest.mark.parametrize(
+    ("path", "asked", "status", "told"),
+    [
+        ("/tokenize", {}, 400, "either prompt or messages"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "a"}]}, 400, "either prompt or mess"),
+        ("/tokenize", {"prompt": ["x"]}, 400, "prompt"),
+        ("/tokenize", {"prompt": "x", "model": "y"}, 404, "does not exist"),
+        ("/detokenize", {"tokens": [259]}, 400, "out of vocabulary"),
+        *(
+            ("/detokenize", {"tokens": tokens}, 400, "tokens")
+            for tokens in ([-1], ["1"], [1.0], None, "x")
+        ),
+    ],
+)
+def test_tokens_that_are_wrong(
+    shared: Running, path: str, asked: Body, status: int, told: str
+) -> None:
+    assert told in shared.error(path, asked, status)["message"]
 
 
 def test_tokenizer_info(shared: Running, start: Start) -> None:
