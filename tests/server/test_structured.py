@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field
 
 from tests.helpers import until
 from tests.server.conftest import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Body, Running
+from tests.server.test_tools import DATE, WORD
 from tests.structured.gate import Gate
 from vmserve import AsyncLLM
 from vmserve.server.auth import ApiKey
@@ -65,55 +66,31 @@ def client(real: Running) -> Iterator[openai.OpenAI]:
         yield opened
 
 
-def text_of(path: str, choice: Body) -> str:
-    text: str = choice["message"]["content"] if path == CHAT else choice["text"]
-    return text
-
-
-def check(text: str, wanted: str | Body) -> None:
-    """``wanted``: a pattern or a schema."""
-    if isinstance(wanted, str):
-        assert re.fullmatch(wanted, text)
-    else:
-        jsonschema.validate(json.loads(text), wanted)
-
-
-OF_SCHEMA = {"name": "weather", "schema": WEATHER, "strict": True}
-IN_SCHEMA: Body = {"response_format": {"type": "json_schema", "json_schema": OF_SCHEMA}}
-KINDS: list[tuple[Body, str | Body]] = [
-    ({"structured_outputs": {"regex": "[a-d]{3}-[0-9]{2}"}}, "[a-d]{3}-[0-9]{2}"),
-    ({"structured_outputs": {"choice": ["blue", "green"]}}, "blue|green"),
-    ({"structured_outputs": {"grammar": 'root ::= ("x" | "yy"){2} "!"'}}, "(x|yy){2}!"),
-    ({"structured_outputs": {"json": json.dumps(WEATHER), "regex": None}}, WEATHER),
-    (IN_SCHEMA, WEATHER),
-]
-BOTH: Body = {"messages": ASKED, "prompt": "The sky is"}
+def check(arguments: str) -> None:
+    jsonschema.validate(json.loads(arguments), WEATHER)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize(("asked", "wanted"), KINDS)
-def test_both_routes_whole_and_streamed(
-    real: Running, path: str, asked: Body, wanted: str | Body
-) -> None:
-    body: Body = {**BOTH, **asked, "seed": 1, "n": 2, "max_tokens": 80}
-    choices = real.ok(path, body)["choices"]
-    texts = [text_of(path, choice) for choice in choices]
-    assert all(choice["finish_reason"] == "stop" for choice in choices)
-    for text in texts:
-        check(text, wanted)
-    joined = {0: "", 1: ""}
-    for chunk in real.stream(path, body):
+def test_both_routes_whole_streamed_and_of_beams(real: Running, path: str) -> None:
+    """With a schema; what else there is: structured/test_generation.py."""
+    schema = {"name": "weather", "schema": WEATHER, "strict": True}
+    body: Body = {"messages": ASKED, "prompt": "The sky is", "n": 2, "max_tokens": 80}
+    body["response_format"] = {"type": "json_schema", "json_schema": schema}
+
+    def texts_of(**more: Any) -> list[str]:
+        choices = real.ok(path, {**body, **more})["choices"]
+        assert all(choice["finish_reason"] == "stop" for choice in choices)
+        return [c["message"]["content"] if path == CHAT else c["text"] for c in choices]
+
+    texts = texts_of(seed=1)
+    joined = ["", ""]
+    for chunk in real.stream(path, {**body, "seed": 1}):
         [choice] = chunk["choices"]
         text = choice["delta"]["content"] if path == CHAT else choice["text"]
         joined[choice["index"]] += text or ""
-    assert list(joined.values()) == texts
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_beams(real: Running, path: str) -> None:
-    beams = {"use_beam_search": True, "n": 2, "max_tokens": 80}
-    for choice in real.ok(path, {**BOTH, **IN_SCHEMA, **beams})["choices"]:
-        check(text_of(path, choice), WEATHER)
+    assert joined == texts
+    for text in (*texts, *texts_of(use_beam_search=True)):
+        check(text)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
@@ -135,40 +112,32 @@ def test_token_strings_join_to_the_content(real: Running) -> None:
     assert "".join(entry["token"] for entry in entries) == choice["message"]["content"] == "abbc"
 
 
+WRONG = {"type": "integer", "minimum": 2, "maximum": 1}
+OF_WRONG = {"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("name", "asked", "told"),
     [
-        ({"regex": "("}, "unclosed group"),
-        ({"grammar": "start: missing"}, "unknown name"),
-        ({"json": {"properties": {"a": 3}}}, "schema must be"),
-        ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable"),
+        ("structured_outputs", {"structured_outputs": {"regex": "("}}, "unclosed group"),
+        ("structured_outputs", {"structured_outputs": {"grammar": "start: a"}}, "unknown name"),
+        ("structured_outputs", {"structured_outputs": {"json": {"items": 3}}}, "schema must be"),
+        ("structured_outputs", {"structured_outputs": {"json": WRONG}}, "Unsatisfiable"),
+        ("json_schema", {"json_schema": WRONG}, "Unsatisfiable"),
+        ("guided_json", {"guided_json": WRONG}, "Unsatisfiable"),
+        ("response_format", {"response_format": {"type": "json_object", "schema": WRONG}}, "Unsat"),
+        ("tools", {"tools": [OF_WRONG], "tool_choice": "required"}, "wrong"),
+        ("tools", {"tools": [OF_WRONG], "tool_choice": OF_WRONG}, "wrong"),
     ],
 )
-def test_what_cannot_be_compiled_is_a_400(
-    real: Running, asked: Body, told: str, stream: bool
+def test_what_cannot_be_compiled_is_told_under_the_name_that_the_client_gave(
+    real: Running, name: str, asked: Body, told: str, stream: bool
 ) -> None:
-    error = real.error(CHAT, {"messages": ASKED, "stream": stream, "structured_outputs": asked})
-    assert error["param"] == "structured_outputs"
+    error = real.error(CHAT, {"messages": ASKED, "stream": stream, **asked})
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name}: this ")
     assert told in error["message"]
-
-
-def test_it_is_told_under_the_name_that_the_client_gave(real: Running) -> None:
-    wrong = {"type": "integer", "minimum": 2, "maximum": 1}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}]
-    forced: Body = {"tools": tools, "tool_choice": "required"}
-    schema = {"type": "json_object", "schema": wrong}
-    for name, asked in (
-        ("json_schema", {"json_schema": wrong}),
-        ("guided_json", {"guided_json": wrong}),
-        ("response_format", {"response_format": schema}),
-        ("structured_outputs", {"structured_outputs": {"json": wrong}}),
-        ("tools", forced),
-        ("tools", {**forced, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
-    ):
-        error = real.error(CHAT, {"messages": ASKED, **asked})
-        assert error["param"] == name
-        assert error["message"].startswith(f"{name}: this ")
 
 
 def test_other_streams_go_on_while_a_bomb_is_refused(real: Running) -> None:
@@ -242,9 +211,10 @@ def test_the_official_client_parses(client: openai.OpenAI) -> None:
     assert isinstance(response.output_parsed, Answer)
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
-)
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
 def test_enforced_calls(client: openai.OpenAI, choice: Any) -> None:
     options: Any = {"model": "embedded", "messages": ASKED, "tools": TOOLS, "seed": 4}
     options |= {"tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
@@ -253,7 +223,7 @@ def test_enforced_calls(client: openai.OpenAI, choice: Any) -> None:
     calls: Any = whole.choices[0].message.tool_calls
     [call] = calls
     if call.function.name == "get_weather":
-        check(call.function.arguments, WEATHER)
+        check(call.function.arguments)
     else:
         assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
     with client.chat.completions.stream(**options) as stream:
@@ -310,20 +280,22 @@ def test_a_template_without_tools_on_every_route(
         reply.get("output") or reply.get("content") or reply["choices"][0]["message"]["tool_calls"]
     )
     assert {part["type"] for part in said} <= {"function_call", "tool_use", "function"}
+    first = said[0].get("function", said[0])  # the context may end within the last
+    given = first["input"] if path == MESSAGES else json.loads(first["arguments"])
+    jsonschema.validate(given, WEATHER if first["name"] == "get_weather" else {"type": "object"})
     if path == CHAT:
         shown = untaught.ok("/tokenize", {"messages": ASKED, "tools": TOOLS})
         assert shown["count"] == with_tools[name]
 
 
 def test_a_tool_is_called_and_its_result_answered(untaught: Running) -> None:
-    named = {"type": "function", "function": {"name": "get_weather"}}
     with untaught.openai() as client:
         options: Any = {"model": "embedded", "tools": TOOLS, "max_tokens": 100}
-        with client.chat.completions.stream(messages=ASKED, tool_choice=named, **options) as stream:
+        with client.chat.completions.stream(messages=ASKED, tool_choice=NAMED, **options) as stream:
             asked: Any = stream.get_final_completion().choices[0]
         assert asked.finish_reason == "stop"
         [call] = asked.message.tool_calls
-        check(call.function.arguments, WEATHER)
+        check(call.function.arguments)
         result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
         history = [*ASKED, asked.message.model_dump(exclude_none=True), result]
         answer = client.chat.completions.create(messages=history, **options)
@@ -334,17 +306,18 @@ def test_a_tool_is_called_and_its_result_answered(untaught: Running) -> None:
     assert "<tool_response>\nSunny.\n</tool_response>" in text
 
 
-def test_enforced_calls_in_the_responses_api(client: openai.OpenAI) -> None:
-    tool: Any = {"type": "function", **TOOLS[0]["function"], "strict": True}
-    with client.responses.stream(
-        model="embedded", input="x", tools=[tool], tool_choice="required", parallel_tool_calls=False
-    ) as stream:
-        for _ in stream:
-            pass
-        reply = stream.get_final_response()
-    call: Any = reply.output[-1]
-    assert call.name == "get_weather"
-    check(call.arguments, WEATHER)
+@pytest.mark.parametrize(("tool", "pattern"), [(DATE, "[0-9]{4}|x"), (WORD, "a+b")])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_inputs_of_custom_tools_match_their_format(
+    real: Running, tool: Body, pattern: str, is_named: bool
+) -> None:
+    """The embedded model knows nothing of it: all that it writes is what the grammar allows."""
+    asked: Body = {"tools": [tool], "tool_choice": tool if is_named else "required"}
+    asked |= {"max_tokens": 200, "seed": 1, "parallel_tool_calls": False}
+    [answer] = real.chat(**asked)["choices"]
+    [call] = answer["message"]["tool_calls"]
+    assert answer["finish_reason"] == ("stop" if is_named else "tool_calls")
+    assert re.fullmatch(pattern, call["custom"]["input"])
 
 
 def test_langchain(real: Running) -> None:
@@ -376,24 +349,12 @@ def test_litellm(real: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
 
-    options: Any = {
-        "model": "openai/embedded",
-        "api_base": f"{real.url}/v1",
-        "api_key": "x",
-        "messages": ASKED,
-        "seed": 1,
-    }
+    options: Any = {"model": "openai/embedded", "messages": ASKED, "seed": 1}
+    options |= {"api_base": f"{real.url}/v1", "api_key": "x"}
     reply = litellm.completion(**options, max_tokens=80, response_format=Answer)
     Answer.model_validate_json(reply.choices[0].message.content)
-    reply = litellm.completion(
-        **options,
-        max_tokens=100,
-        tools=TOOLS,
-        tool_choice={"type": "function", "function": {"name": "get_weather"}},
-    )
+    reply = litellm.completion(**options, max_tokens=100, tools=TOOLS, tool_choice=NAMED)
     [call] = reply.choices[0].message.tool_calls
-    check(call.function.arguments, WEATHER)
-    text = ""
-    for chunk in litellm.completion(**options, max_tokens=5, stream=True):
-        text += chunk.choices[0].delta.content or ""
-    assert text
+    check(call.function.arguments)
+    chunks = litellm.completion(**options, max_tokens=5, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
