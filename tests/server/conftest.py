@@ -200,6 +200,15 @@ def error_of(response: httpx.Response, path: str = "") -> Body:
     return error
 
 
+def is_part(wanted: Any, found: Any) -> bool:
+    """Whether all of ``wanted`` is in ``found``: of objects the fields that are named."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        return all(name in found and is_part(of, found[name]) for name, of in wanted.items())
+    if isinstance(wanted, list) and isinstance(found, list):
+        return len(wanted) == len(found) and all(map(is_part, wanted, found))
+    return bool(wanted == found)
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., Running]]:
     """Starts servers that are stopped at the end of the test."""

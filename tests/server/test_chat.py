@@ -7,10 +7,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.server.conftest import CHAT, HI, VALID, Body, Running, Start
-from vmserve.testing import EOS, ByteTokenizer
-
-HELLO = ByteTokenizer().encode("hello", False)
+from tests.server.conftest import CHAT, HI, VALID, Body, Running
+from vmserve.testing import ByteTokenizer
 
 
 def test_the_whole_reply(shared: Running) -> None:
@@ -34,23 +32,6 @@ def test_the_whole_reply(shared: Running) -> None:
         "prompt_token_ids": None,
     }
     assert shared.prompt == "[user]Hi|[assistant]"
-
-
-def test_token_ids(shared: Running) -> None:
-    reply = shared.chat(return_token_ids=True, n=2)
-    assert reply["prompt_token_ids"] == ByteTokenizer().encode("[user]Hi|[assistant]", False)
-    assert [c["token_ids"] for c in reply["choices"]] == [[*HELLO, EOS], [*HELLO, 52, EOS]]
-    assert [c["message"]["content"] for c in reply["choices"]] == ["hello", "hello1"]
-    assert reply["usage"]["prompt_tokens"] == 20
-    reply = shared.chat(truncate_prompt_tokens=5, return_token_ids=True)
-    assert ByteTokenizer().decode(reply["prompt_token_ids"]) == "tant]"
-    assert reply["usage"]["prompt_tokens"] == 5
-
-
-def test_without_a_limit_the_context_is_the_limit(shared: Running) -> None:
-    reply = shared.chat(ignore_eos=True)
-    assert reply["usage"]["total_tokens"] == 256
-    assert reply["choices"][0]["finish_reason"] == "length"
 
 
 def says(*turns: tuple[str, Any], **fields: Any) -> Body:
@@ -98,29 +79,6 @@ def test_the_longest_role(shared: Running) -> None:
     shared.chat(**says(("x" * 256, "Hi")), truncate_prompt_tokens=200)
     end = "]Hi|[assistant]"
     assert ByteTokenizer().decode(shared.last[0]) == "x" * (200 - len(end)) + end
-
-
-@pytest.mark.parametrize(
-    ("role", "said", "more", "content"),
-    [
-        ("user", "a", {}, "hello"),
-        ("assistant", "a", {}, "ahello"),
-        ("bob", "a", {GOES_ON: True}, "ahello"),
-        # The fake's template takes strings only: two parts are as the template writes them.
-        ("assistant", [{**TEXT, "text": "a"}, {**TEXT, "text": "b"}], {}, "a\nbhello"),
-    ],
-)
-def test_echo_repeats_a_last_message_of_the_answers_role(
-    shared: Running, role: str, said: Any, more: Body, content: str
-) -> None:
-    [choice] = shared.chat(**says((role, said)), echo=True, **more)["choices"]
-    assert choice["message"]["content"] == content
-
-
-def test_the_servers_template(serving: Start) -> None:
-    server = serving(chat_template="§")
-    server.chat()
-    assert server.prompt == "§[user]Hi|[assistant]"
 
 
 def test_openais_client_sees_openais_wire(shared: Running) -> None:

@@ -1,5 +1,4 @@
-"""``/v1/completions`` in one piece: shapes, echo, several prompts and choices; and what the engine
-is asked, for chats too."""
+"""What is asked of the engine and what is told, by rows: completions, chats and tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.conftest import CHAT, COMPLETIONS, HI, VALID, Body, Running, Start
+from tests.server.conftest import CHAT, COMPLETIONS, HI, VALID, Body, Running, Start, is_part
 from vmserve.testing import EOS, ByteTokenizer, ScriptedTransport
 
 HELLO = ByteTokenizer().encode("hello", False)
@@ -37,92 +36,158 @@ def test_the_whole_reply(shared: Running) -> None:
     }
 
 
-def test_choices_are_ordered_by_prompt_and_then_by_choice(shared: Running) -> None:
-    reply = shared.complete(prompt=["a", [5, 6]], n=2, return_token_ids=True)
-    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
-    assert [choice["text"] for choice in reply["choices"]] == ["hello", "hello1"] * 2
-    prompts = [choice["prompt_token_ids"] for choice in reply["choices"]]
-    assert prompts == [[1, 100], [1, 100], [5, 6], [5, 6]]
-    assert reply["choices"][1]["token_ids"] == [*HELLO, 52, EOS]
-    assert reply["usage"] == usage(4, 2 * (6 + 7))  # each prompt counts once
-
-
-IDS = [1, 75, 2]
 LONG = list(range(100, 200))
-#: What is asked beside the prompt "Hi", and what the only choice has.
-CHOICES: list[tuple[Body, Body]] = [
-    ({"max_tokens": 3}, {"text": "hel", "finish_reason": "length"}),
-    (
-        {"stop": "ll", "return_token_ids": True},
-        {"text": "he", "finish_reason": "stop", "stop_reason": "ll", "token_ids": HELLO[:4]},
-    ),
-    ({"stop": ["zz", "ll"], "include_stop_str_in_output": True}, {"text": "hell"}),
-    ({"stop_token_ids": [HELLO[4]]}, {"text": "hell", "stop_reason": HELLO[4]}),
-    ({"stop": []}, {"text": "hello", "stop_reason": None}),
-    ({"echo": True}, {"text": "Hihello"}),
-    ({"prompt": IDS, "echo": True}, {"text": "<s>H</s>hello"}),
-    # Repeated as it was used: what truncation cut off is not.
-    ({"prompt": "abc", "echo": True, "truncate_prompt_tokens": 2}, {"text": "bchello"}),
-    ({"echo": True, "max_tokens": 0}, {"text": "Hi", "logprobs": None, "finish_reason": "length"}),
-    (
-        {"echo": True, "max_tokens": 0, "logprobs": 1, "return_token_ids": True},
-        {
-            "text": "Hi",
-            "token_ids": [],
-            "logprobs": {
-                "tokens": ["<s>", "H", "i"],
-                "token_logprobs": [None, -50.0, -9.0],
-                "top_logprobs": [None, {"H": -50.0, "a": -1.0}, {"i": -9.0, "a": -1.0}],
-                "text_offset": [0, 3, 4],
+TOKENS = {"return_token_ids": True}
+CUT, SCORED = {"truncate_prompt_tokens": 2}, {"echo": True, "max_tokens": 0}
+CHAT_IDS = ByteTokenizer().encode("[user]Hi|[assistant]", False)
+BETWEEN = ByteTokenizer().encode("<PRE>a<SUF>b<MID>")
+FIRST, SECOND = {"text": "hello"}, {"text": "hello1", "token_ids": [*HELLO, 52, EOS]}
+SCORES = {
+    "tokens": ["<s>", "H", "i"],
+    "token_logprobs": [None, -50.0, -9.0],
+    "top_logprobs": [None, {"H": -50.0, "a": -1.0}, {"i": -9.0, "a": -1.0}],
+    "text_offset": [0, 3, 4],
+}
+
+
+def choice(**fields: Any) -> Body:
+    return {"choices": [fields]}
+
+
+def says_back(content: str) -> Body:
+    return choice(message={"content": content})
+
+
+def says(role: str, content: Any = "a", **asked: Any) -> Body:
+    return {"messages": [{"role": role, "content": content}], "echo": True, **asked}
+
+
+#: By the route: what is asked beside a valid body, and a part of the answer.
+PARTS: dict[str, list[tuple[Body, Body]]] = {
+    COMPLETIONS: [
+        ({"max_tokens": 3}, choice(text="hel", finish_reason="length")),
+        ({"stop": "ll", **TOKENS}, choice(text="he", stop_reason="ll", token_ids=HELLO[:4])),
+        ({"stop": "ll"}, choice(text="he", finish_reason="stop", token_ids=None)),
+        ({"stop": ["zz", "ll"], "include_stop_str_in_output": True}, choice(text="hell")),
+        ({"stop_token_ids": [HELLO[4]]}, choice(text="hell", stop_reason=HELLO[4])),
+        ({"stop": []}, choice(text="hello", stop_reason=None)),
+        ({"echo": True}, choice(text="Hihello")),
+        ({"prompt": [1, 75, 2], "echo": True}, choice(text="<s>H</s>hello")),
+        # Repeated as it was used: what truncation cut off is not.
+        ({"prompt": "abc", "echo": True, **CUT}, choice(text="bchello")),
+        (SCORED, choice(text="Hi", logprobs=None, finish_reason="length")),
+        ({**SCORED, "logprobs": 1, **TOKENS}, choice(text="Hi", token_ids=[], logprobs=SCORES)),
+        ({"prompt": "a", "suffix": "b", **TOKENS}, choice(prompt_token_ids=BETWEEN)),
+        ({"prompt": "a", "suffix": "b", "echo": True}, choice(text="ahello")),
+        ({"prompt": LONG, **TOKENS, **CUT}, choice(prompt_token_ids=LONG[-2:])),
+        (
+            {"prompt": LONG, **TOKENS, **CUT, "truncation_side": "left"},
+            choice(prompt_token_ids=LONG[-2:]),
+        ),
+        (
+            {"prompt": LONG, **TOKENS, **CUT, "truncation_side": "right"},
+            choice(prompt_token_ids=LONG[:2]),
+        ),
+        ({"prompt": LONG, **TOKENS, "truncate_prompt_tokens": 200}, choice(prompt_token_ids=LONG)),
+        ({"prompt": LONG, **TOKENS, "truncate_prompt_tokens": -1}, choice(prompt_token_ids=LONG)),
+        # Ordered by prompt and then by choice; each prompt counts once.
+        (
+            {"prompt": ["a", [5, 6]], "n": 2, **TOKENS},
+            {
+                "choices": [
+                    {"index": 0, "prompt_token_ids": [1, 100], **FIRST},
+                    {"index": 1, "prompt_token_ids": [1, 100], **SECOND},
+                    {"index": 2, "prompt_token_ids": [5, 6], **FIRST},
+                    {"index": 3, "prompt_token_ids": [5, 6], **SECOND},
+                ],
+                "usage": usage(4, 2 * (6 + 7)),
             },
-        },
-    ),
-    (
-        {"prompt": "a", "suffix": "b", "echo": True, "max_tokens": 1, "return_token_ids": True},
-        {"text": "ah", "prompt_token_ids": ByteTokenizer().encode("<PRE>a<SUF>b<MID>")},
-    ),
-    *(
-        ({"prompt": LONG, "return_token_ids": True, **options}, {"prompt_token_ids": kept})
-        for options, kept in (
-            ({"truncate_prompt_tokens": 2}, LONG[-2:]),
-            ({"truncate_prompt_tokens": 2, "truncation_side": "left"}, LONG[-2:]),
-            ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, LONG[:2]),
-            ({"truncate_prompt_tokens": 200}, LONG),
-            ({"truncate_prompt_tokens": -1}, LONG),
-        )
-    ),
-]
-
-
-@pytest.mark.parametrize(("asked", "expected"), CHOICES)
-def test_a_choice(shared: Running, asked: Body, expected: Body) -> None:
-    reply = shared.complete(**asked)
-    [choice] = reply["choices"]
-    assert {name: choice[name] for name in expected} == expected
-    assert reply["usage"]["prompt_tokens"] == len(choice["prompt_token_ids"] or shared.last[0])
-    if choice["token_ids"] is not None:
-        assert reply["usage"]["completion_tokens"] == len(choice["token_ids"])
+        ),
+        # What does not fit beside the prompt is cut, not refused.
+        (
+            {"prompt": [5] * 250, "max_tokens": 256, "ignore_eos": True},
+            {"usage": usage(250, 6), **choice(finish_reason="length")},
+        ),
+        (
+            {"prompt": LONG * 5, "truncate_prompt_tokens": -1},
+            {"usage": usage(255, 1), **choice(finish_reason="length")},
+        ),
+        ({"prompt": [5] * 4096, **CUT}, {"usage": usage(2, 6)}),
+    ],
+    CHAT: [
+        (TOKENS, {"prompt_token_ids": CHAT_IDS, **choice(token_ids=[*HELLO, EOS])}),
+        (
+            {"n": 2, **TOKENS},
+            {
+                "choices": [
+                    {"token_ids": [*HELLO, EOS], "message": {"content": "hello"}},
+                    {"token_ids": [*HELLO, 52, EOS], "message": {"content": "hello1"}},
+                ],
+                "usage": usage(20, 13),
+            },
+        ),
+        ({"truncate_prompt_tokens": 5, **TOKENS}, {"prompt_token_ids": CHAT_IDS[-5:]}),
+        # Without a limit the context is the limit.
+        ({"ignore_eos": True}, {"usage": usage(20, 236), **choice(finish_reason="length")}),
+        # A last message of the answer's role is repeated; parts are as the template writes them.
+        (says("user"), says_back("hello")),
+        (says("assistant"), says_back("ahello")),
+        (says("bob", continue_final_message=True), says_back("ahello")),
+        (says("assistant", [{"type": "text", "text": x} for x in "ab"]), says_back("a\nbhello")),
+    ],
+    "/invocations": [
+        ({"prompt": "x"}, {"object": "text_completion"}),
+        ({"messages": HI}, {"object": "chat.completion"}),
+    ],
+    "/detokenize": [
+        ({"tokens": [1, 75, 108, 2]}, {"prompt": "<s>Hi</s>"}),
+        ({"tokens": []}, {"prompt": ""}),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("asked", "used"),
+    ("path", "asked", "part"), [(path, *row) for path, rows in PARTS.items() for row in rows]
+)
+def test_parts_of_answers(shared: Running, path: str, asked: Body, part: Body) -> None:
+    reply = shared.ok(path, {**VALID.get(path, {}), **asked})
+    assert is_part(part, reply), reply
+    if "usage" in reply and len(reply["choices"]) == 1:
+        assert reply["usage"]["prompt_tokens"] == len(shared.last[0])
+        ids = reply["choices"][0].get("token_ids")
+        assert ids is None or reply["usage"]["completion_tokens"] == len(ids)
+
+
+METRICS = {
+    "queue_time_ms": 500.0,
+    "time_to_first_token_ms": 500.0,
+    "generation_time_ms": 2000.0,
+    "mean_itl_ms": 400.0,
+    "tokens_per_second": 2.4,
+}
+TOLD: Body = {"per_request_metrics": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "path", "asked", "name", "part"),
     [
-        # What does not fit beside the prompt is cut, not refused.
-        ({"prompt": [5] * 250, "max_tokens": 256, "ignore_eos": True}, usage(250, 6)),
-        ({"prompt": list(range(3, 253)) * 2, "truncate_prompt_tokens": -1}, usage(255, 1)),
-        ({"prompt": [5] * 16 * 256, "truncate_prompt_tokens": 2}, usage(2, 6)),
+        ("é!", {}, COMPLETIONS, {"max_tokens": 1}, "choices", [{"text": "\ufffd"}]),
+        ("é!", {}, COMPLETIONS, {"max_tokens": 2}, "choices", [{"text": "é"}]),
+        ("hello", TOLD, COMPLETIONS, {}, "metrics", METRICS),
+        ("hello", TOLD, COMPLETIONS, {"n": 2}, "metrics", None),
+        ("hello", TOLD, COMPLETIONS, {"prompt": ["a", "b"]}, "metrics", None),
+        ("hello", TOLD, CHAT, {}, "metrics", METRICS),
+        ("hello", TOLD, CHAT, {"n": 2}, "metrics", None),
+        # "§" is one token more than the characters of the prompt.
+        ("hello", {"chat_template": "§"}, CHAT, {}, "usage", usage(22, 6)),
     ],
 )
-def test_what_fits_the_context(shared: Running, asked: Body, used: Body) -> None:
-    reply = shared.complete(**asked)
-    assert reply["usage"] == used
-    is_cut = used["total_tokens"] == 256
-    assert reply["choices"][0]["finish_reason"] == ("length" if is_cut else "stop")
-
-
-def test_a_context_shorter_than_the_default(start: Start) -> None:
-    server = start(ScriptedTransport("x" * 50, max_model_len=8))
-    assert server.complete()["usage"]["total_tokens"] == 8
+def test_parts_of_answers_by_options(
+    serving: Start, text: str, options: Body, path: str, asked: Body, name: str, part: Any
+) -> None:
+    reply = serving(text, **options).ok(path, {**VALID[path], **asked})
+    assert (name in reply) == (part is not None)
+    assert is_part(part, reply.get(name)), reply
 
 
 def test_ids_far_beyond_what_is_kept_are_refused(shared: Running) -> None:
@@ -132,10 +197,9 @@ def test_ids_far_beyond_what_is_kept_are_refused(shared: Running) -> None:
     assert "16 times the context, 256 tokens" in error["message"]
 
 
-def test_a_character_cut_short_is_flushed(serving: Start) -> None:
-    server = serving("é!")
-    assert server.complete(max_tokens=1)["choices"][0]["text"] == "\ufffd"
-    assert server.complete(max_tokens=2)["choices"][0]["text"] == "é"
+def test_a_context_shorter_than_the_default(start: Start) -> None:
+    server = start(ScriptedTransport("x" * 50, max_model_len=8))
+    assert server.complete()["usage"]["total_tokens"] == 8
 
 
 def test_special_tokens(start: Start) -> None:
@@ -214,20 +278,8 @@ def test_two_requests_may_have_one_id(shared: Running) -> None:
     assert len({extra["request_id"] for _, _, extra in engine.requests[-4:]}) == 4
 
 
-def test_per_request_metrics(serving: Start) -> None:
-    server = serving(per_request_metrics=True)
-    assert server.complete()["metrics"] == {
-        "queue_time_ms": 500.0,
-        "time_to_first_token_ms": 500.0,
-        "generation_time_ms": 2000.0,
-        "mean_itl_ms": 400.0,
-        "tokens_per_second": 2.4,
-    }
-    assert "mean_itl_ms" not in server.complete(max_tokens=1)["metrics"]
-    assert "metrics" not in server.complete(n=2)
-    assert "metrics" not in server.complete(prompt=["a", "b"])
-    assert server.chat()["metrics"]["tokens_per_second"] == 2.4
-    assert "metrics" not in server.chat(n=2)
+def test_one_token_has_no_latency_between_tokens(serving: Start) -> None:
+    assert "mean_itl_ms" not in serving(**TOLD).complete(max_tokens=1)["metrics"]
 
 
 def test_cached_tokens(start: Start) -> None:
@@ -248,12 +300,6 @@ def test_served_names(start: Start) -> None:
     assert cards["data"][0]["max_model_len"] == 256
     assert server.http.get("/v1/models/second").json()["id"] == "second"
     assert server.http.get("/v1/models/org/third").status_code == 404
-
-
-def test_invocations(shared: Running) -> None:
-    assert shared.ok("/invocations", {"prompt": "x"})["object"] == "text_completion"
-    assert shared.ok("/invocations", {"messages": HI})["object"] == "chat.completion"
-    assert "messages" in shared.error("/invocations", {})["message"]
 
 
 @pytest.mark.parametrize("fault", [RuntimeError("secret /path"), MemoryError("secret")])

@@ -84,11 +84,6 @@ def test_every_route_but_health_and_the_live_page_needs_a_key(
         assert keyed.http.request(method, prefix + path, headers=headers).status_code != 401
 
 
-@pytest.mark.parametrize("path", ["/nope", "/version/", "//health", "/llm/llm/version", "/llmx"])
-def test_what_is_no_route_needs_a_key_too(keyed: Running, path: str) -> None:
-    assert keyed.http.get(f"{keyed.url}{path}").status_code == 401
-
-
 def test_the_official_client_has_its_key_checked(keyed: Running) -> None:
     assert keyed.openai(api_key="second").models.list().data[0].id == "fake"
     with pytest.raises(openai.AuthenticationError, match="API key"):
@@ -110,12 +105,46 @@ def test_without_keys_any_header_is_fine(shared: Running) -> None:
         assert response.status_code == 200
 
 
-def test_status_routes_can_be_opened(start: Start) -> None:
-    server = start(api_keys=("k",), open_status_routes=True)
-    for path in ("/health", "/ping", "/ready", "/version"):
-        assert server.http.get(path).status_code == 200
-    for path in ("/metrics", "/v1/models", "/load", "/openapi.json"):
-        assert server.http.get(path).status_code == 401
+UNDER_ROOT: Body = {"root_path": "/llm"}
+KEYED: Body = {"api_keys": ("k",)}
+OPENED: Body = {**KEYED, "open_status_routes": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "paths"),
+    [
+        ({**KEYED, **UNDER_ROOT}, 401, "/nope /version/ //health /llm/llm/version /llmx"),
+        (OPENED, 200, "/health /ping /ready /version"),
+        (OPENED, 401, "/metrics /v1/models /load /openapi.json"),
+        (UNDER_ROOT, 200, "/v1/models /llm/v1/models /openapi.json /llm/openapi.json"),
+        (UNDER_ROOT, 404, "/nope /llm/nope /llmv1/models"),
+        ({}, 404, "/v1/nope /tokenizer_info"),
+        ({}, 405, "/v1/completions"),
+    ],
+)
+def test_what_is_got(serving: Start, options: Body, status: int, paths: str) -> None:
+    server = serving(**options)
+    for path in paths.split():
+        response = server.http.get(f"{server.url}{path}")
+        assert response.status_code == status, path
+        if status == 404:
+            assert error_of(response)["type"] == "NotFoundError"
+        if status == 405:
+            assert response.headers["allow"] == "POST"
+            error_of(response)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"api_keys": ("",)}, "empty key"),
+        ({"root_path": "llm"}, "root_path"),
+        ({"root_path": "/llm/"}, "root_path"),
+    ],
+)
+def test_options_that_are_wrong(options: Body, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        ServerConfig(served_model_names=("m",), **options)
 
 
 def test_preflight_needs_no_key(keyed: Running) -> None:
@@ -134,25 +163,7 @@ def test_preflight_needs_no_key(keyed: Running) -> None:
     assert response.headers["access-control-allow-origin"] == "*"
 
 
-def test_an_empty_key_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="empty key"):
-        ServerConfig(served_model_names=("m",), api_keys=("",))
-
-
 # -- prefix and socket --------------------------------------------------------------------
-
-
-def test_root_path(start: Start) -> None:
-    server = start(root_path="/llm")
-    for prefix in ("", "/llm"):
-        assert server.http.get(f"{prefix}/v1/models").status_code == 200
-        assert server.ok(f"{prefix}/v1/completions", {"prompt": "x"})["model"] == "fake"
-        assert server.http.get(f"{prefix}/openapi.json").status_code == 200
-        assert server.http.get(f"{prefix}/nope").status_code == 404
-    assert server.http.get("/llmv1/models").status_code == 404
-    for path in ("llm", "/llm/"):
-        with pytest.raises(ConfigurationError, match="root_path"):
-            ServerConfig(served_model_names=("m",), root_path=path)
 
 
 def test_unix_socket(start: Start, tmp_path: Path) -> None:
@@ -163,9 +174,6 @@ def test_unix_socket(start: Start, tmp_path: Path) -> None:
     assert server.complete()["choices"][0]["text"] == "hello"
     server.close()
     assert not path.exists()
-
-
-# -- status -------------------------------------------------------------------------------
 
 
 def test_status_routes(shared: Running) -> None:
@@ -190,16 +198,6 @@ def test_a_dead_engine(start: Start) -> None:
         assert server.http.get(path).status_code == 200
 
 
-def test_wrong_routes_and_methods(shared: Running) -> None:
-    response = shared.http.get("/v1/nope")
-    assert response.status_code == 404
-    assert error_of(response)["type"] == "NotFoundError"
-    response = shared.http.get("/v1/completions")
-    assert response.status_code == 405
-    assert response.headers["allow"] == "POST"
-    error_of(response)
-
-
 def test_head_is_get_without_the_body(shared: Running) -> None:
     for path in ("/", "/docs", "/health", "/ping", "/ready", "/version", "/metrics", "/load"):
         assert shared.http.get(path).status_code == 200
@@ -213,8 +211,7 @@ def test_head_is_get_without_the_body(shared: Running) -> None:
 def test_a_slash_at_the_end_changes_nothing(shared: Running) -> None:
     for path in ("/v1/models", "/health", "/version"):
         assert shared.http.get(f"{path}/").text == shared.http.get(path).text
-    response = shared.http.post("/v1/completions/", json={"prompt": "x"})
-    assert response.json()["choices"][0]["text"] == "hello"
+    assert shared.ok(f"{COMPLETIONS}/", {"prompt": "x"})["choices"][0]["text"] == "hello"
 
 
 @pytest.mark.parametrize("root", ["", "/llm"])
@@ -309,17 +306,17 @@ def test_openapi(shared: Running, keyed: Running) -> None:
         ({**VALID[CHAT], "tools": [{"function": {"name": "f"}}]}, "T[user]Hi|[assistant]"),
     ],
 )
-def test_tokenize_and_detokenize(shared: Running, asked: Body, text: str) -> None:
+def test_tokenize(shared: Running, asked: Body, text: str) -> None:
     ids = ByteTokenizer().encode(text.removeprefix("<s>"), text.startswith("<s>"))
     strings = ["<0x48>", "<0x69>"] if "return_token_strs" in asked else None
     expected = {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": strings}
     assert shared.ok("/tokenize", asked) == expected
-    assert shared.ok("/detokenize", {"tokens": ids}) == {"prompt": text}
 
 
 @pytest.mark.parametrize(
     ("path", "asked", "status", "told"),
     [
+        ("/invocations", {}, 400, "messages"),
         ("/tokenize", {}, 400, "either prompt or messages"),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "a"}]}, 400, "either prompt or mess"),
         ("/tokenize", {"prompt": ["x"]}, 400, "prompt"),
@@ -337,7 +334,6 @@ def test_tokens_that_are_wrong(
     assert told in shared.error(path, asked, status)["message"]
 
 
-def test_tokenizer_info(shared: Running, start: Start) -> None:
-    assert shared.http.get("/tokenizer_info").status_code == 404
-    server = start(tokenizer_info={"tokenizer_class": "T"})
+def test_tokenizer_info(serving: Start) -> None:
+    server = serving(tokenizer_info={"tokenizer_class": "T"})
     assert server.http.get("/tokenizer_info").json() == {"tokenizer_class": "T"}
