@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import openai
 import pytest
 
-from tests.server.conftest import CHAT, HI, VALID, Body, Running
+from tests.server.conftest import CHAT, VALID, Body, Running
 from vmserve.testing import ByteTokenizer
 
 
@@ -79,23 +78,6 @@ def test_the_longest_role(shared: Running) -> None:
     shared.chat(**says(("x" * 256, "Hi")), truncate_prompt_tokens=200)
     end = "]Hi|[assistant]"
     assert ByteTokenizer().decode(shared.last[0]) == "x" * (200 - len(end)) + end
-
-
-def test_openais_client_sees_openais_wire(shared: Running) -> None:
-    asked: Any = {"model": "fake", "messages": HI}
-    with shared.openai() as client:
-        first = next(iter(client.chat.completions.create(**asked, stream=True))).choices[0]
-        said = (first.delta.role, first.delta.content, first.finish_reason)
-        assert said == ("assistant", "", None)
-        with pytest.raises(openai.BadRequestError, match="top_logprobs needs logprobs"):
-            client.chat.completions.create(**asked, top_logprobs=0)
-        reply = client.chat.completions.create(**asked, logprobs=True, top_logprobs=0)
-        assert reply.choices[0].logprobs is not None
-        named: Any = {"type": "function", "function": {"name": "f"}}
-        tools: Any = [named]
-        forced = client.chat.completions.create(**asked, tools=tools, tool_choice=named)
-        assert forced.choices[0].message.tool_calls
-        assert forced.choices[0].finish_reason == "stop"
 
 
 @pytest.mark.parametrize(

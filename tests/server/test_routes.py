@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 from fastapi.routing import APIRoute
 
@@ -82,12 +81,6 @@ def test_every_route_but_health_and_the_live_page_needs_a_key(
     for key in ("first", "second"):
         headers = {"authorization": f"Bearer {key}"}
         assert keyed.http.request(method, prefix + path, headers=headers).status_code != 401
-
-
-def test_the_official_client_has_its_key_checked(keyed: Running) -> None:
-    assert keyed.openai(api_key="second").models.list().data[0].id == "fake"
-    with pytest.raises(openai.AuthenticationError, match="API key"):
-        keyed.openai(api_key="third").models.list()
 
 
 def test_a_tenant_is_a_key(keyed: Running) -> None:

@@ -214,25 +214,6 @@ def test_the_official_client_parses(client: openai.OpenAI) -> None:
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED])
-def test_enforced_calls(client: openai.OpenAI, choice: Any) -> None:
-    options: Any = {"model": "embedded", "messages": ASKED, "tools": TOOLS, "seed": 4}
-    options |= {"tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
-    whole = client.chat.completions.create(**options)
-    assert whole.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
-    calls: Any = whole.choices[0].message.tool_calls
-    [call] = calls
-    if call.function.name == "get_weather":
-        check(call.function.arguments)
-    else:
-        assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
-    with client.chat.completions.stream(**options) as stream:
-        final: Any = stream.get_final_completion()
-    [streamed] = final.choices[0].message.tool_calls
-    assert streamed.function.arguments == call.function.arguments
-    assert streamed.function.name == call.function.name
-
-
 #: Shows no tools, and takes no system message.
 WITHOUT_TOOLS = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"

@@ -342,14 +342,3 @@ def test_only_some_tools_may_be_called(serving: Start) -> None:
     reply = running.ok(RESPONSES, {"input": "Hi", "tools": tools, "tool_choice": choice})
     calls = [item["name"] for item in reply["output"] if item["type"] == "function_call"]
     assert calls == ["now"]
-
-
-def test_the_official_client_reads_a_call_of_a_function(serving: Start) -> None:
-    client = serving(CALLS).openai()
-    asked: Any = {"model": "fake", "messages": HI, "functions": FUNCTIONS}
-    [choice] = client.chat.completions.create(**asked).choices
-    assert choice.message.function_call.name == "get_weather"
-    assert choice.finish_reason == "function_call"
-    chunks = client.chat.completions.create(**asked, stream=True)
-    calls = [chunk.choices[0].delta.function_call for chunk in chunks]
-    assert [call.name for call in calls if call is not None and call.name] == ["get_weather"]
