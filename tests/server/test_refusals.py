@@ -211,22 +211,14 @@ WITH_FUNCTIONS: Rows = [
     ({"functions": "x"}, "functions", "list of objects"),
     ({"functions": [5]}, "functions", "list of objects"),
     ({"functions": [{}]}, "functions", r"functions\[0\] must have a function with a name"),
-    (
-        {"functions": [{"name": "f", "parameters": 5}]},
-        "functions",
-        r"functions\[0\].parameters must be a JSON schema",
-    ),
+    ({"functions": [{"name": "f", "parameters": 5}]}, "functions", r"\[0\].parameters must be a J"),
     ({"function_call": "required"}, "function_call", 'must be "none", "auto" or'),
     ({"function_call": {"name": "other"}}, "function_call", "function_call: there is no"),
     ({"function_call": {"name": "my_tools"}}, "function_call", "no tool 'my_tools'"),
     ({"functions": None, "function_call": "auto"}, "function_call", "needs functions"),
     ({"tools": []}, "functions", "goes without tools"),
     ({"tool_choice": "auto"}, "functions", "goes without tool_choice"),
-    (
-        said("assistant", None, function_call="x"),
-        "messages",
-        r"messages\[0\].function_call must be an object",
-    ),
+    (said("assistant", None, function_call="x"), "messages", r"\[0\].function_call must be an obj"),
 ]
 
 GBNF = 'root ::= "yes" | "no"'
@@ -244,32 +236,17 @@ FORMATS: Rows = [
     ({"regex": "a", **wanted("json_object")}, "regex", "response_format"),
 ]
 
-NOW_OF_RESPONSES = [{"type": "function", **NOW["tools"][0]["function"]}]
+INPUTS: list[Any] = [None, "", [], ["x"], 5, [{"role": 5, "content": "x"}], [{"type": "image"}]]
+INPUTS += [[{"role": "user", "content": 5}], [{"type": "function_call"}]]
+INPUTS += [[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]]
+NOW_OF_RESPONSES: Body = {"tools": [{"type": "function", "name": "now"}]}
 OF_RESPONSES: Rows = [
-    *(
-        ({"input": given}, "input", "")
-        for given in (
-            None,
-            "",
-            [],
-            ["x"],
-            5,
-            [{"role": 5, "content": "x"}],
-            [{"type": "image"}],
-            [{"role": "user", "content": 5}],
-            [{"type": "function_call"}],
-            [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}],
-        )
-    ),
+    *(({"input": given}, "input", "") for given in INPUTS),
     ({"background": True}, "background", ""),
     ({"conversation": "c"}, "conversation", ""),
     ({"tools": [{"type": "web_search"}]}, "tools", ""),
     ({"tools": "x"}, "tools", ""),
-    (
-        {"tools": NOW_OF_RESPONSES, "tool_choice": {"type": "function", "name": "x"}},
-        "tool_choice",
-        "",
-    ),
+    ({**NOW_OF_RESPONSES, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", ""),
     ({"text": "x"}, "text", ""),
     ({"text": {"format": {"type": "yaml"}}}, "text.format", ""),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", ""),
