@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -23,9 +24,20 @@ from vmserve.server.errors import CODES
 from vmserve.server.models.registry import Models
 from vmserve.server.net.listen import bind, url_of
 from vmserve.server.run import serve
-from vmserve.testing import ScriptedTransport
+from vmserve.testing import ScriptedTransport, scripted
 
 Body = dict[str, Any]
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES, EMBEDDINGS = "/v1/messages", "/v1/embeddings"
+HI: Any = [{"role": "user", "content": "Hi"}]
+#: A body that each route takes.
+VALID: dict[str, Body] = {
+    COMPLETIONS: {"prompt": "Hi"},
+    CHAT: {"messages": HI},
+    RESPONSES: {"input": "Hi"},
+    MESSAGES: {"messages": HI, "max_tokens": 9},
+    EMBEDDINGS: {"input": "Hi"},
+}
 
 
 class Running:
@@ -106,17 +118,42 @@ class Running:
         body.setdefault("messages", [{"role": "user", "content": "Hi"}])
         return self.ok("/v1/chat/completions", body)
 
-    def error(self, path: str, body: Body, status: int = 400) -> Body:
+    def error(self, path: str, body: Body, status: int = 400, **kwargs: Any) -> Body:
         """The error of a request that must fail with ``status``, in the shape of ``path``."""
-        response = self.post(path, body)
+        response = self.post(path, body, **kwargs)
         assert response.status_code == status, response.text
         return error_of(response, path)
+
+    def raw(self, request: bytes) -> tuple[bytes, bytes]:
+        """What stands before and after the blank line of all that comes until the connection's
+        end."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=30) as raw:
+            raw.sendall(request)
+            received = b"".join(iter(lambda: raw.recv(65536), b""))
+        head, _, content = received.partition(b"\r\n\r\n")
+        return head, content
+
+    @property
+    def last(self) -> tuple[list[int], Any, Body]:
+        """The ids, parameters and terms that the scripted engine was given last."""
+        engine: Any = self.engine
+        ids, params, terms = engine.requests[-1]
+        return ids, params, terms
+
+    @property
+    def params(self) -> Any:
+        return self.last[1]
+
+    @property
+    def constraint(self) -> Any:
+        """What the answer that was asked for last has to match."""
+        structured = self.params.structured_outputs
+        return structured and structured.constraint
 
     @property
     def prompt(self) -> str:
         """The text of the prompt that the scripted engine was given last."""
-        engine: Any = self.engine
-        return str(engine.requests[-1][2]["prompt"])
+        return str(self.last[2]["prompt"])
 
     def stream(self, path: str, body: Body) -> list[Body]:
         """The chunks of a stream that must end with [DONE]."""
@@ -140,6 +177,8 @@ class Running:
         return client
 
 
+Start = Callable[..., Running]
+
 #: Routes whose errors have Anthropic's shape: its clients read no other.
 ANTHROPIC_PATHS = {"/v1/messages", "/v1/messages/count_tokens"}
 
@@ -161,6 +200,15 @@ def error_of(response: httpx.Response, path: str = "") -> Body:
     return error
 
 
+def is_part(wanted: Any, found: Any) -> bool:
+    """Whether all of ``wanted`` is in ``found``: of objects the fields that are named."""
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        return all(name in found and is_part(of, found[name]) for name, of in wanted.items())
+    if isinstance(wanted, list) and isinstance(found, list):
+        return len(wanted) == len(found) and all(map(is_part, wanted, found))
+    return bool(wanted == found)
+
+
 @pytest.fixture
 def start() -> Iterator[Callable[..., Running]]:
     """Starts servers that are stopped at the end of the test."""
@@ -176,6 +224,25 @@ def start() -> Iterator[Callable[..., Running]]:
 
     yield begin
     for running in started:
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def serving() -> Iterator[Start]:
+    """Servers with a context of 1,024 tokens by their options, which are kept: only the model's
+    text, which is given first, changes."""
+    kept: dict[str, Running] = {}
+
+    def serve(text: str = "hello", **options: Any) -> Running:
+        key = repr(options)
+        if key not in kept:
+            kept[key] = Running(ScriptedTransport(max_model_len=1024), **options)
+        engine: Any = kept[key].engine
+        engine.reply = scripted(text)
+        return kept[key]
+
+    yield serve
+    for running in kept.values():
         running.close()
 
 

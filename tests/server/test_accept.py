@@ -10,8 +10,6 @@ import resource
 import select
 import socket
 import ssl
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,15 +18,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers import until
-from tests.server.conftest import Running, error_of
+from tests.helpers import run_python, until
+from tests.server.conftest import Running, Start, error_of
 from vmserve.errors import ConfigurationError
 from vmserve.server.config import ServerConfig
 from vmserve.server.net import accept
 from vmserve.server.net.accept import Tally, counted_address
 from vmserve.server.net.listen import ConnectionLimits, bind
 
-Start = Callable[..., Running]
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -49,7 +46,7 @@ def healthy(raw: socket.socket) -> bool:
 
 
 def told(caplog: pytest.LogCaptureFixture, what: str) -> list[str]:
-    return [record.getMessage() for record in caplog.records if what in record.getMessage()]
+    return [line for line in caplog.messages if what in line]
 
 
 def test_beyond_the_limit_connections_wait_for_one_that_ends(
@@ -182,31 +179,29 @@ def test_a_tally_logs_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
     assert len(timers) == 1
 
 
-def limits_for(monkeypatch: pytest.MonkeyPatch, files: int, **options: Any) -> ConnectionLimits:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
-    return ConnectionLimits.of(ServerConfig(served_model_names=("m",), **options))
-
-
 def test_limits_follow_from_the_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert limits_for(monkeypatch, 128) == ConnectionLimits(64, 16)
-    assert limits_for(monkeypatch, 1024) == ConnectionLimits(768, 192)
-    assert limits_for(monkeypatch, 2**20) == ConnectionLimits(16_384, 4096)
+    def limits(files: int, **options: Any) -> ConnectionLimits:
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (files, files))
+        return ConnectionLimits.of(ServerConfig(served_model_names=("m",), **options))
+
+    assert limits(128) == ConnectionLimits(64, 16)
+    assert limits(1024) == ConnectionLimits(768, 192)
+    assert limits(2**20) == ConnectionLimits(16_384, 4096)
     asked = {"max_connections": 700, "max_connections_per_address": 7}
-    assert limits_for(monkeypatch, 1024, **asked) == ConnectionLimits(700, 7)
+    assert limits(1024, **asked) == ConnectionLimits(700, 7)
     with pytest.raises(ConfigurationError, match=r"800 .* 1024 open files .* 768.*ulimit -n"):
-        limits_for(monkeypatch, 1024, max_connections=800)
+        limits(1024, max_connections=800)
     for name in asked:
         with pytest.raises(ConfigurationError, match=f"{name}: 0 is below"):
-            ServerConfig(served_model_names=("m",), **{name: 0})  # type: ignore[arg-type]
+            limits(1024, **{name: 0})
 
 
 def test_the_soft_limit_of_files_is_raised() -> None:
-    code = (
+    ran = run_python(
         "import resource; from vmserve.server.net.listen import raise_descriptor_limit as r;"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (64, 512));"
         "print(r(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.split() == ["512", "512", "512"]
 
 

@@ -1,162 +1,205 @@
-"""``/v1/completions`` in one piece: shapes, echo, several prompts and choices."""
+"""What is asked of the engine and what is told, by rows: completions, chats and tokens."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Running
+from tests.server.conftest import CHAT, COMPLETIONS, HI, VALID, Body, Running, Start, is_part
 from vmserve.testing import EOS, ByteTokenizer, ScriptedTransport
 
-Start = Callable[..., Running]
 HELLO = ByteTokenizer().encode("hello", False)
 
 
-def last_params(running: Running) -> Any:
-    return running.engine.requests[-1][1]  # type: ignore[attr-defined]
+def usage(prompt: int, completion: int, cached: int = 0) -> Body:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def test_the_whole_reply(shared: Running) -> None:
     reply = shared.complete(request_id="r1")
     assert reply.pop("created") > 1_700_000_000
     assert reply.pop("system_fingerprint").startswith("fp_")
+    unasked = ("logprobs", "stop_reason", "token_ids", "prompt_logprobs", "prompt_token_ids")
+    choice = {"index": 0, "text": "hello", "finish_reason": "stop"}
     assert reply == {
         "id": "cmpl-r1",
         "object": "text_completion",
         "model": "fake",
-        "choices": [
+        "choices": [choice | dict.fromkeys(unasked)],
+        "usage": usage(3, 6),
+    }
+
+
+LONG = list(range(100, 200))
+TOKENS = {"return_token_ids": True}
+CUT, SCORED = {"truncate_prompt_tokens": 2}, {"echo": True, "max_tokens": 0}
+CHAT_IDS = ByteTokenizer().encode("[user]Hi|[assistant]", False)
+BETWEEN = ByteTokenizer().encode("<PRE>a<SUF>b<MID>")
+FIRST, SECOND = {"text": "hello"}, {"text": "hello1", "token_ids": [*HELLO, 52, EOS]}
+SCORES = {
+    "tokens": ["<s>", "H", "i"],
+    "token_logprobs": [None, -50.0, -9.0],
+    "top_logprobs": [None, {"H": -50.0, "a": -1.0}, {"i": -9.0, "a": -1.0}],
+    "text_offset": [0, 3, 4],
+}
+
+
+def choice(**fields: Any) -> Body:
+    return {"choices": [fields]}
+
+
+def says_back(content: str) -> Body:
+    return choice(message={"content": content})
+
+
+def says(role: str, content: Any = "a", **asked: Any) -> Body:
+    return {"messages": [{"role": role, "content": content}], "echo": True, **asked}
+
+
+#: By the route: what is asked beside a valid body, and a part of the answer.
+PARTS: dict[str, list[tuple[Body, Body]]] = {
+    COMPLETIONS: [
+        ({"max_tokens": 3}, choice(text="hel", finish_reason="length")),
+        ({"stop": "ll", **TOKENS}, choice(text="he", stop_reason="ll", token_ids=HELLO[:4])),
+        ({"stop": "ll"}, choice(text="he", finish_reason="stop", token_ids=None)),
+        ({"stop": ["zz", "ll"], "include_stop_str_in_output": True}, choice(text="hell")),
+        ({"stop_token_ids": [HELLO[4]]}, choice(text="hell", stop_reason=HELLO[4])),
+        ({"stop": []}, choice(text="hello", stop_reason=None)),
+        ({"echo": True}, choice(text="Hihello")),
+        ({"prompt": [1, 75, 2], "echo": True}, choice(text="<s>H</s>hello")),
+        # Repeated as it was used: what truncation cut off is not.
+        ({"prompt": "abc", "echo": True, **CUT}, choice(text="bchello")),
+        (SCORED, choice(text="Hi", logprobs=None, finish_reason="length")),
+        ({**SCORED, "logprobs": 1, **TOKENS}, choice(text="Hi", token_ids=[], logprobs=SCORES)),
+        ({"prompt": "a", "suffix": "b", **TOKENS}, choice(prompt_token_ids=BETWEEN)),
+        ({"prompt": "a", "suffix": "b", "echo": True}, choice(text="ahello")),
+        ({"prompt": LONG, **TOKENS, **CUT}, choice(prompt_token_ids=LONG[-2:])),
+        (
+            {"prompt": LONG, **TOKENS, **CUT, "truncation_side": "left"},
+            choice(prompt_token_ids=LONG[-2:]),
+        ),
+        (
+            {"prompt": LONG, **TOKENS, **CUT, "truncation_side": "right"},
+            choice(prompt_token_ids=LONG[:2]),
+        ),
+        ({"prompt": LONG, **TOKENS, "truncate_prompt_tokens": 200}, choice(prompt_token_ids=LONG)),
+        ({"prompt": LONG, **TOKENS, "truncate_prompt_tokens": -1}, choice(prompt_token_ids=LONG)),
+        # Ordered by prompt and then by choice; each prompt counts once.
+        (
+            {"prompt": ["a", [5, 6]], "n": 2, **TOKENS},
             {
-                "index": 0,
-                "text": "hello",
-                "logprobs": None,
-                "finish_reason": "stop",
-                "stop_reason": None,
-                "token_ids": None,
-                "prompt_logprobs": None,
-                "prompt_token_ids": None,
-            }
-        ],
-        "usage": {
-            "prompt_tokens": 3,
-            "completion_tokens": 6,
-            "total_tokens": 9,
-            "prompt_tokens_details": {"cached_tokens": 0},
-        },
-    }
+                "choices": [
+                    {"index": 0, "prompt_token_ids": [1, 100], **FIRST},
+                    {"index": 1, "prompt_token_ids": [1, 100], **SECOND},
+                    {"index": 2, "prompt_token_ids": [5, 6], **FIRST},
+                    {"index": 3, "prompt_token_ids": [5, 6], **SECOND},
+                ],
+                "usage": usage(4, 2 * (6 + 7)),
+            },
+        ),
+        # What does not fit beside the prompt is cut, not refused.
+        (
+            {"prompt": [5] * 250, "max_tokens": 256, "ignore_eos": True},
+            {"usage": usage(250, 6), **choice(finish_reason="length")},
+        ),
+        (
+            {"prompt": LONG * 5, "truncate_prompt_tokens": -1},
+            {"usage": usage(255, 1), **choice(finish_reason="length")},
+        ),
+        ({"prompt": [5] * 4096, **CUT}, {"usage": usage(2, 6)}),
+    ],
+    CHAT: [
+        (TOKENS, {"prompt_token_ids": CHAT_IDS, **choice(token_ids=[*HELLO, EOS])}),
+        (
+            {"n": 2, **TOKENS},
+            {
+                "choices": [
+                    {"token_ids": [*HELLO, EOS], "message": {"content": "hello"}},
+                    {"token_ids": [*HELLO, 52, EOS], "message": {"content": "hello1"}},
+                ],
+                "usage": usage(20, 13),
+            },
+        ),
+        ({"truncate_prompt_tokens": 5, **TOKENS}, {"prompt_token_ids": CHAT_IDS[-5:]}),
+        # Without a limit the context is the limit.
+        ({"ignore_eos": True}, {"usage": usage(20, 236), **choice(finish_reason="length")}),
+        # A last message of the answer's role is repeated; parts are as the template writes them.
+        (says("user"), says_back("hello")),
+        (says("assistant"), says_back("ahello")),
+        (says("bob", continue_final_message=True), says_back("ahello")),
+        (says("assistant", [{"type": "text", "text": x} for x in "ab"]), says_back("a\nbhello")),
+    ],
+    "/invocations": [
+        ({"prompt": "x"}, {"object": "text_completion"}),
+        ({"messages": HI}, {"object": "chat.completion"}),
+    ],
+    "/detokenize": [
+        ({"tokens": [1, 75, 108, 2]}, {"prompt": "<s>Hi</s>"}),
+        ({"tokens": []}, {"prompt": ""}),
+    ],
+}
 
 
-def test_choices_are_ordered_by_prompt_and_then_by_choice(shared: Running) -> None:
-    reply = shared.complete(prompt=["a", [5, 6]], n=2, return_token_ids=True)
-    assert [choice["index"] for choice in reply["choices"]] == [0, 1, 2, 3]
-    assert [choice["text"] for choice in reply["choices"]] == ["hello", "hello1"] * 2
-    prompts = [choice["prompt_token_ids"] for choice in reply["choices"]]
-    assert prompts == [[1, 100], [1, 100], [5, 6], [5, 6]]
-    assert reply["choices"][1]["token_ids"] == [*HELLO, 52, EOS]
-    # Each prompt counts once.
-    assert reply["usage"]["prompt_tokens"] == 4
-    assert reply["usage"]["completion_tokens"] == 2 * (6 + 7)
+@pytest.mark.parametrize(
+    ("path", "asked", "part"), [(path, *row) for path, rows in PARTS.items() for row in rows]
+)
+def test_parts_of_answers(shared: Running, path: str, asked: Body, part: Body) -> None:
+    reply = shared.ok(path, {**VALID.get(path, {}), **asked})
+    assert is_part(part, reply), reply
+    if "usage" in reply and len(reply["choices"]) == 1:
+        assert reply["usage"]["prompt_tokens"] == len(shared.last[0])
+        ids = reply["choices"][0].get("token_ids")
+        assert ids is None or reply["usage"]["completion_tokens"] == len(ids)
 
 
-def test_max_tokens(shared: Running) -> None:
-    for body, expected in (
-        ({}, 16),
-        ({"max_tokens": None}, 16),
-        ({"max_tokens": 3}, 3),
-    ):
-        shared.complete(**body)
-        assert last_params(shared).max_tokens == expected
-    reply = shared.complete(max_tokens=3)
-    assert reply["choices"][0]["text"] == "hel"
-    assert reply["choices"][0]["finish_reason"] == "length"
-    # What does not fit beside the prompt is cut, not refused.
-    reply = shared.complete(prompt=[5] * 250, max_tokens=256, ignore_eos=True)
-    assert reply["usage"] == {
-        "prompt_tokens": 250,
-        "completion_tokens": 6,
-        "total_tokens": 256,
-        "prompt_tokens_details": {"cached_tokens": 0},
-    }
-    assert reply["choices"][0]["finish_reason"] == "length"
+METRICS = {
+    "queue_time_ms": 500.0,
+    "time_to_first_token_ms": 500.0,
+    "generation_time_ms": 2000.0,
+    "mean_itl_ms": 400.0,
+    "tokens_per_second": 2.4,
+}
+TOLD: Body = {"per_request_metrics": True}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "path", "asked", "name", "part"),
+    [
+        ("é!", {}, COMPLETIONS, {"max_tokens": 1}, "choices", [{"text": "\ufffd"}]),
+        ("é!", {}, COMPLETIONS, {"max_tokens": 2}, "choices", [{"text": "é"}]),
+        ("hello", TOLD, COMPLETIONS, {}, "metrics", METRICS),
+        ("hello", TOLD, COMPLETIONS, {"n": 2}, "metrics", None),
+        ("hello", TOLD, COMPLETIONS, {"prompt": ["a", "b"]}, "metrics", None),
+        ("hello", TOLD, CHAT, {}, "metrics", METRICS),
+        ("hello", TOLD, CHAT, {"n": 2}, "metrics", None),
+        # "§" is one token more than the characters of the prompt.
+        ("hello", {"chat_template": "§"}, CHAT, {}, "usage", usage(22, 6)),
+    ],
+)
+def test_parts_of_answers_by_options(
+    serving: Start, text: str, options: Body, path: str, asked: Body, name: str, part: Any
+) -> None:
+    reply = serving(text, **options).ok(path, {**VALID[path], **asked})
+    assert (name in reply) == (part is not None)
+    assert is_part(part, reply.get(name)), reply
+
+
+def test_ids_far_beyond_what_is_kept_are_refused(shared: Running) -> None:
+    body = {"prompt": [5] * (16 * 256 + 1), "truncate_prompt_tokens": 2}
+    error = shared.error(COMPLETIONS, body)
+    assert error["param"] == "prompt"
+    assert "16 times the context, 256 tokens" in error["message"]
 
 
 def test_a_context_shorter_than_the_default(start: Start) -> None:
     server = start(ScriptedTransport("x" * 50, max_model_len=8))
     assert server.complete()["usage"]["total_tokens"] == 8
-
-
-def test_stop(shared: Running) -> None:
-    [choice] = shared.complete(stop="ll", return_token_ids=True)["choices"]
-    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("he", "stop", "ll")
-    assert choice["token_ids"] == HELLO[:4]
-    [choice] = shared.complete(stop=["zz", "ll"], include_stop_str_in_output=True)["choices"]
-    assert choice["text"] == "hell"
-    [choice] = shared.complete(stop_token_ids=[HELLO[4]])["choices"]
-    assert (choice["text"], choice["stop_reason"]) == ("hell", HELLO[4])
-    [choice] = shared.complete(stop=[])["choices"]
-    assert choice["text"] == "hello"
-
-
-def test_a_character_cut_short_is_flushed(start: Start) -> None:
-    server = start(ScriptedTransport("é!"))
-    assert server.complete(max_tokens=1)["choices"][0]["text"] == "\ufffd"
-    assert server.complete(max_tokens=2)["choices"][0]["text"] == "é"
-
-
-def test_echo(shared: Running) -> None:
-    assert shared.complete(echo=True)["choices"][0]["text"] == "Hihello"
-    ids = [1, 75, 2]
-    assert shared.complete(prompt=ids, echo=True)["choices"][0]["text"] == "<s>H</s>hello"
-    # Repeated as it was used: what truncation cut off is not.
-    reply = shared.complete(prompt="abc", echo=True, truncate_prompt_tokens=2)
-    assert reply["choices"][0]["text"] == "bchello"
-
-
-def test_scoring_a_prompt(shared: Running) -> None:
-    reply = shared.complete(echo=True, max_tokens=0, logprobs=1, return_token_ids=True)
-    [choice] = reply["choices"]
-    assert choice["text"] == "Hi"
-    assert choice["token_ids"] == []
-    assert choice["finish_reason"] == "length"
-    assert choice["logprobs"] == {
-        "tokens": ["<s>", "H", "i"],
-        "token_logprobs": [None, -50.0, -9.0],
-        "top_logprobs": [None, {"H": -50.0, "a": -1.0}, {"i": -9.0, "a": -1.0}],
-        "text_offset": [0, 3, 4],
-    }
-    assert reply["usage"]["completion_tokens"] == 0
-    # Without logprobs there is nothing to tell, but it is no error.
-    assert shared.complete(echo=True, max_tokens=0)["choices"][0]["logprobs"] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({"truncate_prompt_tokens": 2}, [98, 99]),
-        ({"truncate_prompt_tokens": 2, "truncation_side": "left"}, [98, 99]),
-        ({"truncate_prompt_tokens": 2, "truncation_side": "right"}, [0, 1]),
-        ({"truncate_prompt_tokens": 200}, list(range(100))),
-        ({"truncate_prompt_tokens": -1}, list(range(100))),
-    ],
-)
-def test_truncation(shared: Running, options: dict[str, Any], kept: list[int]) -> None:
-    ids = [100 + i for i in range(100)]
-    reply = shared.complete(prompt=ids, return_token_ids=True, **options)
-    assert reply["choices"][0]["prompt_token_ids"] == [100 + i for i in kept]
-    assert reply["usage"]["prompt_tokens"] == len(kept)
-
-
-def test_truncation_to_what_fits(shared: Running) -> None:
-    reply = shared.complete(prompt=list(range(3, 253)) * 2, truncate_prompt_tokens=-1)
-    assert reply["usage"]["prompt_tokens"] == 255
-    assert reply["usage"]["completion_tokens"] == 1
-
-
-def test_ids_far_beyond_what_is_kept_are_refused(shared: Running) -> None:
-    assert shared.complete(prompt=[5] * 16 * 256, truncate_prompt_tokens=2)
-    body = {"prompt": [5] * (16 * 256 + 1), "truncate_prompt_tokens": 2}
-    error = shared.error("/v1/completions", body)
-    assert error["param"] == "prompt"
-    assert "16 times the context, 256 tokens" in error["message"]
 
 
 def test_special_tokens(start: Start) -> None:
@@ -169,75 +212,80 @@ def test_special_tokens(start: Start) -> None:
         assert choice["text"] == text
 
 
+@pytest.mark.parametrize(
+    ("path", "asked", "params", "terms"),
+    [
+        (COMPLETIONS, {}, {"max_tokens": 16}, {}),
+        (COMPLETIONS, {"max_tokens": None}, {"max_tokens": 16}, {}),
+        (COMPLETIONS, {"max_tokens": 3}, {"max_tokens": 3}, {}),
+        (CHAT, {}, {"max_tokens": None}, {}),
+        (CHAT, {"max_tokens": 4}, {"max_tokens": 4}, {}),
+        (CHAT, {"max_completion_tokens": 5}, {"max_tokens": 5}, {}),
+        (CHAT, {"max_tokens": 4, "max_completion_tokens": 5}, {"max_tokens": 5}, {}),
+        (COMPLETIONS, {"logit_bias": {"5": -100, "6": 1.5}}, {"logit_bias": {5: -100, 6: 1.5}}, {}),
+        (COMPLETIONS, {"allowed_token_ids": [7, 8]}, {"allowed_token_ids": (7, 8)}, {}),
+        # The engine gets them as token ids.
+        (COMPLETIONS, {"bad_words": ["no"]}, {"bad_words": ((113, 114),)}, {}),
+        (COMPLETIONS, {"best_of": 1, "min_tokens": 1}, {"best_of": 1, "min_tokens": 1}, {}),
+        (COMPLETIONS, {"priority": 3, "cache_salt": "a"}, {}, {"priority": 3, "cache_salt": "a"}),
+        (
+            COMPLETIONS,
+            {"user": "somebody", "request_timeout": 7.5},
+            {},
+            {"tenant": "somebody", "timeout": 7.5},
+        ),
+    ],
+)
+def test_what_the_engine_is_asked(
+    shared: Running, path: str, asked: Body, params: Body, terms: Body
+) -> None:
+    shared.ok(path, {**VALID[path], **asked})
+    assert {name: getattr(shared.params, name) for name in params} == params
+    assert {name: shared.last[2][name] for name in terms} == terms
+    assert ("cache_salt" in shared.last[2]) == ("cache_salt" in asked)
+
+
 def test_defaults_come_from_the_model_and_then_from_openai(start: Start) -> None:
     engine = ScriptedTransport()
     engine.facts.default_sampling = {"temperature": 0.6, "top_k": 20}
     server = start(engine)
-    server.complete()
-    params = last_params(server)
-    assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 1.0)
-    server.complete(temperature=0, top_k=None, top_p=0.5, seed=7, priority=3, min_tokens=1)
-    params = last_params(server)
-    assert (params.temperature, params.top_k, params.top_p, params.seed) == (0.0, 20, 0.5, 7)
-    assert params.min_tokens == 1
-    assert engine.requests[-1][2]["priority"] == 3
-    assert "cache_salt" not in engine.requests[-1][2]
-    server.complete(cache_salt="pepper")
-    assert engine.requests[-1][2]["cache_salt"] == "pepper"
-
-
-def test_logit_bias_and_bans_reach_the_engine(shared: Running) -> None:
-    shared.complete(
-        logit_bias={"5": -100, "6": 1.5}, allowed_token_ids=[7, 8], bad_words=["no"], best_of=1
-    )
-    params = last_params(shared)
-    assert dict(params.logit_bias) == {5: -100.0, 6: 1.5}
-    assert tuple(params.allowed_token_ids) == (7, 8)
-    words = ByteTokenizer().encode_bad_words(["no"])  # the engine gets them as token ids
-    assert params.bad_words == words
-    assert params.best_of == 1
+    for asked, told in (
+        ({}, (0.6, 20, 1.0, None)),
+        ({"temperature": 0, "top_k": None, "top_p": 0.5, "seed": 7}, (0.0, 20, 0.5, 7)),
+    ):
+        server.complete(**asked)
+        params = server.params
+        assert (params.temperature, params.top_k, params.top_p, params.seed) == told
 
 
 def test_ids(shared: Running) -> None:
-    response = shared.post("/v1/completions", {"prompt": "x"}, headers={"x-request-id": "abc"})
-    assert response.json()["id"] == "cmpl-abc"
-    assert response.headers["x-request-id"] == "abc"
-    body = {"prompt": "x", "request_id": "mine"}
-    response = shared.post("/v1/completions", body, headers={"x-request-id": "abc"})
-    assert response.json()["id"] == "cmpl-mine"
-    response = shared.post("/v1/completions", {"prompt": "x"})
-    assert response.json()["id"] == "cmpl-" + response.headers["x-request-id"]
-    error = shared.http.get("/health", headers={"x-request-id": "a" * 257})
-    assert error.status_code == 400
+    for body, headers, told in (
+        ({}, {"x-request-id": "abc"}, "abc"),
+        ({"request_id": "mine"}, {"x-request-id": "abc"}, "mine"),
+        ({}, {}, None),
+    ):
+        response = shared.post(COMPLETIONS, {"prompt": "x", **body}, headers=headers)
+        sent = response.headers["x-request-id"]
+        assert sent == headers.get("x-request-id", sent)
+        assert response.json()["id"] == f"cmpl-{told or sent}"
+    assert shared.http.get("/health", headers={"x-request-id": "a" * 257}).status_code == 400
 
 
 def test_two_requests_may_have_one_id(shared: Running) -> None:
-    body = {"prompt": ["x", "y"], "request_id": "same"}
     for _ in range(2):
-        assert shared.ok("/v1/completions", body)["id"] == "cmpl-same"
-    ids = [extra["request_id"] for _, _, extra in shared.engine.requests[-4:]]  # type: ignore[attr-defined]
-    assert len(set(ids)) == 4
+        assert shared.complete(prompt=["x", "y"], request_id="same")["id"] == "cmpl-same"
+    engine: Any = shared.engine
+    assert len({extra["request_id"] for _, _, extra in engine.requests[-4:]}) == 4
 
 
-def test_per_request_metrics(start: Start) -> None:
-    server = start(per_request_metrics=True)
-    assert server.complete()["metrics"] == {
-        "queue_time_ms": 500.0,
-        "time_to_first_token_ms": 500.0,
-        "generation_time_ms": 2000.0,
-        "mean_itl_ms": 400.0,
-        "tokens_per_second": 2.4,
-    }
-    assert "mean_itl_ms" not in server.complete(max_tokens=1)["metrics"]
-    assert "metrics" not in server.complete(n=2)
-    assert "metrics" not in server.complete(prompt=["a", "b"])
+def test_one_token_has_no_latency_between_tokens(serving: Start) -> None:
+    assert "mean_itl_ms" not in serving(**TOLD).complete(max_tokens=1)["metrics"]
 
 
 def test_cached_tokens(start: Start) -> None:
     engine = ScriptedTransport()
     engine.num_cached = 2
-    reply = start(engine).complete(prompt=["abc", "def"])
-    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert start(engine).complete(prompt=["abc", "def"])["usage"] == usage(8, 12, cached=4)
 
 
 def test_served_names(start: Start) -> None:
@@ -254,27 +302,10 @@ def test_served_names(start: Start) -> None:
     assert server.http.get("/v1/models/org/third").status_code == 404
 
 
-def test_invocations(shared: Running) -> None:
-    assert shared.ok("/invocations", {"prompt": "x"})["object"] == "text_completion"
-    messages = [{"role": "user", "content": "x"}]
-    assert shared.ok("/invocations", {"messages": messages})["object"] == "chat.completion"
-    assert "messages" in shared.error("/invocations", {})["message"]
-
-
-def test_engine_refusals_are_400_and_faults_are_500(start: Start) -> None:
-    engine = ScriptedTransport(max_model_len=64)
-    server = start(engine)
-    engine.fail = RuntimeError("secret /path")
-    error = server.error("/v1/completions", {"prompt": "x"}, 500)
+@pytest.mark.parametrize("fault", [RuntimeError("secret /path"), MemoryError("secret")])
+def test_faults_of_the_engine_are_500(start: Start, fault: Exception) -> None:
+    engine = ScriptedTransport()
+    engine.fail = fault
+    error = start(engine).error(COMPLETIONS, {"prompt": "x"}, 500)
     assert error["type"] == "InternalServerError"
     assert "secret" not in error["message"]
-    engine.fail = MemoryError("secret")
-    server.error("/v1/completions", {"prompt": "x"}, 500)
-
-
-def test_a_suffix_asks_for_what_stands_between(shared: Running) -> None:
-    body = {"prompt": "a", "suffix": "b", "echo": True, "return_token_ids": True, "max_tokens": 1}
-    [choice] = shared.ok("/v1/completions", body)["choices"]
-    assert choice["prompt_token_ids"] == ByteTokenizer().encode("<PRE>a<SUF>b<MID>")
-    assert choice["text"].startswith("a")
-    assert not choice["text"].startswith("a<")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable
 
 from tests.helpers import until
-from tests.server.conftest import Running, error_of
+from tests.server.conftest import CHAT, COMPLETIONS, Start, error_of
 from vmserve.testing import ScriptedTransport
 
 JSON = {"content-type": "application/json", "authorization": "Bearer k"}
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 #: One of each kind: method, path, headers, body, status.
 REFUSED: list[tuple[str, str, dict[str, str], bytes, int]] = [
@@ -31,7 +29,7 @@ REFUSED: list[tuple[str, str, dict[str, str], bytes, int]] = [
 ]
 
 
-def test_a_stream_beside_all_that_is_refused(start: Callable[..., Running]) -> None:
+def test_a_stream_beside_all_that_is_refused(start: Start) -> None:
     engine = ScriptedTransport()
     server = start(engine, api_keys=("k",))
     engine.pause = server.on_loop(asyncio.Event)

@@ -1,16 +1,25 @@
 """Routes other than generation, and what all routes share: keys, prefixes, errors."""
 
-import socket
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
-import openai
 import pytest
 from fastapi.routing import APIRoute
 
-from tests.server.conftest import Running, error_of
+from tests.server.conftest import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    VALID,
+    Body,
+    Running,
+    Start,
+    error_of,
+)
 from vmserve import __version__
 from vmserve.client.client import Client
 from vmserve.errors import ConfigurationError
@@ -21,64 +30,34 @@ from vmserve.server.routes.live import LIVE_PAGE_PATHS
 from vmserve.server.words.openapi_replies import REPLIES
 from vmserve.testing import ByteTokenizer, ScriptedTransport
 
-Start = Callable[..., Running]
-
-
-def every_route() -> list[tuple[str, str]]:
-    app = create_app(Client(ScriptedTransport()), ServerConfig(served_model_names=("fake",)))
-    routes = []
-    for route in app.routes:
-        path = getattr(route, "path").replace("{model:path}", "fake")  # noqa: B009
-        methods = route.methods if isinstance(route, APIRoute) else {"GET"}
-        routes += [(method, path) for method in methods]
-    return sorted(set(routes))
-
-
-ROUTES = every_route()
+APP = create_app(Client(ScriptedTransport()), ServerConfig(served_model_names=("fake",)))
+ROUTES = sorted(
+    {
+        (method, getattr(route, "path").replace("{model:path}", "fake"))  # noqa: B009
+        for route in APP.routes
+        for method in (route.methods if isinstance(route, APIRoute) else {"GET"})
+    }
+)
 
 
 def test_the_routes_of_the_contract_are_there() -> None:
-    assert {path for _, path in ROUTES} == {
-        "/",
-        "/live.css",
-        "/chat.css",
-        "/chat.js",
-        "/text.js",
-        "/live.js",
-        "/docs",
-        "/docs.js",
-        "/detokenize",
-        "/health",
-        "/invocations",
-        "/live",
-        "/load",
-        "/metrics",
-        "/openapi.json",
-        "/ping",
-        "/ready",
-        "/tokenize",
-        "/tokenizer_info",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/kv",
-        "/v1/kv/live",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/models",
-        "/v1/models/fake",
-        "/v1/responses",
-        "/v1/responses/input_tokens",
-        "/v1/responses/{response_id}",
-        "/version",
-    }
+    pages = "/ /live.css /chat.css /chat.js /text.js /live.js /docs /docs.js /openapi.json"
+    status = "/health /live /load /metrics /ping /ready /version /tokenizer_info"
+    tokens = "/detokenize /tokenize /invocations"
+    versioned = (
+        "chat/completions completions embeddings kv kv/live messages messages/count_tokens models "
+        "models/fake responses responses/input_tokens responses/{response_id}"
+    )
+    expected = {*pages.split(), *status.split(), *tokens.split()}
+    expected |= {f"/v1/{path}" for path in versioned.split()}
+    assert {path for _, path in ROUTES} == expected
 
 
 # -- keys -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def keyed() -> Any:
+def keyed() -> Iterator[Running]:
     running = Running(ScriptedTransport(), api_keys=("first", "second"), root_path="/llm")
     yield running
     running.close()
@@ -104,29 +83,13 @@ def test_every_route_but_health_and_the_live_page_needs_a_key(
         assert keyed.http.request(method, prefix + path, headers=headers).status_code != 401
 
 
-@pytest.mark.parametrize("path", ["/nope", "/version/", "//health", "/llm/llm/version", "/llmx"])
-def test_what_is_no_route_needs_a_key_too(keyed: Running, path: str) -> None:
-    assert keyed.http.get(f"{keyed.url}{path}").status_code == 401
-
-
-def test_the_official_client_has_its_key_checked(keyed: Running) -> None:
-    assert keyed.openai(api_key="second").models.list().data[0].id == "fake"
-    with pytest.raises(openai.AuthenticationError, match="API key"):
-        keyed.openai(api_key="third").models.list()
-
-
-def test_a_tenant_is_a_key_or_without_keys_whom_the_client_names(
-    keyed: Running, shared: Running
-) -> None:
+def test_a_tenant_is_a_key(keyed: Running) -> None:
+    """Whomever the client names."""
     body = {"prompt": "x", "user": "somebody"}
-    path = "/llm/v1/completions"
     for key, tenant in (("first", "key-0"), ("second", "key-1")):
         headers = {"authorization": f"Bearer {key}"}
-        assert keyed.http.post(path, json=body, headers=headers).status_code == 200
-        assert keyed.engine.requests[-1][2]["tenant"] == tenant
-    shared.complete(user="somebody", request_timeout=7.5)
-    assert shared.engine.requests[-1][2]["tenant"] == "somebody"
-    assert shared.engine.requests[-1][2]["timeout"] == 7.5
+        assert keyed.post(f"/llm{COMPLETIONS}", body, headers=headers).status_code == 200
+        assert keyed.last[2]["tenant"] == tenant
 
 
 def test_without_keys_any_header_is_fine(shared: Running) -> None:
@@ -135,12 +98,46 @@ def test_without_keys_any_header_is_fine(shared: Running) -> None:
         assert response.status_code == 200
 
 
-def test_status_routes_can_be_opened(start: Start) -> None:
-    server = start(api_keys=("k",), open_status_routes=True)
-    for path in ("/health", "/ping", "/ready", "/version"):
-        assert server.http.get(path).status_code == 200
-    for path in ("/metrics", "/v1/models", "/load", "/openapi.json"):
-        assert server.http.get(path).status_code == 401
+UNDER_ROOT: Body = {"root_path": "/llm"}
+KEYED: Body = {"api_keys": ("k",)}
+OPENED: Body = {**KEYED, "open_status_routes": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "paths"),
+    [
+        ({**KEYED, **UNDER_ROOT}, 401, "/nope /version/ //health /llm/llm/version /llmx"),
+        (OPENED, 200, "/health /ping /ready /version"),
+        (OPENED, 401, "/metrics /v1/models /load /openapi.json"),
+        (UNDER_ROOT, 200, "/v1/models /llm/v1/models /openapi.json /llm/openapi.json"),
+        (UNDER_ROOT, 404, "/nope /llm/nope /llmv1/models"),
+        ({}, 404, "/v1/nope /tokenizer_info"),
+        ({}, 405, "/v1/completions"),
+    ],
+)
+def test_what_is_got(serving: Start, options: Body, status: int, paths: str) -> None:
+    server = serving(**options)
+    for path in paths.split():
+        response = server.http.get(f"{server.url}{path}")
+        assert response.status_code == status, path
+        if status == 404:
+            assert error_of(response)["type"] == "NotFoundError"
+        if status == 405:
+            assert response.headers["allow"] == "POST"
+            error_of(response)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"api_keys": ("",)}, "empty key"),
+        ({"root_path": "llm"}, "root_path"),
+        ({"root_path": "/llm/"}, "root_path"),
+    ],
+)
+def test_options_that_are_wrong(options: Body, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        ServerConfig(served_model_names=("m",), **options)
 
 
 def test_preflight_needs_no_key(keyed: Running) -> None:
@@ -159,25 +156,7 @@ def test_preflight_needs_no_key(keyed: Running) -> None:
     assert response.headers["access-control-allow-origin"] == "*"
 
 
-def test_an_empty_key_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="empty key"):
-        ServerConfig(served_model_names=("m",), api_keys=("",))
-
-
 # -- prefix and socket --------------------------------------------------------------------
-
-
-def test_root_path(start: Start) -> None:
-    server = start(root_path="/llm")
-    for prefix in ("", "/llm"):
-        assert server.http.get(f"{prefix}/v1/models").status_code == 200
-        assert server.ok(f"{prefix}/v1/completions", {"prompt": "x"})["model"] == "fake"
-        assert server.http.get(f"{prefix}/openapi.json").status_code == 200
-        assert server.http.get(f"{prefix}/nope").status_code == 404
-    assert server.http.get("/llmv1/models").status_code == 404
-    for path in ("llm", "/llm/"):
-        with pytest.raises(ConfigurationError, match="root_path"):
-            ServerConfig(served_model_names=("m",), root_path=path)
 
 
 def test_unix_socket(start: Start, tmp_path: Path) -> None:
@@ -190,18 +169,9 @@ def test_unix_socket(start: Start, tmp_path: Path) -> None:
     assert not path.exists()
 
 
-# -- status -------------------------------------------------------------------------------
-
-
 def test_status_routes(shared: Running) -> None:
-    for method, path in (
-        ("GET", "/health"),
-        ("GET", "/live"),
-        ("GET", "/ping"),
-        ("POST", "/ping"),
-        ("GET", "/ready"),
-    ):
-        response = shared.http.request(method, path)
+    asked = [shared.http.get(path) for path in ("/health", "/live", "/ping", "/ready")]
+    for response in (*asked, shared.http.post("/ping")):
         assert (response.status_code, response.content) == (200, b"")
     assert shared.http.get("/version").json() == {"version": __version__}
     assert shared.http.get("/load").json() == {"server_load": 0}
@@ -221,16 +191,6 @@ def test_a_dead_engine(start: Start) -> None:
         assert server.http.get(path).status_code == 200
 
 
-def test_wrong_routes_and_methods(shared: Running) -> None:
-    response = shared.http.get("/v1/nope")
-    assert response.status_code == 404
-    assert error_of(response)["type"] == "NotFoundError"
-    response = shared.http.get("/v1/completions")
-    assert response.status_code == 405
-    assert response.headers["allow"] == "POST"
-    error_of(response)
-
-
 def test_head_is_get_without_the_body(shared: Running) -> None:
     for path in ("/", "/docs", "/health", "/ping", "/ready", "/version", "/metrics", "/load"):
         assert shared.http.get(path).status_code == 200
@@ -244,76 +204,63 @@ def test_head_is_get_without_the_body(shared: Running) -> None:
 def test_a_slash_at_the_end_changes_nothing(shared: Running) -> None:
     for path in ("/v1/models", "/health", "/version"):
         assert shared.http.get(f"{path}/").text == shared.http.get(path).text
-    response = shared.http.post("/v1/completions/", json={"prompt": "x"})
-    assert response.json()["choices"][0]["text"] == "hello"
+    assert shared.ok(f"{COMPLETIONS}/", {"prompt": "x"})["choices"][0]["text"] == "hello"
 
 
 @pytest.mark.parametrize("root", ["", "/llm"])
-def test_a_base_url_may_leave_out_the_version(start: Start, root: str) -> None:
-    running = start(ScriptedTransport(), api_keys=("k",), root_path=root)
+def test_a_base_url_may_leave_out_the_version(serving: Start, root: str) -> None:
+    running = serving(api_keys=("k",), root_path=root)
     key = {"authorization": "Bearer k"}
-    chat = {"messages": [{"role": "user", "content": "Hi"}]}
-    for path, body in (
-        ("/chat/completions", chat),
-        ("/completions", {"prompt": "Hi"}),
-        ("/responses", {"input": "Hi"}),
-        ("/messages", {**chat, "max_tokens": 4}),
-        ("/messages/count_tokens", chat),
-    ):
-        assert running.post(f"{root}{path}", body, headers=key).status_code == 200, path
-        assert running.post(f"{root}{path}/", body, headers=key).status_code == 200, path
-        refused = running.post(f"{root}{path}", body)
+    count = f"{MESSAGES}/count_tokens"
+    bodies = {path: VALID[path] for path in (COMPLETIONS, CHAT, RESPONSES, MESSAGES)}
+    for path, body in {**bodies, count: {"messages": VALID[CHAT]["messages"]}}.items():
+        short = root + path.removeprefix("/v1")
+        for given in (short, f"{short}/"):
+            assert running.post(given, body, headers=key).status_code == 200, given
+        refused = running.post(short, body)
         assert refused.status_code == 401
-        assert error_of(refused, f"/v1{path}")
+        assert error_of(refused, path)
     assert running.http.get(f"{root}/models", headers=key).json()["data"][0]["id"] == "fake"
     assert running.http.get(f"{root}/models/fake/", headers=key).json()["id"] == "fake"
     assert running.http.get(f"{root}/responses/x", headers=key).status_code == 404
     assert running.http.get(f"{root}/v1/chat.css").status_code in (401, 404)
 
 
-def test_a_body_with_two_lengths_ends_the_connection(shared: Running) -> None:
-    """One that a proxy took by the other length could hold a second request."""
-    with socket.create_connection(("127.0.0.1", shared.port), 10) as raw:
-        raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Type: application/json\r\n"
-            b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
-            b'e\r\n{"prompt":"x"}\r\n0\r\n\r\n'
-        )
-        answer = b"".join(iter(lambda: raw.recv(4096), b""))
-    assert answer.startswith(b"HTTP/1.1 400")
-    assert b"exclude each other" in answer
+TWO_LENGTHS = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b'e\r\n{"prompt":"x"}\r\n0\r\n\r\n'
+)
 
 
-def asked_with(running: Running, target: str, host: str) -> bytes:
-    with socket.create_connection(("127.0.0.1", running.port), timeout=30) as client:
-        client.sendall(
-            f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
-        )
-        answer = b""
-        while part := client.recv(65536):
-            answer += part
-    return answer
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        # One that a proxy took by the other length could hold a second request.
+        (TWO_LENGTHS, "exclude each other"),
+        (b"nonsense\r\n\r\n", ""),
+    ],
+)
+def test_what_is_not_http_ends_the_connection(shared: Running, sent: bytes, told: str) -> None:
+    head, body = shared.raw(sent)
+    assert head.startswith(b"HTTP/1.1 400")
+    json = {"content-type": "application/json"}
+    assert told in error_of(httpx.Response(400, content=body, headers=json))["message"]
 
 
 def test_a_request_line_with_a_whole_url(shared: Running) -> None:
     """As for a proxy; its host counts, not the header's."""
     here = f"127.0.0.1:{shared.port}"
-    answer = asked_with(shared, f"http://{here}/v1/models/?x=y", "other.example")
-    assert answer.startswith(b"HTTP/1.1 200 ")
-    assert b'"object":"list"' in answer
-    assert asked_with(shared, f"http://{here}", here).startswith(b"HTTP/1.1 200 ")
-    assert asked_with(shared, "http://other.example/v1/models", here).startswith(b"HTTP/1.1 403 ")
-    assert asked_with(shared, "ftp://x/v1/models", here).startswith(b"HTTP/1.1 404 ")
-
-
-def test_what_is_not_http(shared: Running) -> None:
-    with socket.create_connection(("127.0.0.1", shared.port), 10) as raw:
-        raw.sendall(b"nonsense\r\n\r\n")
-        answer = b"".join(iter(lambda: raw.recv(4096), b""))
-    head, _, body = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400")
-    assert error_of(httpx.Response(400, content=body, headers={"content-type": "application/json"}))
+    for target, host, status in (
+        (f"http://{here}/v1/models/?x=y", "other.example", 200),
+        (f"http://{here}", here, 200),
+        ("http://other.example/v1/models", here, 403),
+        ("ftp://x/v1/models", here, 404),
+    ):
+        request = f"GET {target} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n"
+        head, body = shared.raw(request.encode())
+        assert head.startswith(f"HTTP/1.1 {status} ".encode())
+        assert (b'"object":"list"' in body) == ("/v1/models/?x=y" in target)
 
 
 def test_openapi(shared: Running, keyed: Running) -> None:
@@ -341,47 +288,45 @@ def test_openapi(shared: Running, keyed: Running) -> None:
 # -- tokens -------------------------------------------------------------------------------
 
 
-def test_tokenize(shared: Running) -> None:
-    reply = shared.ok("/tokenize", {"prompt": "Hi"})
-    expected = {"count": 3, "max_model_len": 256, "tokens": [1, 75, 108], "token_strs": None}
-    assert reply == expected
-    reply = shared.ok(
-        "/tokenize", {"prompt": "Hi", "add_special_tokens": False, "return_token_strs": True}
-    )
-    assert reply["token_strs"] == ["<0x48>", "<0x69>"]
-    assert shared.ok("/tokenize", {"prompt": ""})["tokens"] == [1]
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"prompt": ""}, "<s>"),
+        ({"prompt": "Hi"}, "<s>Hi"),
+        ({"prompt": "Hi", "add_special_tokens": False, "return_token_strs": True}, "Hi"),
+        # What chats of other kinds are: test_chat.py.
+        ({**VALID[CHAT], "add_special_tokens": True}, "<s>[user]Hi|[assistant]"),
+        ({**VALID[CHAT], "tools": [{"function": {"name": "f"}}]}, "T[user]Hi|[assistant]"),
+    ],
+)
+def test_tokenize(shared: Running, asked: Body, text: str) -> None:
+    ids = ByteTokenizer().encode(text.removeprefix("<s>"), text.startswith("<s>"))
+    strings = ["<0x48>", "<0x69>"] if "return_token_strs" in asked else None
+    expected = {"count": len(ids), "max_model_len": 256, "tokens": ids, "token_strs": strings}
+    assert shared.ok("/tokenize", asked) == expected
 
 
-def test_tokenize_messages(shared: Running) -> None:
-    messages = [{"role": "user", "content": "Hi"}]
-
-    def text(**body: Any) -> str:
-        ids = shared.ok("/tokenize", {"messages": messages, **body})["tokens"]
-        return ByteTokenizer().decode(ids, skip_special_tokens=False)
-
-    assert text() == "[user]Hi|[assistant]"
-    assert text(add_generation_prompt=False) == "[user]Hi|"
-    assert text(continue_final_message=True) == "[user]Hi"
-    assert text(add_special_tokens=True) == "<s>[user]Hi|[assistant]"
-    assert text(tools=[{"function": {"name": "f"}}]) == "T[user]Hi|[assistant]"
-
-
-def test_tokenize_errors(shared: Running) -> None:
-    assert "either prompt or messages" in shared.error("/tokenize", {})["message"]
-    shared.error("/tokenize", {"prompt": "x", "messages": [{"role": "a"}]})
-    shared.error("/tokenize", {"prompt": ["x"]})
-    shared.error("/tokenize", {"prompt": "x", "model": "y"}, 404)
-
-
-def test_detokenize(shared: Running) -> None:
-    assert shared.ok("/detokenize", {"tokens": [1, 75, 108, 2]}) == {"prompt": "<s>Hi</s>"}
-    assert shared.ok("/detokenize", {"tokens": []}) == {"prompt": ""}
-    assert "out of vocabulary" in shared.error("/detokenize", {"tokens": [259]})["message"]
-    for tokens in ([-1], ["1"], [1.0], None, "x"):
-        shared.error("/detokenize", {"tokens": tokens})
+@pytest.mark.parametrize(
+    ("path", "asked", "status", "told"),
+    [
+        ("/invocations", {}, 400, "messages"),
+        ("/tokenize", {}, 400, "either prompt or messages"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "a"}]}, 400, "either prompt or mess"),
+        ("/tokenize", {"prompt": ["x"]}, 400, "prompt"),
+        ("/tokenize", {"prompt": "x", "model": "y"}, 404, "does not exist"),
+        ("/detokenize", {"tokens": [259]}, 400, "out of vocabulary"),
+        *(
+            ("/detokenize", {"tokens": tokens}, 400, "tokens")
+            for tokens in ([-1], ["1"], [1.0], None, "x")
+        ),
+    ],
+)
+def test_tokens_that_are_wrong(
+    shared: Running, path: str, asked: Body, status: int, told: str
+) -> None:
+    assert told in shared.error(path, asked, status)["message"]
 
 
-def test_tokenizer_info(shared: Running, start: Start) -> None:
-    assert shared.http.get("/tokenizer_info").status_code == 404
-    server = start(tokenizer_info={"tokenizer_class": "T"})
+def test_tokenizer_info(serving: Start) -> None:
+    server = serving(tokenizer_info={"tokenizer_class": "T"})
     assert server.http.get("/tokenizer_info").json() == {"tokenizer_class": "T"}

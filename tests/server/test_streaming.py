@@ -1,20 +1,19 @@
 """Streams: the rules that chunks obey, on both routes."""
 
+from __future__ import annotations
+
 import json
-import socket
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Body, Running, error_of
+from tests.server.conftest import CHAT, COMPLETIONS, HI, VALID, Body, Running, Start
 from vmserve.errors import EngineDeadError, OutOfMemoryError
-from vmserve.testing import EOS, ByteTokenizer, ScriptedTransport, scripted
+from vmserve.testing import EOS, ScriptedTransport
 
-Start = Callable[..., Running]
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
-CHAT_BODY: Body = {"messages": [{"role": "user", "content": "Hi"}]}
+BOTH = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+ASKED: Body = {"prompt": "Hi", "messages": HI}
+USAGE = {"stream_options": {"include_usage": True}}
 
 
 def of_choice(chunks: list[Body], index: int) -> list[Body]:
@@ -26,27 +25,35 @@ def text_of(chunks: list[Body]) -> str:
     return "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
 
 
-def test_completion_chunks(shared: Running) -> None:
-    chunks = shared.stream(COMPLETIONS, {"prompt": "Hi", "request_id": "r", "max_tokens": 2})
-    created = chunks[0]["created"]
-    head = {"id": "cmpl-r", "object": "text_completion", "created": created, "model": "fake"}
+@BOTH
+def test_chunks(shared: Running, path: str) -> None:
+    chunks = shared.stream(path, {**VALID[path], "request_id": "r", "max_tokens": 2})
+    name, kind = {
+        COMPLETIONS: ("cmpl-r", "text_completion"),
+        CHAT: ("chatcmpl-r", "chat.completion.chunk"),
+    }[path]
+    head = {"id": name, "object": kind, "model": "fake", "created": chunks[0]["created"]}
     head["system_fingerprint"] = chunks[0]["system_fingerprint"]
-    choice = {"index": 0, "logprobs": None, "stop_reason": None}
+    said = [{"text": text} for text in "he"]
+    first: list[Body] = []
+    if path == CHAT:
+        said = [{"delta": {"content": text}} for text in "he"]
+        first = [{"delta": {"role": "assistant", "content": ""}}]
+    texts = [{**text, "stop_reason": None} for text in said]
+    ends = [None] * len(first) + [None, "length"]
     assert chunks == [
-        {**head, "choices": [{**choice, "text": "h", "finish_reason": None}]},
-        {**head, "choices": [{**choice, "text": "e", "finish_reason": "length"}]},
+        {**head, "choices": [{"index": 0, "logprobs": None, "finish_reason": end, **text}]}
+        for end, text in zip(ends, [*first, *texts], strict=True)
     ]
 
 
-@pytest.mark.parametrize("more", [{}, {"stream_options": {"include_usage": True}}, {"n": 2}])
-@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, {"prompt": "Hi"}), (CHAT, CHAT_BODY)])
-def test_the_usual_chunks_say_what_others_say(
-    start: Start, path: str, body: Body, more: Body
-) -> None:
+@pytest.mark.parametrize("more", [{}, USAGE, {"n": 2}])
+@BOTH
+def test_the_usual_chunks_say_what_others_say(serving: Start, path: str, more: Body) -> None:
     """Chunks of text alone are written by another way than those that give token ids too."""
-    running = start(ScriptedTransport('a"\\\n\u00e4\U0001f600z'))
-    usual = running.stream(path, {**body, **more})
-    shown = running.stream(path, {**body, **more, "return_token_ids": True})
+    running = serving('a"\\\n\u00e4\U0001f600z')
+    usual = running.stream(path, {**VALID[path], **more})
+    shown = running.stream(path, {**VALID[path], **more, "return_token_ids": True})
     assert len(usual) > 5
     for chunk in shown:
         chunk.pop("prompt_token_ids", None)
@@ -58,16 +65,19 @@ def test_the_usual_chunks_say_what_others_say(
     assert usual == shown
 
 
+def sent(version: str) -> bytes:
+    """A request for a stream of three tokens."""
+    body = json.dumps({"prompt": "Hi", "max_tokens": 3, "stream": True}).encode()
+    head = (
+        f"POST {COMPLETIONS} HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
 def test_an_old_client_gets_a_stream_without_chunks(shared: Running) -> None:
     """HTTP/1.0 has no chunked bodies: the connection's end is the body's."""
-    body = json.dumps({"prompt": "Hi", "max_tokens": 3, "stream": True}).encode()
-    with socket.create_connection(("127.0.0.1", shared.port), timeout=30) as raw:
-        raw.sendall(
-            b"POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
-            b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
-        )
-        received = b"".join(iter(lambda: raw.recv(65536), b""))
-    head, _, content = received.partition(b"\r\n\r\n")
+    head, content = shared.raw(sent("1.0"))
     assert b"chunked" not in head
     events = content.decode().split("\n\n")
     assert [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]] == list("hel")
@@ -76,15 +86,7 @@ def test_an_old_client_gets_a_stream_without_chunks(shared: Running) -> None:
 
 def test_chunk_framing(shared: Running) -> None:
     """Byte for byte: each event is one chunk of the body, and the body has an end."""
-    body = json.dumps({"prompt": "Hi", "max_tokens": 3, "stream": True}).encode()
-    with socket.create_connection(("127.0.0.1", shared.port), timeout=30) as raw:
-        raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Type: application/json\r\n"
-            b"Connection: close\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-        )
-        received = b"".join(iter(lambda: raw.recv(65536), b""))
-    head, _, rest = received.partition(b"\r\n\r\n")
+    head, rest = shared.raw(sent("1.1"))
     assert b"transfer-encoding: chunked" in head.lower()
     events = []
     while rest:
@@ -96,50 +98,18 @@ def test_chunk_framing(shared: Running) -> None:
     assert [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]] == list("hel")
 
 
-def test_chat_chunks(shared: Running) -> None:
-    chunks = shared.stream(CHAT, {**CHAT_BODY, "request_id": "r", "max_tokens": 2})
-    created = chunks[0]["created"]
-    head = {"id": "chatcmpl-r", "created": created, "model": "fake"}
-    head["system_fingerprint"] = chunks[0]["system_fingerprint"]
-    head["object"] = "chat.completion.chunk"
-    role = {"role": "assistant", "content": ""}
-    choice = {"index": 0, "logprobs": None, "finish_reason": None}
-    assert chunks == [
-        {**head, "choices": [{**choice, "delta": role}]},
-        {**head, "choices": [{**choice, "delta": {"content": "h"}, "stop_reason": None}]},
-        {
-            **head,
-            "choices": [
-                {
-                    **choice,
-                    "delta": {"content": "e"},
-                    "finish_reason": "length",
-                    "stop_reason": None,
-                }
-            ],
-        },
-    ]
-
-
 @pytest.mark.parametrize("text", ["hello", "héllo wörld", "\U0001f600\U0001f601", "", "x"])
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@BOTH
 @pytest.mark.parametrize("stop", [None, ["wör", "lo w", "zz"]])
-def test_rules_of_chunks(
-    shared: Running,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    text: str,
-    stop: list[str] | None,
-) -> None:
+def test_rules_of_chunks(serving: Start, path: str, text: str, stop: list[str] | None) -> None:
     """Joined chunks are the reply, and each carries its tokens with their text."""
-    monkeypatch.setattr(shared.engine, "reply", scripted(text))
-    server = shared
+    server = serving(text)
     body: Body = {
         "n": 2,
         "stop": stop,
         "return_token_ids": True,
         "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        **({"prompt": ["a", "b"]} if path == COMPLETIONS else CHAT_BODY),
+        **({"prompt": ["a", "b"]} if path == COMPLETIONS else VALID[CHAT]),
     }
     whole = server.ok(path, {**body, "stream_options": None})
     chunks = server.stream(path, body)
@@ -158,7 +128,9 @@ def test_rules_of_chunks(
         assert ids == choice["token_ids"]
         assert len(mine) <= len(ids)
         assert [c["choices"][0]["finish_reason"] for c in mine[:-1]] == [None] * (len(mine) - 1)
-        assert mine[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+        last = mine[-1]["choices"][0]
+        assert last["finish_reason"] == choice["finish_reason"]
+        assert last["stop_reason"] == choice["stop_reason"]
         assert all(text_of([chunk]) for chunk in mine[:-1])
         counts = [chunk["usage"]["completion_tokens"] for chunk in mine]
         assert counts == sorted(set(counts))
@@ -167,14 +139,6 @@ def test_rules_of_chunks(
         assert prompt_tokens == {2 if path == COMPLETIONS else 20}
     assert num_completion == whole["usage"]["completion_tokens"]
     assert len({(c["id"], c["created"], c["model"]) for c in [*chunks, total]}) == 1
-
-
-def test_a_stop_string_cuts_the_text_but_not_the_ids(shared: Running) -> None:
-    chunks = shared.stream(COMPLETIONS, {"prompt": "x", "stop": "ll", "return_token_ids": True})
-    assert text_of(chunks) == "he"
-    last = chunks[-1]["choices"][0]
-    hello = ByteTokenizer().encode("hello", False)
-    assert (last["text"], last["stop_reason"], last["token_ids"]) == ("", "ll", hello[2:4])
 
 
 def test_echo_comes_with_the_first_text(shared: Running) -> None:
@@ -190,32 +154,30 @@ def test_echo_comes_with_the_first_text(shared: Running) -> None:
     assert text["choices"][0]["delta"] == {"content": "ah"}
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_usage_options(shared: Running, start: Start, path: str) -> None:
-    body: Body = {"prompt": "Hi", "messages": CHAT_BODY["messages"]}
-    plain = shared.stream(path, body)
+@BOTH
+def test_usage_options(shared: Running, serving: Start, path: str) -> None:
+    plain = shared.stream(path, ASKED)
     for options in ({}, {"continuous_usage_stats": True}, {"include_usage": False}, {"x": None}):
-        assert len(shared.stream(path, {**body, "stream_options": options})) == len(plain)
+        assert len(shared.stream(path, {**ASKED, "stream_options": options})) == len(plain)
     assert all("usage" not in chunk for chunk in plain)
-    chunks = shared.stream(path, {**body, "stream_options": {"include_usage": True}})
+    chunks = shared.stream(path, {**ASKED, **USAGE})
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * len(plain)
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 6
     assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-    forced = start(force_include_usage=True)
-    chunks = forced.stream(path, body)
+    forced = serving(force_include_usage=True)
+    chunks = forced.stream(path, ASKED)
     assert all(chunk["usage"]["prompt_tokens"] for chunk in chunks)
     assert chunks[-1]["choices"] == []
-    assert "usage" in forced.ok(path, body)
+    assert "usage" in forced.ok(path, ASKED)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@BOTH
 def test_token_ids_only_when_asked_for(shared: Running, path: str) -> None:
-    body: Body = {"prompt": "Hi", "messages": CHAT_BODY["messages"]}
-    for chunk in shared.stream(path, body):
+    for chunk in shared.stream(path, ASKED):
         assert "token_ids" not in chunk["choices"][0]
         assert "prompt_token_ids" not in {**chunk, **chunk["choices"][0]}
-    first, *rest = shared.stream(path, {**body, "return_token_ids": True})
+    first, *rest = shared.stream(path, {**ASKED, "return_token_ids": True})
     if path == CHAT:
         assert "token_ids" not in first["choices"][0]
         assert len(first["prompt_token_ids"]) == 20
@@ -228,23 +190,25 @@ def test_token_ids_only_when_asked_for(shared: Running, path: str) -> None:
     assert rest[-1]["choices"][0]["token_ids"] == [EOS]
 
 
-def test_metrics_only_in_the_usage_chunk(start: Start) -> None:
-    server = start(per_request_metrics=True)
-    for path, body in ((COMPLETIONS, {"prompt": "x"}), (CHAT, CHAT_BODY)):
-        chunks = server.stream(path, {**body, "stream_options": {"include_usage": True}})
-        assert [("metrics" in chunk) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-        assert chunks[-1]["metrics"]["tokens_per_second"] == 2.4
-        chunks = server.stream(path, {**body, "n": 2, "stream_options": {"include_usage": True}})
-        assert not any("metrics" in chunk for chunk in chunks)
+@BOTH
+def test_metrics_only_in_the_usage_chunk(serving: Start, path: str) -> None:
+    server = serving(per_request_metrics=True)
+    chunks = server.stream(path, {**VALID[path], **USAGE})
+    assert [("metrics" in chunk) for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["metrics"]["tokens_per_second"] == 2.4
+    chunks = server.stream(path, {**VALID[path], **USAGE, "n": 2})
+    assert not any("metrics" in chunk for chunk in chunks)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@BOTH
 def test_errors_before_the_first_byte_are_http_errors(shared: Running, path: str) -> None:
-    for extra in ({"n": 0}, {"model": "x"}, {"logit_bias": {"999": 1}}, {"max_tokens": 500}):
-        body = {"prompt": "x", "messages": CHAT_BODY["messages"], "stream": True, **extra}
-        response = shared.post(path, body)
-        assert response.status_code in (400, 404)
-        error_of(response)
+    for status, extra in (
+        (400, {"n": 0}),
+        (404, {"model": "x"}),
+        (400, {"logit_bias": {"999": 1}}),
+        (400, {"max_tokens": 500}),
+    ):
+        shared.error(path, {**ASKED, "stream": True, **extra}, status)
 
 
 @pytest.mark.parametrize(
@@ -255,14 +219,14 @@ def test_errors_before_the_first_byte_are_http_errors(shared: Running, path: str
         (OutOfMemoryError("needs 5 pages, 3 are free"), 503),
     ],
 )
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@BOTH
 def test_errors_after_the_first_byte_are_events(
     start: Start, path: str, fault: Exception, status: int
 ) -> None:
     engine = ScriptedTransport()
     engine.fail = fault
     engine.pause_after = 2
-    body = {"prompt": ["x", "y"], "messages": CHAT_BODY["messages"]}
+    body = {**ASKED, "prompt": ["x", "y"]}
     events = list(start(engine).events(path, body))
     assert "[DONE]" not in events
     error = json.loads(events[-1])["error"]
@@ -274,33 +238,27 @@ def test_errors_after_the_first_byte_are_events(
 
 def test_the_official_client_reads_streams(shared: Running) -> None:
     client = shared.openai()
-    extra: dict[str, Any] = {"stream_options": {"include_usage": True}}
-    text, usage = "", None
+    text, used = "", None
+    extra: Any = USAGE
     for chunk in client.completions.create(model="fake", prompt="x", stream=True, **extra):
         text += chunk.choices[0].text if chunk.choices else ""
-        usage = chunk.usage or usage
-    assert text == "hello"
-    assert usage is not None
-    assert usage.completion_tokens == 6
-    text = ""
-    messages: Any = CHAT_BODY["messages"]
-    for piece in client.chat.completions.create(model="fake", messages=messages, stream=True):
-        text += piece.choices[0].delta.content or ""
-    assert text == "hello"
+        used = chunk.usage or used
+    assert (text, used and used.completion_tokens) == ("hello", 6)
+    chunks = client.chat.completions.create(model="fake", messages=HI, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "hello"
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@BOTH
 def test_every_chunk_has_the_fingerprint_of_the_whole_reply(start: Start, path: str) -> None:
     engine = ScriptedTransport()
     server = start(engine)
-    body = {"prompt": "x", "messages": CHAT_BODY["messages"]}
     seen = set()
     for identity in ("one", "another"):
         engine.facts.identity = identity
-        told = server.ok(path, body)["system_fingerprint"]
-        chunks = server.stream(path, {**body, "stream_options": {"include_usage": True}})
+        told = server.ok(path, ASKED)["system_fingerprint"]
+        chunks = server.stream(path, {**ASKED, **USAGE})
         assert {chunk["system_fingerprint"] for chunk in chunks} == {told}
         seen.add(told)
     assert len(seen) == 2
     engine.facts.identity = ""
-    assert server.ok(path, body)["system_fingerprint"] is None
+    assert server.ok(path, ASKED)["system_fingerprint"] is None

@@ -16,15 +16,13 @@ import pytest
 from pydantic import BaseModel, Field
 
 from tests.helpers import until
-from tests.server.conftest import Body, Running
+from tests.server.conftest import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Body, Running
+from tests.server.test_tools import DATE, WORD
 from tests.structured.gate import Gate
 from vmserve import AsyncLLM
 from vmserve.server.auth import ApiKey
 
-CHAT = "/v1/chat/completions"
-COMPLETIONS = "/v1/completions"
-MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
-#: Takes many times what a compilation may take, on any machine.
+ASKED: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
 #: Takes minutes and gigabytes, on any machine.
 BOMB = {"json": {"type": "integer", "multipleOf": 9_999_991}}
 
@@ -50,12 +48,14 @@ TOOLS: Any = [
 ]
 
 
+def embedded(memory: str = "64MiB", **options: Any) -> Running:
+    engine = AsyncLLM(kv_cache_memory=memory, max_model_len=1024, max_num_seqs=16)
+    return Running(engine, served_model_names=("embedded",), **options)
+
+
 @pytest.fixture(scope="module")
 def real() -> Iterator[Running]:
-    running = Running(
-        AsyncLLM(kv_cache_memory="128MiB", max_model_len=1024, max_num_seqs=16),
-        served_model_names=("embedded",),
-    )
+    running = embedded("128MiB")
     yield running
     running.close()
 
@@ -66,52 +66,38 @@ def client(real: Running) -> Iterator[openai.OpenAI]:
         yield opened
 
 
-KINDS: list[tuple[Body, str]] = [
-    ({"structured_outputs": {"regex": "[a-d]{3}-[0-9]{2}"}}, "[a-d]{3}-[0-9]{2}"),
-    ({"structured_outputs": {"choice": ["blue", "green"]}}, "blue|green"),
-    ({"structured_outputs": {"grammar": 'root ::= ("x" | "yy"){2} "!"'}}, "(x|yy){2}!"),
-    ({"structured_outputs": {"json": json.dumps(WEATHER), "regex": None}}, r"\{.*\}"),
-]
+def check(arguments: str) -> None:
+    jsonschema.validate(json.loads(arguments), WEATHER)
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize(("asked", "pattern"), KINDS)
-def test_both_routes_whole_and_streamed(
-    real: Running, path: str, asked: Body, pattern: str
-) -> None:
-    prompt = {"messages": MESSAGES} if path == CHAT else {"prompt": "The sky is"}
-    body: Body = {**prompt, **asked, "seed": 1, "n": 2, "max_tokens": 60}
-    choices = real.ok(path, body)["choices"]
-    texts = [c["message"]["content"] if path == CHAT else c["text"] for c in choices]
-    assert all(choice["finish_reason"] == "stop" for choice in choices)
-    assert all(re.fullmatch(pattern, text) for text in texts)
-    joined = {0: "", 1: ""}
-    for chunk in real.stream(path, body):
+def test_both_routes_whole_streamed_and_of_beams(real: Running, path: str) -> None:
+    """With a schema; what else there is: structured/test_generation.py."""
+    schema = {"name": "weather", "schema": WEATHER, "strict": True}
+    body: Body = {"messages": ASKED, "prompt": "The sky is", "n": 2, "max_tokens": 80}
+    body["response_format"] = {"type": "json_schema", "json_schema": schema}
+
+    def texts_of(**more: Any) -> list[str]:
+        choices = real.ok(path, {**body, **more})["choices"]
+        assert all(choice["finish_reason"] == "stop" for choice in choices)
+        return [c["message"]["content"] if path == CHAT else c["text"] for c in choices]
+
+    texts = texts_of(seed=1)
+    joined = ["", ""]
+    for chunk in real.stream(path, {**body, "seed": 1}):
         [choice] = chunk["choices"]
         text = choice["delta"]["content"] if path == CHAT else choice["text"]
         joined[choice["index"]] += text or ""
-    assert list(joined.values()) == texts
+    assert joined == texts
+    for text in (*texts, *texts_of(use_beam_search=True)):
+        check(text)
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_response_format(real: Running, path: str) -> None:
-    schema = {"name": "weather", "schema": WEATHER, "strict": True}
-    wanted = {"type": "json_schema", "json_schema": schema}
-    body: Body = {"messages": MESSAGES, "prompt": "x", "max_tokens": 80, "seed": 3}
-    [choice] = real.ok(path, {**body, "response_format": wanted})["choices"]
-    text = choice["message"]["content"] if path == CHAT else choice["text"]
-    jsonschema.validate(json.loads(text), WEATHER)
-    beams = {"use_beam_search": True, "n": 2, "response_format": wanted}
-    for choice in real.ok(path, {**body, **beams})["choices"]:
-        text = choice["message"]["content"] if path == CHAT else choice["text"]
-        jsonschema.validate(json.loads(text), WEATHER)
-
-
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_not_enforced_is_named(shared: Running, path: str, stream: bool) -> None:
     """pydantic writes a set as an array of unique items, which no grammar can remember."""
-    asked = {"prompt": "x", "messages": MESSAGES, "input": "x", "stream": stream}
+    asked = {"prompt": "x", "messages": ASKED, "input": "x", "stream": stream}
     for items, told in (({"type": "string"}, "uniqueItems"), ({"enum": ["a", "b"]}, None)):
         schema = {"type": "array", "items": items, "uniqueItems": True}
         reply = shared.post(path, {**asked, "structured_outputs": {"json": schema}})
@@ -120,46 +106,38 @@ def test_what_is_not_enforced_is_named(shared: Running, path: str, stream: bool)
 
 
 def test_token_strings_join_to_the_content(real: Running) -> None:
-    body = {"messages": MESSAGES, "logprobs": True, "structured_outputs": {"regex": "ab{2}c"}}
+    body = {"messages": ASKED, "logprobs": True, "structured_outputs": {"regex": "ab{2}c"}}
     [choice] = real.ok(CHAT, body)["choices"]
     entries = choice["logprobs"]["content"]
     assert "".join(entry["token"] for entry in entries) == choice["message"]["content"] == "abbc"
 
 
+WRONG = {"type": "integer", "minimum": 2, "maximum": 1}
+OF_WRONG = {"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("name", "asked", "told"),
     [
-        ({"regex": "("}, "unclosed group"),
-        ({"grammar": "start: missing"}, "unknown name"),
-        ({"json": {"properties": {"a": 3}}}, "schema must be"),
-        ({"json": {"type": "integer", "minimum": 2, "maximum": 1}}, "Unsatisfiable"),
+        ("structured_outputs", {"structured_outputs": {"regex": "("}}, "unclosed group"),
+        ("structured_outputs", {"structured_outputs": {"grammar": "start: a"}}, "unknown name"),
+        ("structured_outputs", {"structured_outputs": {"json": {"items": 3}}}, "schema must be"),
+        ("structured_outputs", {"structured_outputs": {"json": WRONG}}, "Unsatisfiable"),
+        ("json_schema", {"json_schema": WRONG}, "Unsatisfiable"),
+        ("guided_json", {"guided_json": WRONG}, "Unsatisfiable"),
+        ("response_format", {"response_format": {"type": "json_object", "schema": WRONG}}, "Unsat"),
+        ("tools", {"tools": [OF_WRONG], "tool_choice": "required"}, "wrong"),
+        ("tools", {"tools": [OF_WRONG], "tool_choice": OF_WRONG}, "wrong"),
     ],
 )
-def test_what_cannot_be_compiled_is_a_400(
-    real: Running, asked: Body, told: str, stream: bool
+def test_what_cannot_be_compiled_is_told_under_the_name_that_the_client_gave(
+    real: Running, name: str, asked: Body, told: str, stream: bool
 ) -> None:
-    error = real.error(CHAT, {"messages": MESSAGES, "stream": stream, "structured_outputs": asked})
-    assert error["param"] == "structured_outputs"
+    error = real.error(CHAT, {"messages": ASKED, "stream": stream, **asked})
+    assert error["param"] == name
+    assert error["message"].startswith(f"{name}: this ")
     assert told in error["message"]
-
-
-def test_it_is_told_under_the_name_that_the_client_gave(real: Running) -> None:
-    wrong = {"type": "integer", "minimum": 2, "maximum": 1}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "wrong"}}}]
-    forced: Body = {"tools": tools, "tool_choice": "required"}
-    schema = {"type": "json_object", "schema": wrong}
-    for name, asked in (
-        ("json_schema", {"json_schema": wrong}),
-        ("guided_json", {"guided_json": wrong}),
-        ("response_format", {"response_format": schema}),
-        ("structured_outputs", {"structured_outputs": {"json": wrong}}),
-        ("tools", forced),
-        ("tools", {**forced, "tool_choice": {"type": "function", "function": {"name": "f"}}}),
-    ):
-        error = real.error(CHAT, {"messages": MESSAGES, **asked})
-        assert error["param"] == name
-        assert error["message"].startswith(f"{name}: this ")
 
 
 def test_other_streams_go_on_while_a_bomb_is_refused(real: Running) -> None:
@@ -191,10 +169,11 @@ def test_what_clients_left_is_not_compiled_and_what_waits_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate = Gate(monkeypatch)
-    engine = AsyncLLM(kv_cache_memory="32MiB", max_model_len=256, max_num_seqs=4)
     keys = (ApiKey.of("a", "of-a"), ApiKey.of("b", "of-b"))
-    running = Running(engine, named_keys=keys, max_queued_requests=8)
+    running = embedded("32MiB", named_keys=keys, max_queued_requests=8)
+    engine: Any = running.engine
     compiler = engine.transport._engine.structured.compiler
+    of_a, of_b = ({"authorization": f"Bearer of-{name}"} for name in "ab")
 
     def send(number: int) -> socket.socket:
         grammar = {"grammar": f'start: "bomb {number}"'}
@@ -206,11 +185,10 @@ def test_what_clients_left_is_not_compiled_and_what_waits_is_bounded(
         return client
 
     choice = {"prompt": "x", "structured_outputs": {"choice": ["yes"]}}
-    of_b = {"authorization": "Bearer of-b"}
     clients = [send(number) for number in range(8)]
     try:
         until(lambda: len(gate.begun) == 2 and compiler.num_waiting == 6)
-        full = running.post(COMPLETIONS, choice, headers={"authorization": "Bearer of-a"})
+        full = running.post(COMPLETIONS, choice, headers=of_a)
         assert (full.status_code, full.headers["retry-after"]) == (429, "1")
         assert "8 requests" in full.json()["error"]["message"]
         for client in clients:
@@ -226,32 +204,14 @@ def test_what_clients_left_is_not_compiled_and_what_waits_is_bounded(
 
 def test_the_official_client_parses(client: openai.OpenAI) -> None:
     parsed = client.chat.completions.parse(
-        model="embedded", messages=MESSAGES, response_format=Answer, seed=2
+        model="embedded", messages=ASKED, response_format=Answer, seed=2
     )
     assert isinstance(parsed.choices[0].message.parsed, Answer)
     response = client.responses.parse(model="embedded", input="x", text_format=Answer)
     assert isinstance(response.output_parsed, Answer)
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "get_weather"}}]
-)
-def test_enforced_calls(client: openai.OpenAI, choice: Any) -> None:
-    options: Any = {"model": "embedded", "messages": MESSAGES, "tools": TOOLS, "seed": 4}
-    options |= {"tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 200}
-    whole = client.chat.completions.create(**options)
-    assert whole.choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
-    calls: Any = whole.choices[0].message.tool_calls
-    [call] = calls
-    if call.function.name == "get_weather":
-        jsonschema.validate(json.loads(call.function.arguments), WEATHER)
-    else:
-        assert (call.function.name, json.loads(call.function.arguments)) == ("now", {})
-    with client.chat.completions.stream(**options) as stream:
-        final: Any = stream.get_final_completion()
-    [streamed] = final.choices[0].message.tool_calls
-    assert streamed.function.arguments == call.function.arguments
-    assert streamed.function.name == call.function.name
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
 
 
 #: Shows no tools, and takes no system message.
@@ -265,32 +225,23 @@ WITHOUT_TOOLS = (
 @pytest.fixture(scope="module")
 def untaught() -> Iterator[Running]:
     """A server whose chat template shows no tools."""
-    running = Running(
-        AsyncLLM(kv_cache_memory="64MiB", max_model_len=1024, max_num_seqs=4),
-        served_model_names=("embedded",),
-        chat_template=WITHOUT_TOOLS,
-    )
+    running = embedded(chat_template=WITHOUT_TOOLS)
     yield running
     running.close()
 
 
+REQUIRED = {"tool_choice": "required"}
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+OF_MESSAGES = [
+    {"name": "get_weather", "input_schema": WEATHER},
+    {"name": "now", "input_schema": {"type": "object"}},
+]
 ON_ROUTES: list[tuple[str, Body, Body]] = [
-    (CHAT, {"messages": MESSAGES, "tools": TOOLS}, {"tool_choice": "required"}),
+    (CHAT, {"messages": ASKED, "tools": TOOLS}, REQUIRED),
+    (RESPONSES, {"input": "x", "tools": FLAT}, REQUIRED),
     (
-        "/v1/responses",
-        {"input": "x", "tools": [{"type": "function", **tool["function"]} for tool in TOOLS]},
-        {"tool_choice": "required"},
-    ),
-    (
-        "/v1/messages",
-        {
-            "messages": MESSAGES,
-            "max_tokens": 200,
-            "tools": [
-                {"name": "get_weather", "input_schema": WEATHER},
-                {"name": "now", "input_schema": {"type": "object"}},
-            ],
-        },
+        MESSAGES,
+        {"messages": ASKED, "max_tokens": 200, "tools": OF_MESSAGES},
         {"tool_choice": {"type": "any"}},
     ),
 ]
@@ -310,24 +261,25 @@ def test_a_template_without_tools_on_every_route(
         reply.get("output") or reply.get("content") or reply["choices"][0]["message"]["tool_calls"]
     )
     assert {part["type"] for part in said} <= {"function_call", "tool_use", "function"}
+    for part in said[:-1]:  # the context may end within the last
+        call = part.get("function", part)
+        given = call["input"] if path == MESSAGES else json.loads(call["arguments"])
+        jsonschema.validate(given, WEATHER if call["name"] == "get_weather" else {"type": "object"})
     if path == CHAT:
-        shown = untaught.ok("/tokenize", {"messages": MESSAGES, "tools": TOOLS})
+        shown = untaught.ok("/tokenize", {"messages": ASKED, "tools": TOOLS})
         assert shown["count"] == with_tools[name]
 
 
 def test_a_tool_is_called_and_its_result_answered(untaught: Running) -> None:
-    named = {"type": "function", "function": {"name": "get_weather"}}
     with untaught.openai() as client:
         options: Any = {"model": "embedded", "tools": TOOLS, "max_tokens": 100}
-        with client.chat.completions.stream(
-            messages=MESSAGES, tool_choice=named, **options
-        ) as stream:
+        with client.chat.completions.stream(messages=ASKED, tool_choice=NAMED, **options) as stream:
             asked: Any = stream.get_final_completion().choices[0]
         assert asked.finish_reason == "stop"
         [call] = asked.message.tool_calls
-        jsonschema.validate(json.loads(call.function.arguments), WEATHER)
+        check(call.function.arguments)
         result = {"role": "tool", "tool_call_id": call.id, "content": "Sunny."}
-        history = [*MESSAGES, asked.message.model_dump(exclude_none=True), result]
+        history = [*ASKED, asked.message.model_dump(exclude_none=True), result]
         answer = client.chat.completions.create(messages=history, **options)
         assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
         shown = untaught.ok("/tokenize", {"messages": history, "return_token_strs": False})
@@ -336,17 +288,18 @@ def test_a_tool_is_called_and_its_result_answered(untaught: Running) -> None:
     assert "<tool_response>\nSunny.\n</tool_response>" in text
 
 
-def test_enforced_calls_in_the_responses_api(client: openai.OpenAI) -> None:
-    tool: Any = {"type": "function", **TOOLS[0]["function"], "strict": True}
-    with client.responses.stream(
-        model="embedded", input="x", tools=[tool], tool_choice="required", parallel_tool_calls=False
-    ) as stream:
-        for _ in stream:
-            pass
-        reply = stream.get_final_response()
-    call: Any = reply.output[-1]
-    assert call.name == "get_weather"
-    jsonschema.validate(json.loads(call.arguments), WEATHER)
+@pytest.mark.parametrize(("tool", "pattern"), [(DATE, "[0-9]{4}|x"), (WORD, "a+b")])
+@pytest.mark.parametrize("is_named", [True, False])
+def test_inputs_of_custom_tools_match_their_format(
+    real: Running, tool: Body, pattern: str, is_named: bool
+) -> None:
+    """The embedded model knows nothing of it: all that it writes is what the grammar allows."""
+    asked: Body = {"tools": [tool], "tool_choice": tool if is_named else "required"}
+    asked |= {"max_tokens": 200, "seed": 1, "parallel_tool_calls": False}
+    [answer] = real.chat(**asked)["choices"]
+    [call] = answer["message"]["tool_calls"]
+    assert answer["finish_reason"] == ("stop" if is_named else "tool_calls")
+    assert re.fullmatch(pattern, call["custom"]["input"])
 
 
 def test_langchain(real: Running) -> None:
@@ -378,24 +331,12 @@ def test_litellm(real: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     import litellm
 
-    options: Any = {
-        "model": "openai/embedded",
-        "api_base": f"{real.url}/v1",
-        "api_key": "x",
-        "messages": MESSAGES,
-        "seed": 1,
-    }
+    options: Any = {"model": "openai/embedded", "messages": ASKED, "seed": 1}
+    options |= {"api_base": f"{real.url}/v1", "api_key": "x"}
     reply = litellm.completion(**options, max_tokens=80, response_format=Answer)
     Answer.model_validate_json(reply.choices[0].message.content)
-    reply = litellm.completion(
-        **options,
-        max_tokens=100,
-        tools=TOOLS,
-        tool_choice={"type": "function", "function": {"name": "get_weather"}},
-    )
+    reply = litellm.completion(**options, max_tokens=100, tools=TOOLS, tool_choice=NAMED)
     [call] = reply.choices[0].message.tool_calls
-    jsonschema.validate(json.loads(call.function.arguments), WEATHER)
-    text = ""
-    for chunk in litellm.completion(**options, max_tokens=5, stream=True):
-        text += chunk.choices[0].delta.content or ""
-    assert text
+    check(call.function.arguments)
+    chunks = litellm.completion(**options, max_tokens=5, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
