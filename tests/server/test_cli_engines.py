@@ -13,14 +13,15 @@ from vmserve.client.engines.on_ray import place_engines
 from vmserve.errors import ConfigurationError
 from vmserve.options.rules import check
 
-ELSEWHERE: dict[str, Any] = {"engines": ("127.0.0.1:8100",), "engine_key_file": Path("key")}
+KEY: dict[str, Any] = {"engine_key_file": Path("key")}
+ELSEWHERE: dict[str, Any] = {"engines": ("127.0.0.1:8100",), **KEY}
 
 
 @pytest.mark.parametrize(
     ("given", "options", "why"),
     [
         ({"ray_num_cpus": 2}, {}, "ray_num_cpus: --distributed-executor ray is missing"),
-        ({"engine_key_file": Path("key")}, {}, "engine_key_file: --engine HOST:PORT is missing"),
+        (KEY, {}, "engine_key_file: --engine HOST:PORT is missing"),
         ({"distributed_executor": "slurm"}, {}, "distributed_executor: .*process, ray"),
         ({**ELSEWHERE, "distributed_executor": "ray"}, {}, "distributed_executor: .*--engine"),
         ({**ELSEWHERE, "data_parallel_size": 2}, {}, "data_parallel_size: .*--engine"),
@@ -28,23 +29,20 @@ ELSEWHERE: dict[str, Any] = {"engines": ("127.0.0.1:8100",), "engine_key_file": 
         ({"engines": ("127.0.0.1:8100",)}, {}, "--engine-key-file FILE is missing"),
     ],
 )
-def test_what_does_not_go_together(
-    given: dict[str, Any], options: dict[str, Any], why: str
-) -> None:
+def test_what_does_not_go_together(given: Any, options: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigurationError, match=why):
         EngineChoice(**given).check(options)
 
 
-def test_options_of_our_own_engines_are_refused_by_name_with_ray() -> None:
+def test_options_of_our_own_engines_are_refused_by_name_with_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     choice = EngineChoice(distributed_executor="ray")
     with pytest.raises(ConfigurationError, match=r"engine_restarts: .*--distributed-executor ray"):
         check({**choice.facts, "idle_unload": False, "engine_restarts": True})
     check({**EngineChoice(data_parallel_size=2).facts, "engine_restarts": True})
     assert not choice.is_one_process
     assert EngineChoice(data_parallel_size=1).is_one_process
-
-
-def test_without_ray_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'vmserve\[ray\]'"):
         place_engines(2)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 import vmserve.system.heap as heap
 from tests.helpers import until
-from tests.server.conftest import Running
+from tests.support.serving import Start
 from vmserve.server.net import idle as idle_module
 from vmserve.server.net.aside_process import MOST_BYTES_IN_THREAD
 from vmserve.system.heap import MemoryReturn
-from vmserve.testing import ScriptedTransport
 
 MIB = 1 << 20
 
 
 def test_memory_goes_back_when_it_grew_and_when_it_shrank(monkeypatch: pytest.MonkeyPatch) -> None:
-    has, trims = [100], list[int]()
+    has, trims, forgets = [100], list[int](), list[int]()
     monkeypatch.setattr(heap, "_own_bytes", lambda: has[0] * MIB)
     monkeypatch.setattr(heap, "trim_memory", lambda: trims.append(has[0]))
-    forgets: list[int] = []
     memory = MemoryReturn()
-    for now in (110, 400, 401, 300, 301):  # 400: while there is still something to do
-        has[0] = now
+    for has[0] in (110, 400, 401, 300, 301):  # 400: while there is still something to do
         memory.give_back(lambda: forgets.append(has[0]))
     assert trims == forgets == [400, 300]
 
@@ -39,29 +34,21 @@ def test_a_heap_that_is_never_idle_is_trimmed(monkeypatch: pytest.MonkeyPatch) -
     assert trims == [1060.0, 1125.0]
 
 
-def test_work_that_goes_on_trims(
-    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+def test_work_that_goes_on_trims_and_processes_end_after_the_last_request(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    trims, given = list[bool](), list[bool]()
     monkeypatch.setattr(idle_module, "_IDLE_SECONDS", 0.05)
-    trims: list[bool] = []
     monkeypatch.setattr(MemoryReturn, "trim", lambda _: trims.append(True))
-    running = start(ScriptedTransport())
+    monkeypatch.setattr(MemoryReturn, "give_back", lambda _, forget: given.append(not forget()))
+    running = start()
 
     def worked() -> bool:
-        assert running.post("/tokenize", {"prompt": "Hi"}).status_code == 200
+        running.ok("/tokenize", {"prompt": "Hi"})
         return bool(trims)
 
     until(worked)
-
-
-def test_processes_end_after_the_last_request(
-    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(idle_module, "_IDLE_SECONDS", 0.05)
-    given: list[bool] = []
-    monkeypatch.setattr(MemoryReturn, "give_back", lambda _, forget: given.append(not forget()))
-    running = start(ScriptedTransport())
-    large = {"prompt": "Hi", "z": "z" * 2 * MOST_BYTES_IN_THREAD}
-    assert running.post("/tokenize", large).status_code == 200
+    given.clear()
+    running.ok("/tokenize", {"prompt": "Hi", "z": "z" * 2 * MOST_BYTES_IN_THREAD})
     # It may have looked once before the request, too.
     until(lambda: bool(given) and running.app_context.processes.idle_pids == [])
