@@ -1,7 +1,8 @@
-"""``vmserve serve``: options to configuration, errors in one line."""
+"""``vmserve serve``: options to configuration, and which engines; errors in one line."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,10 +13,13 @@ from typer.testing import CliRunner
 
 from tests.support.serving import Start
 from vmserve.cli import serve as cli_serve
+from vmserve.cli.engines import EngineChoice
 from vmserve.cli.options import ENGINE_OPTIONS
 from vmserve.cli.serve import ServeCommand, repeat_option, serve_command
+from vmserve.client.engines.on_ray import place_engines
 from vmserve.errors import ChatTemplateError, ConfigurationError
 from vmserve.models.hub import EMBEDDED_NAME, resolve_model
+from vmserve.options.rules import check
 from vmserve.server.config import ServerConfig
 from vmserve.server.models.dialect import check_template
 from vmserve.server.models.specs import ModelSpec
@@ -225,43 +229,38 @@ def test_keys_share_fairly_unless_told_otherwise(
     assert parse("--api-key", "other").config.api_keys == ("other",)
 
 
+ORIGINS = ("http://a", "https://b:1")
+#: What is given, the field that has it, and its value. Some are accepted and do nothing.
+SERVER_OPTIONS: tuple[tuple[str, str, object], ...] = (
+    ("--host ::1", "host", "::1"),
+    ("--port 0", "port", 0),
+    ("--api-key a --api-key b", "api_keys", ("a", "b")),
+    ("--root-path /llm/", "root_path", "/llm"),
+    ("--chat-template {template}", "chat_template", "{{ messages }}"),
+    ("--enable-auto-tool-choice --tool-call-parser hermes", "tool_call_parser", "hermes"),
+    ("--shutdown-timeout 0", "shutdown_timeout", 0.0),
+    ("--max-queued-requests 5", "max_queued_requests", 5),
+    ("--max-queued-tokens 6", "max_queued_tokens", 6),
+    ("--no-vllm-metrics", "vllm_metrics", False),
+    ("--allowed-origins http://a --allowed-origin HTTPS://b:1/", "allowed_origins", ORIGINS),
+    ("--allowed-host A.example", "allowed_hosts", ("a.example",)),
+    ("--max-connections 9", "max_connections", 9),
+    ("--max-connections-per-address 8", "max_connections_per_address", 8),
+    ("--open-status-routes", "open_status_routes", True),
+    ("--enable-server-load-tracking --enable-force-include-usage", "force_include_usage", True),
+    ("--return-tokens-as-token-ids", "return_tokens_as_token_ids", True),
+    ("--enable-prompt-tokens-details --enable-per-request-metrics", "per_request_metrics", True),
+)
+
+
 def test_options_of_the_server(parse: Parse, tmp_path: Path) -> None:
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages }}")
-    config, options, _ = parse(
-        *("--host", "::1", "--port", "0", "--api-key", "a", "--api-key", "b"),
-        *("--root-path", "/llm/", "--chat-template", str(template), "--shutdown-timeout", "0"),
-        *("--max-queued-requests", "5", "--max-queued-tokens", "6", "--no-vllm-metrics"),
-        *("--allowed-origins", "http://a", "--allowed-origin", "HTTPS://b:1/"),
-        *("--allowed-host", "A.example", "--max-connections", "9"),
-        *("--max-connections-per-address", "8"),
-        *("--open-status-routes", "--enable-force-include-usage"),
-        *("--return-tokens-as-token-ids", "--enable-per-request-metrics"),
-        *("--enable-server-load-tracking", "--enable-prompt-tokens-details"),
-        *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
-    )
+    words = " ".join(given for given, _, _ in SERVER_OPTIONS).split()
+    config, options, _ = parse(*(word.format(template=template) for word in words))
     assert options == {"model": None, "fair_sharing": True}
-    assert config == ServerConfig(
-        served_model_names=(EMBEDDED_NAME,),
-        host="::1",
-        port=0,
-        api_keys=("a", "b"),
-        root_path="/llm",
-        chat_template="{{ messages }}",
-        tool_call_parser="hermes",
-        shutdown_timeout=0.0,
-        max_queued_requests=5,
-        max_queued_tokens=6,
-        vllm_metrics=False,
-        allowed_origins=("http://a", "https://b:1"),
-        allowed_hosts=("a.example",),
-        max_connections=9,
-        max_connections_per_address=8,
-        open_status_routes=True,
-        force_include_usage=True,
-        return_tokens_as_token_ids=True,
-        per_request_metrics=True,
-    )
+    fields: dict[str, Any] = {field: value for _, field, value in SERVER_OPTIONS}
+    assert config == ServerConfig(served_model_names=(EMBEDDED_NAME,), **fields)
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE_OPTIONS.keys() - {"model"}))
@@ -347,3 +346,40 @@ def test_a_broken_template_refuses_chats_and_nothing_else(
     assert error["param"] == "messages"
     assert "line 2" in server.error("/v1/responses", {"input": "Hi"})["message"]
     assert server.complete()["choices"][0]["text"] == "hello"
+
+
+# -- which engines
+
+KEY: dict[str, Any] = {"engine_key_file": Path("key")}
+ELSEWHERE: dict[str, Any] = {"engines": ("127.0.0.1:8100",), **KEY}
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "why"),
+    [
+        ({"ray_num_cpus": 2}, {}, "ray_num_cpus: --distributed-executor ray is missing"),
+        (KEY, {}, "engine_key_file: --engine HOST:PORT is missing"),
+        ({"distributed_executor": "slurm"}, {}, "distributed_executor: .*process, ray"),
+        ({**ELSEWHERE, "distributed_executor": "ray"}, {}, "distributed_executor: .*--engine"),
+        ({**ELSEWHERE, "data_parallel_size": 2}, {}, "data_parallel_size: .*--engine"),
+        (ELSEWHERE, {"max_num_seqs": 4}, "max_num_seqs: .*vmserve engine"),
+        ({"engines": ("127.0.0.1:8100",)}, {}, "--engine-key-file FILE is missing"),
+    ],
+)
+def test_what_does_not_go_together(given: Any, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigurationError, match=why):
+        EngineChoice(**given).check(options)
+
+
+def test_options_of_our_own_engines_are_refused_by_name_with_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    choice = EngineChoice(distributed_executor="ray")
+    with pytest.raises(ConfigurationError, match=r"engine_restarts: .*--distributed-executor ray"):
+        check({**choice.facts, "idle_unload": False, "engine_restarts": True})
+    check({**EngineChoice(data_parallel_size=2).facts, "engine_restarts": True})
+    assert not choice.is_one_process
+    assert EngineChoice(data_parallel_size=1).is_one_process
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'vmserve\[ray\]'"):
+        place_engines(2)

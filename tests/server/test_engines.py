@@ -16,7 +16,7 @@ from tests.client.test_fleet import Engine, fleet_of
 from tests.engine.interrupting import count_instructions
 from tests.helpers import until
 from tests.server.conftest import Running
-from tests.support.serving import ADMIN, Start, bearer, drawn, later, load, pause, refused
+from tests.support.serving import ADMIN, Start, bearer, drawn, later, pause, refused
 from vmserve.client.messages import ToEngine
 from vmserve.server.app import create_app
 from vmserve.server.config import ServerConfig
@@ -213,19 +213,6 @@ def num_sent(*engines: Engine) -> int:
 
 def statuses(asked: list[Future[int]]) -> list[int]:
     return [each.result(20) for each in asked]
-
-
-def test_sequences_of_a_key_are_those_in_all_engines(pair: Pairs) -> None:
-    server, one, other = pair(max_key_sequences=2)
-    go_on = pause(server, one, other, after=0)
-    asked = [later(ask, server) for _ in range(4)]
-    until(lambda: load(server) == 4)
-    asked.append(later(ask, server, "v"))
-    until(lambda: num_sent(one, other) == 3)
-    tenants = [extra["tenant"] for each in (one, other) for _, _, extra in each.requests]
-    assert sorted(tenants) == ["u", "u", "v"]
-    go_on()
-    assert statuses(asked) == [200] * 5
 
 
 def test_requests_of_a_key_are_those_in_all_engines_also_after_a_death(pair: Pairs) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.client.test_fleet import Engine, fleet_of
 from tests.helpers import until
 from tests.server.conftest import Running
 from tests.support.serving import COMPLETIONS, Start, bearer, later, load, pause, refused
@@ -247,26 +248,35 @@ def test_one_request_above_the_sequences_of_its_key(start: Start) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_sequences_above_the_limit_wait_in_the_server(start: Start, stream: bool) -> None:
-    engine = ScriptedTransport()
-    server = start(engine, max_key_sequences=2)
-    go_on = pause(server, engine)
+@pytest.mark.parametrize("running", [[2], [1, 1]], ids=["one engine", "two engines"])
+def test_sequences_above_the_limit_wait_in_the_server(
+    start: Start, stream: bool, running: list[int]
+) -> None:
+    """``running``: the sequences of the user's requests that may run, one for each engine."""
+    engines = [Engine() for _ in running]
+    server = start(fleet_of(*engines) if len(engines) > 1 else engines[0], max_key_sequences=2)
+    go_on = pause(server, *engines)
+    asked: list[Future[Any]] = []
 
-    def asked(num: int, **body: Any) -> Future[Any]:
-        sent = later(server.post, COMPLETIONS, {"prompt": "x", "n": 2, "user": "u", **body})
-        until(lambda: load(server) == num)
-        return sent
+    def ask(user: str, num_sequences: int = 1) -> None:
+        body = {"prompt": "x", "user": user, "n": num_sequences, "stream": stream}
+        asked.append(later(server.post, COMPLETIONS, body))
+        until(lambda: load(server) == len(asked))
 
-    first = asked(1)
-    until(lambda: len(engine.requests) == 1)
-    # The second one of the user is not the engine's yet, the other user's is.
-    second, other = asked(2, n=1, stream=stream), asked(3, user="v")
-    until(lambda: len(engine.requests) == 2)
-    assert [extra["tenant"] for _, _, extra in engine.requests] == ["u", "v"]
-    assert not second.done()
+    def tenants() -> list[str]:
+        return sorted(extra["tenant"] for each in engines for _, _, extra in each.requests)
+
+    for number in running:
+        ask("u", number)
+    until(lambda: len(tenants()) == len(running))
+    # The next one of the user is not an engine's yet, the other user's is.
+    ask("u")
+    ask("v")
+    until(lambda: len(tenants()) == len(running) + 1)
+    assert tenants() == ["u"] * len(running) + ["v"]
     go_on()
-    assert [each.result(20).status_code for each in (first, second, other)] == [200] * 3
-    assert [extra["tenant"] for _, _, extra in engine.requests] == ["u", "v", "u"]
+    assert {each.result(20).status_code for each in asked} == {200}
+    assert tenants() == ["u"] * (len(running) + 1) + ["v"]
 
 
 def test_who_waits_for_a_place_waits_its_time_and_is_told_when_the_server_ends(

@@ -1,4 +1,4 @@
-"""Several models of real engines: pinned prefixes, a draft model, and what is refused."""
+"""Several models of real engines: memory, pinned prefixes, a draft model, and what is refused."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from vmserve.errors import ConfigurationError
 from vmserve.models.hub import resolve_model
 from vmserve.server.auth import ApiKey, KeyRing
 from vmserve.server.config import ServerConfig
+from vmserve.server.models import loading
 from vmserve.server.models.loading import ModelLoader
 from vmserve.server.models.prefixes import Prefixes
 from vmserve.server.models.registry import Models
+from vmserve.server.models.specs import spec_of
 from vmserve.testing import ByteTokenizer
 from vmserve.types import PinnedPrefix
 
 pytestmark = pytest.mark.timeout(300)
 
-#: The longest sequence takes 1 MiB.
 SHARED: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory": "8MiB"}
 SHARED |= {"kv_page_size": "64KiB"}
 EMBEDDED = {"model": "vmserve-embedded"}
 GREEDY = {"max_tokens": 8, "temperature": 0}
 TEXT = "Once upon a time there was a little fox who lived in a forest. " * 3
-LEAST = 1 << 20
+#: Also what the longest sequence takes.
+MIB = 1 << 20
 
 
 class Server(Running):
@@ -101,15 +103,15 @@ def test_prefixes_of_one_of_several_models(server: Server) -> None:
     whole = server.num_whole()
     assert server.num_cached("b", TEXT + "One day") == whole
     assert server.num_cached("a", TEXT + "One day") == 0
-    assert server.memory("a")["floor_bytes"] == LEAST
+    assert server.memory("a")["floor_bytes"] == MIB
     floor = server.memory("b")["floor_bytes"]
-    assert floor >= LEAST + whole * 4096
+    assert floor >= MIB + whole * 4096
     assert "pinned prefixes" in server.refused("change", model="b", kv_floor="1MiB")
     server.change("sleep", model="b")
     for terms in ({"kv_cap": "512KiB"}, {"kv_cap": "none"}, {"kv_floor": "16MiB"}):
         assert server.refused("change", model="b", **terms)
     told = server.refused("change", model="b", kv_cap="1MiB")
-    assert f"less than the {floor / LEAST:.4g} MiB that it needs" in told.replace(",", "")
+    assert f"less than the {floor / MIB:.4g} MiB that it needs" in told.replace(",", "")
     response = server.post("/v1/kv/memory", {"kv_cache_memory": "1MiB"}, headers=ADMIN)
     assert (response.status_code, "b needs" in response.text) == (400, True)
     assert server.num_cached("b", TEXT + "The fox") == whole
@@ -153,7 +155,7 @@ def test_models_that_cannot_be_added_change_nothing(server: Server, tmp_path: Pa
         ({"kv_cap": "512KiB"}, "c: at most 512 KiB of the pool is less than the 1 MiB"),
         (
             {"options": {"max_model_len": 4096}},
-            f"a pool of 8 MiB: a needs 1 MiB, b needs {b / LEAST:.4g} MiB, c needs 16 MiB, ",
+            f"a pool of 8 MiB: a needs 1 MiB, b needs {b / MIB:.4g} MiB, c needs 16 MiB, ",
         ),
     ):
         told_here = server.refused("add", **{**EMBEDDED, "name": "c", **table})
@@ -188,7 +190,7 @@ def test_a_draft_model_of_one_of_several_models(server: Server) -> None:
     expected = server.complete(model="a", **prompt)["choices"]
     drafts = {"speculative": "draft-model", "speculative_model": "vmserve-embedded"}
     row = server.change("add", name="d", **EMBEDDED, options=drafts)
-    assert row["memory"]["floor_bytes"] == 2 * LEAST  # each model's longest sequence
+    assert row["memory"]["floor_bytes"] == 2 * MIB  # each model's longest sequence
     assert server.complete(model="d", **prompt)["choices"] == expected
     figures = server.http.get("/v1/kv?model=d").json()
     assert figures["spec_decode_num_accepted_tokens_total"] > 20
@@ -256,3 +258,42 @@ def test_models_of_one_directory_keep_their_prefixes_apart(tmp_path: Path) -> No
         assert sum(file.stat().st_size for file in kept.glob("*/*.kv")) <= limit
     finally:
         server.close()
+
+
+# -- what models take together, before the first of them is loaded
+
+FREE = 1000 * MIB
+TABLES: dict[str, dict[str, Any]] = {
+    "a": EMBEDDED,
+    "b": {**EMBEDDED, "preload": False},
+    "c": {**EMBEDDED, "preload": False, "quantization": "int8"},
+    "int8": {**EMBEDDED, "quantization": "int8"},
+    "elsewhere": {"model": "nobody/nothing"},
+    "nowhere": {"model": "/no/such/model", "preload": False},
+}
+
+
+def pool_bytes(**shared: Any) -> int:
+    shared = {"device": "cpu", **shared}
+    specs = [spec_of(name, table, shared) for name, table in TABLES.items()]
+    config = ServerConfig(served_model_names=("a",))
+    loader = ModelLoader(config, config.key_ring(), shared, Supervision(), specs=specs)
+    return loader.pool.size_bytes
+
+
+def test_weights_of_all_models_are_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(loading, "available_memory", lambda: (FREE, "in a test"))
+    file = sum(path.stat().st_size for path in Path(resolve_model(None)).glob("*.safetensors"))
+    # Half of the weights' 2 bytes, and scales; one of those that load later counts.
+    assert pool_bytes() == pytest.approx(0.4 * (FREE - 2.53 * file), rel=0.01)
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    assert pool_bytes(kv_cache_memory="990MiB") == 990 * MIB
+    told = caplog.messages[-1]
+    assert "19.93 MiB of weights (6.508 MiB a, 6.508 MiB b, 3.455 MiB c, 3.455 MiB int8)" in told
+    assert "up to 990 MiB of KV cache, and 1000 MiB are free (in a test)" in told
+    assert "--idle-unload" in told
+    caplog.clear()
+    pool_bytes(kv_cache_memory="980MiB")
+    assert not caplog.messages
