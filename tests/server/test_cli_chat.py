@@ -11,7 +11,7 @@ import typer
 
 from tests.helpers import until
 from tests.server.conftest import Running
-from tests.support.serving import Start, http_server, pause
+from tests.support.serving import Patch, Said, Start, http_server, pause
 from vmserve.cli.chat import LocalBackend, Message, RemoteBackend, chat_command, converse
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
 from vmserve.testing import ByteTokenizer, ScriptedTransport
@@ -199,9 +199,7 @@ def test_with_an_own_engine() -> None:
         backend.close()
 
 
-def test_a_script_is_told_what_failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_is_told_what_failed(monkeypatch: Patch, capsys: Said) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     with pytest.raises(typer.Exit) as ended:
         chat_command(NOWHERE)

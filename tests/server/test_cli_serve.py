@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.support.serving import Start
+from tests.support.serving import Logs, Patch, Start
 from vmserve.cli import serve as cli_serve
 from vmserve.cli.engines import EngineChoice
 from vmserve.cli.options import ENGINE_OPTIONS
@@ -47,7 +47,7 @@ Parse = Callable[..., Served]
 
 
 @pytest.fixture
-def parse(monkeypatch: pytest.MonkeyPatch) -> Parse:
+def parse(monkeypatch: Patch) -> Parse:
     """Runs the command line."""
     seen: list[Served] = []
     monkeypatch.delenv("VMSERVE_API_KEY", raising=False)
@@ -212,9 +212,7 @@ def test_what_follows_two_dashes_is_no_option() -> None:
     assert repeat_option(args, "--n") == ["--n", "a", "--n", "b", "--", "--n", "c", "d"]
 
 
-def test_keys_share_fairly_unless_told_otherwise(
-    parse: Parse, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_keys_share_fairly_unless_told_otherwise(parse: Parse, monkeypatch: Patch) -> None:
     keys = ("--api-key", "a", "--api-key", "b")
     for args, fair in (
         ((), None),
@@ -265,7 +263,7 @@ def test_options_of_the_server(parse: Parse, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(ENGINE_OPTIONS.keys() - {"model"}))
 def test_every_option_of_the_engine_arrives(
-    parse: Parse, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    parse: Parse, name: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # --kv-persist makes its directory
     option = ENGINE_OPTIONS[name]
@@ -294,6 +292,7 @@ def with_template(tmp_path: Path) -> Callable[[bytes], Tokenizer]:
     return load
 
 
+WithTemplate = Callable[[bytes], Tokenizer]
 GOOD = "{{ messages[0].content }}"
 
 
@@ -309,10 +308,7 @@ GOOD = "{{ messages[0].content }}"
     ],
 )
 def test_a_models_own_template_is_tried_at_start(
-    with_template: Callable[[bytes], Tokenizer],
-    caplog: pytest.LogCaptureFixture,
-    template: str,
-    told: str | None,
+    with_template: WithTemplate, caplog: Logs, template: str, told: str | None
 ) -> None:
     tokenizer = with_template(template.encode())
     check_template(tokenizer, None)
@@ -322,9 +318,7 @@ def test_a_models_own_template_is_tried_at_start(
     assert caplog.records == []
 
 
-def test_a_template_that_was_asked_for_must_be_one(
-    with_template: Callable[[bytes], Tokenizer],
-) -> None:
+def test_a_template_that_was_asked_for_must_be_one(with_template: WithTemplate) -> None:
     tokenizer = with_template(GOOD.encode())
     with pytest.raises(ConfigurationError, match="broken at line 3"):
         check_template(tokenizer, "\n\n{% endfor %}")
@@ -332,9 +326,7 @@ def test_a_template_that_was_asked_for_must_be_one(
         with_template(b"\xff")
 
 
-def test_a_broken_template_refuses_chats_and_nothing_else(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_template_refuses_chats_and_nothing_else(start: Start, monkeypatch: Patch) -> None:
     def broken(self: object, messages: object, **options: object) -> None:
         raise ChatTemplateError("the chat template is broken at line 2: no end; mend it")
 
@@ -371,9 +363,7 @@ def test_what_does_not_go_together(given: Any, options: dict[str, Any], why: str
         EngineChoice(**given).check(options)
 
 
-def test_options_of_our_own_engines_are_refused_by_name_with_ray(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_options_of_our_own_engines_are_refused_with_ray(monkeypatch: Patch) -> None:
     choice = EngineChoice(distributed_executor="ray")
     with pytest.raises(ConfigurationError, match=r"engine_restarts: .*--distributed-executor ray"):
         check({**choice.facts, "idle_unload": False, "engine_restarts": True})

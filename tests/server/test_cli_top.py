@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 
 from tests.server.conftest import Running
-from tests.support.serving import Start, drawn, http_server
+from tests.support.serving import Patch, Said, Start, drawn, http_server
 from vmserve.cli.top import Monitor, Screen, top_command
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.telemetry.snapshot import PAGE_USES
 from vmserve.testing import ScriptedTransport
 
 
-def test_json_is_what_the_server_says(shared: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_what_the_server_says(shared: Running, capsys: Said) -> None:
     top_command(shared.url, once=True, as_json=True)
     data = json.loads(capsys.readouterr().out)
     assert data["stats"] == shared.http.get("/v1/kv").json()
@@ -25,7 +25,7 @@ def test_json_is_what_the_server_says(shared: Running, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1"])
-def test_once(shared: Running, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once(shared: Running, suffix: str, capsys: Said) -> None:
     top_command(shared.url + suffix, once=True)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("fake, vmserve ")
@@ -72,7 +72,7 @@ def test_wrong_options() -> None:
         top_command("http://127.0.0.1:1", as_json=True)
 
 
-def test_a_reader_that_has_seen_enough(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_has_seen_enough(shared: Running, monkeypatch: Patch) -> None:
     def closed(*args: object) -> None:
         raise BrokenPipeError
 

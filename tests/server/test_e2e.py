@@ -15,7 +15,7 @@ from tests.clients import ProcessClient
 from tests.helpers import until
 from tests.profiles import write_profile
 from tests.server.conftest import Body, Running
-from tests.support.serving import CHAT, COMPLETIONS, raw_request
+from tests.support.serving import CHAT, COMPLETIONS, Said, raw_request
 from vmserve import AsyncLLM
 from vmserve.server.models.tokenizer_info import tokenizer_info
 
@@ -60,7 +60,7 @@ def test_a_completion_and_a_chat(real: Running) -> None:
     assert again.choices[0].text == reply.choices[0].text
 
 
-def test_the_example_of_the_readme(real: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_readme(real: Running, capsys: Said) -> None:
     readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(from openai.*?)```", readme, re.DOTALL)
     exec(example.replace("http://127.0.0.1:8000", real.url), {})

@@ -78,7 +78,7 @@ def test_figures_are_told_of_each_engine_and_of_the_router(pair: Pairs) -> None:
     assert "engine  state" in "\n".join(drawn(data))
 
 
-def test_engines_are_drained_resumed_and_removed_with_the_admin_key(pair: Pairs) -> None:
+def test_engines_are_drained_resumed_and_removed_by_the_admin(pair: Pairs) -> None:
     server, one, other = pair(admin_api_key="admin", api_keys=("user",))
 
     def post(what: str, headers: dict[str, str] = ADMIN) -> tuple[int, list[str]]:

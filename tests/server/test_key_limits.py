@@ -219,9 +219,7 @@ def post(server: Running, key: str, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_key_that_has_used_its_minute_gets_429_and_others_go_on(
-    start: Start, stream: bool
-) -> None:
+def test_a_key_that_has_used_its_minute_gets_429_alone(start: Start, stream: bool) -> None:
     server = start(**keyed(tokens_per_minute=20))
     # 3 of the prompt and 6 of the answer; then 19.
     assert post(server, "a", max_tokens=6, stream=stream).status_code == 200
@@ -249,9 +247,7 @@ def test_one_request_above_the_sequences_of_its_key(start: Start) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("running", [[2], [1, 1]], ids=["one engine", "two engines"])
-def test_sequences_above_the_limit_wait_in_the_server(
-    start: Start, stream: bool, running: list[int]
-) -> None:
+def test_sequences_above_the_limit_wait(start: Start, stream: bool, running: list[int]) -> None:
     """``running``: the sequences of the user's requests that may run, one for each engine."""
     engines = [Engine() for _ in running]
     server = start(fleet_of(*engines) if len(engines) > 1 else engines[0], max_key_sequences=2)
@@ -279,9 +275,7 @@ def test_sequences_above_the_limit_wait_in_the_server(
     assert tenants() == ["u"] * (len(running) + 1) + ["v"]
 
 
-def test_who_waits_for_a_place_waits_its_time_and_is_told_when_the_server_ends(
-    start: Start,
-) -> None:
+def test_who_waits_for_a_place_waits_its_time_or_the_servers(start: Start) -> None:
     engine = ScriptedTransport()
     server = start(engine, max_key_sequences=1, shutdown_timeout=0.1)
     go_on = pause(server, engine)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.helpers import until
-from tests.support.serving import COMPLETIONS, Start, bearer, refused
+from tests.support.serving import COMPLETIONS, Logs, Start, bearer, refused
 from vmserve import AsyncLLM
 from vmserve.client.transports.sealed.handshake import read_key
 from vmserve.errors import ConfigurationError, EngineDeadError
@@ -44,9 +44,7 @@ def test_every_route_needs_a_key(start: Start) -> None:
                 assert response.headers["www-authenticate"] == "Bearer"
 
 
-def test_files_with_keys_that_others_may_read(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_files_with_keys_that_others_may_read(tmp_path: Path, caplog: Logs) -> None:
     file = tmp_path / "keys"
     file.write_text("alice:sixteen letters are enough")
     for read in (read_key_file, lambda path: read_key(path, "api_key_file")):

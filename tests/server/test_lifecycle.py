@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from tests.helpers import until
-from tests.server.conftest import Body, Running
-from tests.support.serving import CHAT, COMPLETIONS, Start, later, load, pause, raw_request, refused
+from tests.server.conftest import Body, Running, error_of
+from tests.support.serving import CHAT, COMPLETIONS, Patch, Start, later, load, pause, raw_request
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.server.config import ServerConfig
 from vmserve.server.net.listen import bind
@@ -95,7 +95,7 @@ def test_many_that_leave_at_once_and_one_during_its_own_upload(start: Start) -> 
     assert server.chat()["choices"][0]["message"]["content"] == "hello"
 
 
-def test_a_body_that_does_not_arrive(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_arrive(start: Start, monkeypatch: Patch) -> None:
     monkeypatch.setattr("vmserve.server.routes.body.BODY_TIMEOUT_SECONDS", 0.05)
     with connected(start()) as raw:
         raw.sendall(head(10))
@@ -108,7 +108,7 @@ def test_a_body_that_does_not_arrive(start: Start, monkeypatch: pytest.MonkeyPat
     ("kind", "status"), [(JSON, b"413"), (b"Content-Type: text/plain", b"415")]
 )
 def test_a_body_that_goes_on_after_its_answer(
-    start: Start, monkeypatch: pytest.MonkeyPatch, kind: bytes, status: bytes
+    start: Start, monkeypatch: Patch, kind: bytes, status: bytes
 ) -> None:
     """It is read for some time, so that the client sees the answer, and then cut off."""
     monkeypatch.setattr("vmserve.server.net.connection.BODY_TIMEOUT_SECONDS", 0.5)
@@ -192,7 +192,8 @@ def test_admitted_requests_finish(held: Any) -> None:
     until(lambda: server.http.get("/health").status_code == 503)
     for path in (COMPLETIONS, CHAT, "/tokenize", "/v1/models", "/ready", "/nope"):
         response = server.post(path, {"prompt": "x"})
-        assert "shutting down" in refused(response, 503)["message"]
+        assert response.status_code == 503
+        assert "shutting down" in error_of(response)["message"]
         assert response.headers["retry-after"] == "5"
     for path in ("/live", "/metrics", "/load", "/v1/kv"):
         assert server.http.get(path).status_code == 200
@@ -262,8 +263,8 @@ HALF = HEALTH[:-2] + b"X-Slow: "
 @pytest.mark.parametrize(
     ("used", "sent"), [(b"", b""), (b"", HALF), (HEALTH, HALF)], ids=["nothing", "half", "next"]
 )
-def test_a_head_that_does_not_arrive(
-    start: Start, monkeypatch: pytest.MonkeyPatch, used: bytes, sent: bytes
+def test_a_head_that_does_not_come(
+    start: Start, monkeypatch: Patch, used: bytes, sent: bytes
 ) -> None:
     monkeypatch.setattr("vmserve.server.net.connection.HEAD_TIMEOUT_SECONDS", 0.2)
     with connected(start()) as raw:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import until
 from tests.server.conftest import Running
-from tests.support.serving import COMPLETIONS, Start, bearer, later, pause, refused
+from tests.support.serving import COMPLETIONS, Patch, Start, bearer, later, pause, refused
 from vmserve.server.observe.recent import RecentLatencies
 from vmserve.server.routes.live import LIVE_PAGE_PATHS
 from vmserve.telemetry.snapshot import PAGE_USES
@@ -173,7 +173,7 @@ def test_a_key_sees_its_own_requests_only(hold: Any) -> None:
     assert "of-two" not in str(one)
 
 
-def test_many_who_look_on_cost_one_snapshot(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_who_look_on_cost_one_snapshot(start: Start, monkeypatch: Patch) -> None:
     monkeypatch.setattr("vmserve.server.routes.live.REFRESH_SECONDS", 1000.0)
     engine = ScriptedTransport()
     server = start(engine)

@@ -21,7 +21,7 @@ import pytest
 import vmserve.system.heap as heap
 from tests.helpers import until
 from tests.server.conftest import Body
-from tests.support.serving import COMPLETIONS, Start, bearer, later, pause, raw_request, refused
+from tests.support.serving import COMPLETIONS, Patch, Start, later, pause, raw_request, refused
 from vmserve.models import resolve_model
 from vmserve.server.access import admission as admission_module
 from vmserve.server.net import aside_process as aside_module
@@ -39,7 +39,7 @@ VERY_LARGE = "z" * 2 * MOST_BYTES_IN_THREAD
 CUT = {"truncate_prompt_tokens": 4, "max_tokens": 1}
 #: With it a request is long in the tests below: what others send is shorter.
 PADDING = {"ignored": "x" * 1000}
-MANY, ONE = bearer("many"), bearer("one")
+MANY, ONE = ({"authorization": f"Bearer {key}"} for key in ("many", "one"))
 
 
 class Held:
@@ -66,7 +66,7 @@ Hold = Callable[..., Held]
 
 
 @pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
+def hold(monkeypatch: Patch) -> Hold:
     """Replaces a function; without a condition it holds who asks it for "slow"."""
 
     def begin(owner: Any, name: str, held: Callable[..., bool] = "slow".__eq__) -> Held:
@@ -78,7 +78,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> ScriptedTransport:
+def engine(monkeypatch: Patch) -> ScriptedTransport:
     monkeypatch.setattr(workers_module, "LONG_WORK", 500)
     return ScriptedTransport()
 
@@ -179,8 +179,8 @@ def test_what_waits_is_dropped_with_its_client(
 
 
 @pytest.mark.parametrize(("path", "more"), [("/tokenize", {}), (COMPLETIONS, CUT)])
-def test_what_is_being_done_is_stopped_when_its_client_leaves(
-    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, more: Body
+def test_what_is_being_done_is_stopped_with_its_client(
+    start: Start, monkeypatch: Patch, path: str, more: Body
 ) -> None:
     """A process that reads a large request ends with it: it could take seconds yet."""
     running = start()
@@ -205,8 +205,8 @@ def test_what_is_being_done_is_stopped_when_its_client_leaves(
     assert process.pid not in running.app_context.processes.idle_pids
 
 
-def test_bodies_of_one_key_are_held_up_to_a_bound(
-    start: Start, engine: ScriptedTransport, monkeypatch: pytest.MonkeyPatch
+def test_bodies_of_a_key_are_held_up_to_a_bound(
+    start: Start, engine: ScriptedTransport, monkeypatch: Patch
 ) -> None:
     """Also while their requests run: what was made of them stays for as long."""
     monkeypatch.setattr(admission_module, "MAX_HELD_BYTES_OF_ONE", 2500)
@@ -331,7 +331,7 @@ class Kept(list[Any]):
     ],
 )
 def test_what_a_request_held_goes_with_it(
-    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, body: Body, status: int
+    start: Start, monkeypatch: Patch, path: str, body: Body, status: int
 ) -> None:
     """It does not wait for the garbage collector, for which all would wait."""
     running = start()
@@ -360,7 +360,7 @@ def test_what_a_request_held_goes_with_it(
 # -- what is given back
 
 
-def test_memory_goes_back_when_it_grew_and_when_it_shrank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_goes_back_when_it_grew_and_when_it_shrank(monkeypatch: Patch) -> None:
     has, trims, forgets = [100], list[int](), list[int]()
     monkeypatch.setattr(heap, "_own_bytes", lambda: has[0] << 20)
     monkeypatch.setattr(heap, "trim_memory", lambda: trims.append(has[0]))
@@ -370,7 +370,7 @@ def test_memory_goes_back_when_it_grew_and_when_it_shrank(monkeypatch: pytest.Mo
     assert trims == forgets == [400, 300]
 
 
-def test_a_heap_that_is_never_idle_is_trimmed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heap_that_is_never_idle_is_trimmed(monkeypatch: Patch) -> None:
     now, trims = [1000.0], list[float]()
     monkeypatch.setattr(heap.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(heap, "trim_memory", lambda: trims.append(now[0]))
@@ -380,8 +380,8 @@ def test_a_heap_that_is_never_idle_is_trimmed(monkeypatch: pytest.MonkeyPatch) -
     assert trims == [1060.0, 1125.0]
 
 
-def test_work_that_goes_on_trims_and_processes_end_after_the_last_request(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+def test_work_that_goes_on_trims_and_processes_end_after_it(
+    start: Start, monkeypatch: Patch
 ) -> None:
     trims, given = list[bool](), list[bool]()
     monkeypatch.setattr(idle_module, "_IDLE_SECONDS", 0.05)

@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import until
 from tests.server.conftest import Body, Running
-from tests.support.serving import ADMIN, CHAT, COMPLETIONS, Start, later, pause, refused
+from tests.support.serving import ADMIN, CHAT, COMPLETIONS, Said, Start, later, pause, refused
 from vmserve.cli.top import top_command
 from vmserve.client.client import Client
 from vmserve.errors import ConfigurationError, VmserveError
@@ -216,6 +216,8 @@ def test_requests_wait_for_one_start_and_may_leave(serve: Serve) -> None:
     assert 'model_name="b"' in server.http.get("/metrics").text
     waiting = [later(server.complete, model="b") for _ in range(3)]
     until(lambda: model.num_waiting == 3)
+    waits = 'vmserve:model_requests_waiting{engine="0",model_name="b"} 3.0'
+    assert waits in server.http.get("/metrics").text
     assert "model to load" in fails(server, 504, model="b", request_timeout=0.05)
     with pytest.raises(httpx.TimeoutException):
         server.post(COMPLETIONS, {"prompt": "x", "model": "b"}, timeout=0.05)
@@ -394,7 +396,7 @@ def test_a_model_that_failed_or_whose_engine_died_can_be_put_to_sleep(serve: Ser
     assert said(server.complete(model="b")) == "beta"  # at once, not after the pause
 
 
-def test_top_shows_models(two: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_shows_models(two: Running, capsys: Said) -> None:
     top_command(two.url, model="b", once=True)
     text = capsys.readouterr().out
     assert text.startswith("b, vmserve ")

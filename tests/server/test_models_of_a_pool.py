@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers import until
 from tests.server.conftest import Body, Running
-from tests.support.serving import ADMIN
+from tests.support.serving import ADMIN, Logs, Patch
 from vmserve.client.transports.supervised import Supervision
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import resolve_model
@@ -124,9 +124,7 @@ def test_prefixes_of_one_of_several_models(server: Server) -> None:
     assert server.num_cached("b", TEXT + "He saw") == whole
 
 
-def test_a_model_sleeps_in_the_pause_before_its_restart(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_sleeps_in_the_pause_before_its_restart(server: Server, monkeypatch: Patch) -> None:
     monkeypatch.setattr("vmserve.client.transports.restarts._RESTART_SECONDS", 25.0)
     engine: Any = server.models.find("b").engine
     server.change("wake", model="b")
@@ -281,9 +279,7 @@ def pool_bytes(**shared: Any) -> int:
     return loader.pool.size_bytes
 
 
-def test_weights_of_all_models_are_counted(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_of_all_models_are_counted(monkeypatch: Patch, caplog: Logs) -> None:
     monkeypatch.setattr(loading, "available_memory", lambda: (FREE, "in a test"))
     file = sum(path.stat().st_size for path in Path(resolve_model(None)).glob("*.safetensors"))
     # Half of the weights' 2 bytes, and scales; one of those that load later counts.

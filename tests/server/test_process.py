@@ -15,6 +15,7 @@ import pytest
 
 from tests.helpers import until
 from tests.server.conftest import Running
+from tests.support.serving import Patch, Said
 from vmserve.cli.main import main
 
 # A process imports torch, which takes its time on a busy machine.
@@ -156,8 +157,8 @@ def test_a_signal_while_loading(launch: Launch) -> None:
 )
 def test_what_cannot_start_ends_in_one_line(
     shared: Running,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Patch,
+    capsys: Said,
     tmp_path: Path,
     args: list[str],
     status: int,

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.server.conftest import Body, Running
-from tests.support.serving import COMPLETIONS, Start, http_server
+from tests.support.serving import COMPLETIONS, Patch, Start, http_server
 from vmserve import ConfigurationError
 from vmserve.errors import OutOfMemoryError
 from vmserve.server.observe.tracing import Tracing, check_tracing
@@ -136,7 +136,7 @@ def test_a_collector_that_is_not_there_holds_nobody_up(start: Start) -> None:
     running.close()
 
 
-def test_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_exported(monkeypatch: Patch) -> None:
     for url in ("localhost:4317", "grpc://host:4317", "http://", ""):
         with pytest.raises(ConfigurationError, match="is not the http"):
             Tracing(url)

@@ -1,4 +1,4 @@
-"""What tests do around a server: who calls it, and what runs while they look."""
+"""What tests do around a server: who calls it, what runs while they look, fixtures' types."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Final
 
 import httpx
+import pytest
 from rich.console import Console
 
 from tests.server.conftest import Body, Running, error_of
@@ -21,6 +22,9 @@ from vmserve.cli.top import Screen
 from vmserve.testing import ScriptedTransport
 
 Start = Callable[..., Running]
+Patch = pytest.MonkeyPatch
+Logs = pytest.LogCaptureFixture
+Said = pytest.CaptureFixture[str]
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 #: Starts work in a thread of its own: a call and its arguments become a future.
