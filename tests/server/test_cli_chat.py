@@ -53,6 +53,10 @@ def talk(backend: Any, *lines: str, system: str | None = None) -> tuple[str, str
     return out.getvalue(), notes.getvalue()
 
 
+def remote(url: str, key: str | None = None, model: str | None = None, **sampling: Any) -> Any:
+    return RemoteBackend(url, key, model, sampling)
+
+
 @pytest.mark.parametrize(
     ("lines", "out", "notes"),
     [
@@ -103,7 +107,7 @@ def test_a_failed_question_is_forgotten_and_a_stopped_answer_is_not(
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_with_a_server(shared: Running, suffix: str) -> None:
-    backend = RemoteBackend(shared.url + suffix, None, None, {"temperature": 0, "max_tokens": 4})
+    backend = remote(shared.url + suffix, temperature=0, max_tokens=4)
     assert talk(backend, "a", "b") == ("hell\nhell\n", "")
     ids, params, _ = shared.engine.requests[-1]  # type: ignore[attr-defined]
     assert ByteTokenizer().decode(ids) == "[user]a|[assistant]hell|[user]b|[assistant]"
@@ -112,7 +116,7 @@ def test_with_a_server(shared: Running, suffix: str) -> None:
 
 def test_models_of_a_server(start: Start) -> None:
     server = start(served_model_names=("one", "two"))
-    backend = RemoteBackend(server.url, None, None, {"max_tokens": 1})
+    backend = remote(server.url, max_tokens=1)
     out, notes = talk(backend, "/model", "a", "/model two", "/model", "/model three", "a")
     assert out == "h\nh\n"
     assert notes == "one, two\ntwo, one\nerror: no such model: there are two, one\n"
@@ -142,30 +146,28 @@ def test_streams_of_other_servers(stream: bytes, out: str, notes: str) -> None:
         return 200, stream if body else b'{"data": [{"id": "m"}]}'
 
     with http_server(answer) as url:
-        assert talk(RemoteBackend(url, None, None, {}), "hi") == (out, notes)
+        assert talk(remote(url), "hi") == (out, notes)
 
 
 def test_errors_of_a_server(start: Start) -> None:
     engine = ScriptedTransport()
     server = start(engine, api_keys=("k",))
-
-    def fails(key: str | None, model: str | None = None) -> str:
-        return talk(RemoteBackend(server.url, key, model, {}), "a")[1]
-
-    assert fails(None).startswith("error: This server needs an API key")
-    assert fails("k", "other") == "error: The model `other` does not exist.\n"
+    assert talk(remote(server.url), "a")[1].startswith("error: This server needs an API key")
+    told = talk(remote(server.url, "k", "other"), "a")[1]
+    assert told == "error: The model `other` does not exist.\n"
     engine.fail = RuntimeError("x")
-    out, notes = talk(RemoteBackend(server.url, "k", None, {}), "a")
+    out, notes = talk(remote(server.url, "k"), "a")
     assert (out, notes[:24]) == ("h", "error: The server failed")
     server.close()
-    assert fails("k").startswith(f"error: no answer from {server.url}")
+    told = talk(remote(server.url, "k"), "a")[1]
+    assert told.startswith(f"error: no answer from {server.url}")
 
 
 def test_stopping_an_answer_ends_the_request(start: Start) -> None:
     engine = ScriptedTransport()
     server = start(engine)
     pause(server, engine)
-    reply = RemoteBackend(server.url, None, None, {}).reply([{"role": "user", "content": "x"}])
+    reply = remote(server.url).reply([{"role": "user", "content": "x"}])
     while next(reply) != "h":
         pass
     reply.close()
@@ -212,7 +214,7 @@ def test_a_script_is_told_what_failed(monkeypatch: Patch, capsys: Said) -> None:
 def test_wrong_urls_and_options() -> None:
     for wrong in ("localhost:8000", "http://", "http://[::1", "http://127.0.0.1:99999"):
         with pytest.raises(ConfigurationError, match="not a URL"):
-            RemoteBackend(wrong, None, None, {})
+            remote(wrong)
     with pytest.raises(ConfigurationError, match="block_size"):
         chat_command(NOWHERE, block_size=16)
     with pytest.raises(ConfigurationError, match="two servers"):
