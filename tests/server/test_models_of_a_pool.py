@@ -78,6 +78,12 @@ class Server(Running):
         """Tokens of :data:`TEXT` in whole blocks."""
         return int(self.ok("/tokenize", {"prompt": TEXT})["count"]) // 16 * 16
 
+    def figure(self, name: str, model: str) -> float:
+        pattern = rf'^vmserve:{name}\{{[^}}]*model_name="{model}"[^}}]*\}} (\S+)$'
+        found = re.search(pattern, self.http.get("/metrics").text, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
+
     def memory(self, model: str) -> Body:
         rows = self.http.get("/v1/kv/live").json()["models"]
         [row] = [row for row in rows if row["name"] == model]
@@ -105,6 +111,8 @@ def test_prefixes_of_one_of_several_models(server: Server) -> None:
     assert server.num_cached("a", TEXT + "One day") == 0
     assert server.memory("a")["floor_bytes"] == MIB
     floor = server.memory("b")["floor_bytes"]
+    assert server.figure("kv_pool_floor_bytes", "b") == floor
+    assert server.figure("kv_pool_recalls_total", "b") >= 0
     assert floor >= MIB + whole * 4096
     assert "pinned prefixes" in server.refused("change", model="b", kv_floor="1MiB")
     server.change("sleep", model="b")
@@ -188,6 +196,7 @@ def test_a_draft_model_of_one_of_several_models(server: Server) -> None:
     expected = server.complete(model="a", **prompt)["choices"]
     drafts = {"speculative": "draft-model", "speculative_model": "vmserve-embedded"}
     row = server.change("add", name="d", **EMBEDDED, options=drafts)
+    assert row["weight"] == 1
     assert row["memory"]["floor_bytes"] == 2 * MIB  # each model's longest sequence
     assert server.complete(model="d", **prompt)["choices"] == expected
     figures = server.http.get("/v1/kv?model=d").json()
@@ -230,12 +239,6 @@ def test_models_of_one_directory_keep_their_prefixes_apart(tmp_path: Path) -> No
     options = {"kv_persist": str(kept), "kv_persist_bytes": limit}
     server = Server({"a": {**EMBEDDED, **options}, "b": {"model": str(model), **options}})
 
-    def figure(name: str, model: str) -> float:
-        pattern = rf'^vmserve:{name}\{{[^}}]*model_name="{model}"[^}}]*\}} (\S+)$'
-        found = re.search(pattern, server.http.get("/metrics").text, re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
-
     try:
         whole = server.num_whole()
         answers = {name: server.ask(name, TEXT, **GREEDY) for name in "ab"}
@@ -244,9 +247,9 @@ def test_models_of_one_directory_keep_their_prefixes_apart(tmp_path: Path) -> No
             server.change("sleep", model=name)
         for name, (answer, _) in answers.items():
             assert server.ask(name, TEXT, **GREEDY) == (answer, whole)
-            assert figure("persist_restored_blocks_total", name) == whole // 16
-            assert figure("persist_read_bytes_total", name) > whole * 4096
-            assert 0 < figure("persist_bytes", name) <= limit
+            assert server.figure("persist_restored_blocks_total", name) == whole // 16
+            assert server.figure("persist_read_bytes_total", name) > whole * 4096
+            assert 0 < server.figure("persist_bytes", name) <= limit
         assert len(list(kept.iterdir())) >= 2 + 2  # a space for each, and digests of weights
         for number in range(6):
             for name in "ab":
