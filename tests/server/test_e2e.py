@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 import vmserve
@@ -220,3 +221,18 @@ def test_a_time_limit(real: Running) -> None:
         *pieces, last = real.events(COMPLETIONS, endless)
         assert json.loads(last)["error"]["status"] == 504
     assert kv(real)["num_seqs"] == 0
+
+
+def test_drain_ends_what_runs(real: Running) -> None:
+    """The last test of this module: it stops the server."""
+    events = real.events(COMPLETIONS, {**ENDLESS, "seed": 1})
+    next(events)
+    object.__setattr__(real.config, "shutdown_timeout", 0.1)
+    real.begin_stop()
+    *rest, last, done = list(events)
+    assert done == "[DONE]"
+    assert json.loads(last)["choices"][0]["finish_reason"] == "abort"
+    assert rest
+    real.join()
+    with pytest.raises(openai.APIConnectionError):
+        real.openai().models.list()

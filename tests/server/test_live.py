@@ -137,7 +137,8 @@ def hold(start: Start) -> Callable[..., tuple[Running, Callable[..., None], Call
 
         def ask(key: str = "", **body: Any) -> None:
             before = len(engine.running)
-            later(server.post, COMPLETIONS, {"prompt": "Hi", **body}, headers=bearer(key))
+            headers = bearer(key) if key else {}
+            later(server.post, COMPLETIONS, {"prompt": "Hi", **body}, headers=headers)
             until(lambda: len(engine.running) > before)
 
         return server, ask, go_on
@@ -195,6 +196,7 @@ def test_failures_are_counted_in_streams_too_and_a_dead_engine_is_an_error(start
     metrics = server.http.get("/metrics").text
     assert 'vmserve:request_failures_total{engine="0",model_name="fake"} 2.0' in metrics
     engine.facts.is_dead = True
+    until(lambda: server.http.get(LIVE).status_code == 503)  # after what was kept of before
     refused(server.http.get(LIVE), 503)
     assert server.http.get("/").status_code == 200
 
