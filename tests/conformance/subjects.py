@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 from tests.conformance import plugins, ranks
 from tests.sim.simcuda import NOTHING, SimConfig, SimCuda
@@ -19,14 +20,8 @@ from vmserve._core import (
     PluginDriver,
 )
 
-CAPABILITIES = (
-    "unmap",
-    "read_only",
-    "zeros_backing",
-    "host_memory",
-    "asynchronous",
-    "copy_stream",
-)
+CAPABILITIES = ("unmap", "read_only", "zeros_backing")
+CAPABILITIES += ("host_memory", "asynchronous", "copy_stream")
 NUM_FRAMES = 32
 
 
@@ -39,23 +34,6 @@ def read_on_host(driver: PageDriver, address: int, num_bytes: int) -> bytes:
 def write_on_host(driver: PageDriver, address: int, data: bytes) -> None:
     driver.fence()
     ctypes.memmove(address, data, len(data))
-
-
-def read_by_copy(driver: PageDriver, address: int, num_bytes: int) -> bytes:
-    """For devices that only copies reach; takes ``host_memory``."""
-    buffer = driver.alloc_host(num_bytes)
-    driver.copy([(buffer, address, num_bytes)])
-    data = read_on_host(driver, buffer, num_bytes)
-    driver.free_host(buffer)
-    return data
-
-
-def write_by_copy(driver: PageDriver, address: int, data: bytes) -> None:
-    buffer = driver.alloc_host(len(data))
-    ctypes.memmove(buffer, data, len(data))
-    driver.copy([(address, buffer, len(data))])
-    driver.fence()
-    driver.free_host(buffer)
 
 
 def places(driver: PageDriver, address: int) -> list[int]:
@@ -78,20 +56,42 @@ def write_members(driver: PageDriver, address: int, data: bytes) -> None:
         ctypes.memmove(place, data, len(data))
 
 
-def read_members_by_copy(driver: PageDriver, address: int, num_bytes: int) -> bytes:
-    buffer = driver.alloc_host(num_bytes)
-    driver.copy([(buffer, address, num_bytes)])
-    data = read_members(driver, buffer, num_bytes)
-    driver.free_host(buffer)
-    return data
+Read = Callable[[PageDriver, int, int], bytes]
+Write = Callable[[PageDriver, int, bytes], None]
 
 
-def write_members_by_copy(driver: PageDriver, address: int, data: bytes) -> None:
-    buffer = driver.alloc_host(len(data))
-    write_members(driver, buffer, data)
-    driver.copy([(address, buffer, len(data))])
-    driver.fence()
-    driver.free_host(buffer)
+class Look(TypedDict, total=False):
+    """How to see a driver's memory: fields of :class:`Subject`."""
+
+    read: Read
+    write: Write
+    traps: bool
+    contents: bool
+
+
+def by_copy(read: Read, write: Write) -> Look:
+    """For devices that only copies reach; takes ``host_memory``, which these two are for."""
+
+    def read_copy(driver: PageDriver, address: int, num_bytes: int) -> bytes:
+        buffer = driver.alloc_host(num_bytes)
+        driver.copy([(buffer, address, num_bytes)])
+        data = read(driver, buffer, num_bytes)
+        driver.free_host(buffer)
+        return data
+
+    def write_copy(driver: PageDriver, address: int, data: bytes) -> None:
+        buffer = driver.alloc_host(len(data))
+        write(driver, buffer, data)
+        driver.copy([(address, buffer, len(data))])
+        driver.fence()
+        driver.free_host(buffer)
+
+    return {"read": read_copy, "write": write_copy, "traps": False}
+
+
+BY_COPY = by_copy(read_on_host, write_on_host)
+MEMBERS: Look = {"read": read_members, "write": write_members}
+UNSEEN: Look = {"traps": False, "contents": False}
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Subject:
     make: Callable[[int, int], PageDriver]
     capabilities: frozenset[str]
     frame_bytes: int = 4096
-    read: Callable[[PageDriver, int, int], bytes] = read_on_host
-    write: Callable[[PageDriver, int, bytes], None] = write_on_host
+    read: Read = read_on_host
+    write: Write = write_on_host
     traps: bool = True
     contents: bool = True
     rebuild: str = ""
@@ -153,74 +153,38 @@ def _late(frame_bytes: int, num_frames: int) -> PageDriver:
 
 
 _ON_HOST = frozenset({"unmap", "read_only", "zeros_backing", "host_memory"})
+_LATE = _ON_HOST | {"copy_stream"}
+_ON_GPU = frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"})
+_IN_PROCESS: Look = {
+    "read": lambda *arguments: ranks.rank().read(*arguments),
+    "write": lambda *arguments: ranks.rank().write(*arguments),
+    "traps": False,
+}
 
 _REGISTERED = (
     Subject("host", HostDriver, _ON_HOST),
     Subject("faults", lambda size, n: FaultInjectingDriver(HostDriver(size, n)), _ON_HOST),
-    Subject("late", _late, _ON_HOST | {"copy_stream"}),
-    Subject("null", NullDriver, _ON_HOST, traps=False, contents=False),
+    Subject("late", _late, _LATE),
+    Subject("null", NullDriver, _ON_HOST, **UNSEEN),
     Subject("sample", _sample, _ON_HOST),
     Subject("lean", _lean, _ON_HOST - {"host_memory"}, frame_bytes=8192),
     Subject("uvm", _uvm, frozenset({"host_memory", "asynchronous"}), frame_bytes=1 << 16),
-    Subject(
-        "cuda",
-        _cuda,
-        frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"}),
-        read=read_by_copy,
-        write=write_by_copy,
-        traps=False,
-    ),
+    Subject("cuda", _cuda, _ON_GPU, **BY_COPY),
     Subject("remote", ranks.in_thread(HostDriver), _ON_HOST),
-    Subject("remote-late", ranks.in_thread(_late), _ON_HOST | {"copy_stream"}),
-    Subject(
-        "remote-cuda",
-        ranks.in_thread(_cuda),
-        frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"}),
-        read=read_by_copy,
-        write=write_by_copy,
-        traps=False,
-    ),
-    Subject(
-        "remote-process",
-        lambda size, n: ranks.rank().make(size, n),
-        _ON_HOST,
-        read=lambda *arguments: ranks.rank().read(*arguments),
-        write=lambda *arguments: ranks.rank().write(*arguments),
-        traps=False,
-    ),
+    Subject("remote-late", ranks.in_thread(_late), _LATE),
+    Subject("remote-cuda", ranks.in_thread(_cuda), _ON_GPU, **BY_COPY),
+    Subject("remote-process", lambda *size: ranks.rank().make(*size), _ON_HOST, **_IN_PROCESS),
     Subject("remote-tcp", ranks.over_tcp, _ON_HOST),
-    Subject("group-remote", ranks.half_remote, _ON_HOST, read=read_members, write=write_members),
-    Subject("group", _group(HostDriver), _ON_HOST, read=read_members, write=write_members),
-    Subject(
-        "group-late",
-        _group(_late),
-        _ON_HOST | {"copy_stream"},
-        read=read_members,
-        write=write_members,
-    ),
-    Subject("group-null", _group(NullDriver), _ON_HOST, traps=False, contents=False),
-    Subject(
-        "group-cuda",
-        _group(_cuda),
-        frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"}),
-        read=read_members_by_copy,
-        write=write_members_by_copy,
-        traps=False,
-    ),
+    Subject("group-remote", ranks.half_remote, _ON_HOST, **MEMBERS),
+    Subject("group", _group(HostDriver), _ON_HOST, **MEMBERS),
+    Subject("group-late", _group(_late), _LATE, **MEMBERS),
+    Subject("group-null", _group(NullDriver), _ON_HOST, **UNSEEN),
+    Subject("group-cuda", _group(_cuda), _ON_GPU, **by_copy(read_members, write_members)),
 )
 
 
 #: The real library, with the smallest pages of stock CUDA: for tests/gpu.
-GPU = Subject(
-    "gpu",
-    CudaDriver,
-    frozenset({"unmap", "read_only", "host_memory", "asynchronous", "copy_stream"}),
-    frame_bytes=2 << 20,
-    read=read_by_copy,
-    write=write_by_copy,
-    traps=False,
-    rebuild="GPU",
-)
+GPU = Subject("gpu", CudaDriver, _ON_GPU, frame_bytes=2 << 20, rebuild="GPU", **BY_COPY)
 
 
 def registered() -> dict[str, Subject]:
@@ -231,19 +195,13 @@ def reported(capabilities: Capabilities) -> frozenset[str]:
     return frozenset(name for name in CAPABILITIES if getattr(capabilities, name))
 
 
-def plugin(path: str, frame_bytes: int, by_copy: bool, options: Mapping[str, str]) -> Subject:
+def plugin(path: str, frame_bytes: int, copies: bool, options: Mapping[str, str]) -> Subject:
     """The subject of ``--driver-plugin``: it may have any capabilities."""
 
     def make(size: int, num_frames: int) -> PageDriver:
         return PluginDriver(path, size, num_frames, options=options)
 
-    return Subject(
-        "plugin",
-        make,
-        reported(make(frame_bytes, NUM_FRAMES).capabilities),
-        frame_bytes=frame_bytes,
-        read=read_by_copy if by_copy else read_on_host,
-        write=write_by_copy if by_copy else write_on_host,
-        traps=not by_copy,
-        rebuild=f"plugin({path!r}, {frame_bytes}, {by_copy}, {dict(options)!r})",
-    )
+    look: Look = BY_COPY if copies else {}
+    rebuild = f"plugin({path!r}, {frame_bytes}, {copies}, {dict(options)!r})"
+    capabilities = reported(make(frame_bytes, NUM_FRAMES).capabilities)
+    return Subject("plugin", make, capabilities, frame_bytes=frame_bytes, rebuild=rebuild, **look)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,12 @@ from vmserve._core import Access, Backing
 RW, RO, NONE = Access.READ_WRITE, Access.READ, Access.NONE
 
 
-def test_it_is_what_was_asked_for(bench: Bench) -> None:
+def test_it_is_what_was_asked_for_and_holds_nothing(bench: Bench) -> None:
     driver = bench.driver
     assert (driver.frame_bytes, driver.num_frames) == (bench.size, NUM_FRAMES)
     assert bench.size % driver.granularity == 0
     assert reported(driver.capabilities) == bench.subject.capabilities
-
-
-def test_a_fresh_driver_holds_nothing(bench: Bench) -> None:
-    stats = bench.driver.stats()
+    stats = driver.stats()
     assert (stats.created_frames, stats.mapped_frames, stats.allocated_bytes) == (0, 0, 0)
 
 
@@ -41,9 +37,21 @@ def test_reservations_are_disjoint_and_take_no_memory(bench: Bench) -> None:
     assert bench.driver.stats().allocated_bytes == 0
 
 
-def test_reservations_are_whole_frames(bench: Bench) -> None:
+def test_reservations_are_whole_frames_and_are_freed_at_their_start(bench: Bench) -> None:
     for num_bytes in (0, 1, bench.size - 1, bench.size + 1):
         bench.refuses(lambda n=num_bytes: bench.driver.reserve(n, Backing.TRAP))
+    base = bench.reserve(2)
+    bench.refuses(lambda: bench.driver.free_reservation(base + bench.size))
+    bench.driver.free_reservation(base)
+    bench.refuses(lambda: bench.driver.free_reservation(base))
+
+
+def test_query_needs_a_reservation(bench: Bench) -> None:
+    base = bench.reserve(1)
+    bench.refuses(lambda: bench.driver.query(base - 1))
+    bench.refuses(lambda: bench.driver.query(16))
+    bench.driver.free_reservation(base)
+    bench.refuses(lambda: bench.driver.query(base))
 
 
 def test_freeing_a_reservation_unmaps_what_is_in_it(bench: Bench) -> None:
@@ -53,22 +61,8 @@ def test_freeing_a_reservation_unmaps_what_is_in_it(bench: Bench) -> None:
     stats = driver.stats()
     assert (stats.created_frames, stats.mapped_frames, stats.num_mappings) == (4, 0, empty)
     bench.refuses(lambda: driver.query(base))
-    bench.refuses(lambda: driver.free_reservation(base))
     driver.destroy([(0, 4)])
     assert driver.stats().created_frames == 0
-
-
-def test_only_the_start_of_a_reservation_frees_it(bench: Bench) -> None:
-    base = bench.reserve(2)
-    bench.refuses(lambda: bench.driver.free_reservation(base + bench.size))
-    bench.driver.free_reservation(base)
-
-
-def test_created_frames_are_counted_and_there(bench: Bench) -> None:
-    bench.driver.create([(3, 2), (NUM_FRAMES - 1, 1)])
-    stats = bench.driver.stats()
-    assert (stats.created_frames, stats.mapped_frames) == (3, 0)
-    assert stats.allocated_bytes == 3 * bench.size
 
 
 @needs("contents")
@@ -82,27 +76,20 @@ def test_created_frames_read_as_zero_each_time(bench: Bench) -> None:
         bench.driver.destroy([(0, 3)])
 
 
-@pytest.mark.parametrize(
-    "runs",
-    [
-        [(0, 1)],
-        [(5, 1), (0, 1)],
-        [(5, 2), (6, 1)],
-        [(6, 1), (5, 2)],
-        [(NUM_FRAMES, 1)],
-        [(NUM_FRAMES - 1, 2)],
-        [(-1, 1)],
-        [(5, 0)],
-        [(5, -1)],
-        [(5, 1), (7, 1 << 62)],
-    ],
-    ids=str,
-)
-def test_what_cannot_be_created_creates_nothing(bench: Bench, runs: list[tuple[int, int]]) -> None:
-    bench.driver.create([(0, 1)])
-    bench.refuses(lambda: bench.driver.create(runs))
-    bench.driver.create([(5, 3)])
-    assert bench.driver.stats().created_frames == 4
+def test_created_frames_are_counted_and_what_cannot_be_creates_nothing(bench: Bench) -> None:
+    bench.driver.create([(3, 2), (0, 1)])
+    stats = bench.driver.stats()
+    assert (stats.created_frames, stats.mapped_frames) == (3, 0)
+    assert stats.allocated_bytes == 3 * bench.size
+    last = NUM_FRAMES - 1
+    for runs in (
+        *([(0, 1)], [(5, 1), (0, 1)], [(5, 2), (6, 1)], [(6, 1), (5, 2)]),
+        *([(NUM_FRAMES, 1)], [(last, 2)], [(-1, 1)]),
+        *([(5, 0)], [(5, -1)], [(5, 1), (7, 1 << 62)]),
+    ):
+        bench.refuses(lambda runs=runs: bench.driver.create(runs))
+    bench.driver.create([(5, 3), (last, 1)])
+    assert bench.driver.stats().created_frames == 7
 
 
 def test_destroy_stops_at_the_first_frame_that_it_may_not(bench: Bench) -> None:
@@ -145,29 +132,30 @@ def test_aliases_show_the_same_memory(bench: Bench) -> None:
     bench.refuses(lambda: bench.driver.destroy([(2, 1)]))
 
 
-WRONG_MAPS: dict[str, Callable[[int, int], tuple[int, int, int, Access]]] = {
-    "a frame that does not exist": lambda base, size: (base + 3 * size, 20, 1, RW),
-    "some frames that do not exist": lambda base, size: (base + 3 * size, 3, 2, RW),
-    "frames out of range": lambda base, size: (base + 3 * size, NUM_FRAMES - 1, 2, RW),
-    "a negative frame": lambda base, size: (base + 3 * size, -1, 1, RW),
-    "no frames": lambda base, size: (base + 3 * size, 3, 0, RW),
-    "no access": lambda base, size: (base + 3 * size, 3, 1, NONE),
-    "where something is mapped": lambda base, size: (base, 3, 1, RW),
-    "partly where something is mapped": lambda base, size: (base + 5 * size, 2, 2, RW),
-    "beside a frame's start": lambda base, size: (base + 3 * size + size // 2, 3, 1, RW),
-    "beyond the reservation": lambda base, size: (base + 7 * size, 2, 2, RW),
-    "outside": lambda base, size: (base + 8 * size, 3, 1, RW),
+WRONG_MAPS: dict[str, tuple[float, int, int, Access]] = {
+    "a frame that does not exist": (3, 20, 1, RW),
+    "some frames that do not exist": (3, 3, 2, RW),
+    "frames out of range": (3, NUM_FRAMES - 1, 2, RW),
+    "a negative frame": (3, -1, 1, RW),
+    "no frames": (3, 3, 0, RW),
+    "no access": (3, 3, 1, NONE),
+    "where something is mapped": (0, 3, 1, RW),
+    "partly where something is mapped": (5, 2, 2, RW),
+    "beside a frame's start": (3.5, 3, 1, RW),
+    "beyond the reservation": (7, 2, 2, RW),
+    "outside": (8, 3, 1, RW),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG_MAPS.values(), ids=WRONG_MAPS.keys())
 def test_a_wrong_mapping_stops_the_batch_there(
-    bench: Bench, wrong: Callable[[int, int], tuple[int, int, int, Access]]
+    bench: Bench, wrong: tuple[float, int, int, Access]
 ) -> None:
+    """``wrong``: the address in frames from the reservation's start, and the rest of a run."""
     base = bench.reserve(8)
     bench.driver.create([(0, 4)])
     bench.driver.map([(base, 0, 1, RW), (base + 6 * bench.size, 1, 1, RW)])
-    run = wrong(base, bench.size)
+    run = (base + int(wrong[0] * bench.size), *wrong[1:])
     bench.refuses(lambda: bench.driver.map([run]))
     good = [(base + 4 * bench.size, 2, 1, RW), (base + 2 * bench.size, 1, 1, RW)]
     bench.refuses(lambda: bench.driver.map([good[0], run, good[1]]), completed=1)
@@ -186,29 +174,21 @@ def test_access_changes_over_several_mappings(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda base, size: (base + 2 * size, size, RO),
-        lambda base, size: (base + size, 2 * size, RO),
-        lambda base, size: (base, size, NONE),
-        lambda base, size: (base, size // 2, RO),
-        lambda base, size: (base + size // 2, size, RO),
-        lambda base, size: (base, 0, RO),
-        lambda base, size: (base, 5 * size, RO),
-    ],
+    ("start", "length", "access"),
+    [(2, 1, RO), (1, 2, RO), (0, 1, NONE), (0, 0.5, RO), (0.5, 1, RO), (0, 0, RO), (0, 5, RO)],
     ids=["unmapped", "partly", "none", "half", "astride", "empty", "beyond"],
 )
 def test_a_wrong_change_of_access_stops_the_batch_there(
-    bench: Bench, wrong: Callable[[int, int], tuple[int, int, Access]]
+    bench: Bench, start: float, length: float, access: Access
 ) -> None:
-    base = bench.reserve(4)
+    base, size = bench.reserve(4), bench.size
     bench.driver.create([(0, 2)])
     bench.driver.map([(base, 0, 2, RW)])
-    run = wrong(base, bench.size)
+    run = (base + int(start * size), int(length * size), access)
     bench.refuses(lambda: bench.driver.set_access([run]))
-    runs = [(base + bench.size, bench.size, RO), run, (base, bench.size, RO)]
+    runs = [(base + size, size, RO), run, (base, size, RO)]
     bench.refuses(lambda: bench.driver.set_access(runs), completed=1)
-    assert [bench.driver.query(base + i * bench.size)[1] for i in range(2)] == [RW, RO]
+    assert [bench.driver.query(base + i * size)[1] for i in range(2)] == [RW, RO]
 
 
 @needs("contents")
@@ -225,8 +205,8 @@ def test_zero_and_copy_touch_exactly_their_bytes(bench: Bench) -> None:
 
 @needs("contents")
 def test_work_is_done_in_the_order_of_the_calls(bench: Bench) -> None:
-    base = bench.mapped(3)
-    first, second, third = (base + i * bench.size for i in range(3))
+    base, size = bench.mapped(3), bench.size
+    first, second, third = (base + i * size for i in range(3))
     bench.write(first, b"x" * 64)
     for _ in range(20):
         bench.driver.copy([(second, first, 64), (third, second, 64)])
@@ -238,8 +218,7 @@ def test_work_is_done_in_the_order_of_the_calls(bench: Bench) -> None:
 
 @needs("contents")
 def test_work_crosses_frames_and_reservations(bench: Bench) -> None:
-    base, size = bench.mapped(2), bench.size
-    other = bench.mapped(2, first=8)
+    base, other, size = bench.mapped(2), bench.mapped(2, first=8), bench.size
     bench.write(base, b"l" * size + b"r" * size)
     bench.driver.copy([(other + size - 50, base + size - 50, 100)])
     assert bench.read(other + size - 51, 102) == b"\0" + b"l" * 50 + b"r" * 50 + b"\0"
@@ -274,14 +253,6 @@ def test_an_empty_batch_does_nothing(bench: Bench) -> None:
     assert numbers(bench.driver.stats()) == before
 
 
-def test_query_needs_a_reservation(bench: Bench) -> None:
-    base = bench.reserve(1)
-    bench.refuses(lambda: bench.driver.query(base - 1))
-    bench.refuses(lambda: bench.driver.query(16))
-    bench.driver.free_reservation(base)
-    bench.refuses(lambda: bench.driver.query(base))
-
-
 def test_after_a_fence_every_mark_is_reached(bench: Bench) -> None:
     base, driver = bench.mapped(2), bench.driver
     marks = [driver.mark()]
@@ -295,15 +266,14 @@ def test_after_a_fence_every_mark_is_reached(bench: Bench) -> None:
 
 
 def test_calls_may_come_from_several_threads(bench: Bench) -> None:
-    base = bench.reserve(4)
-    steps = [
-        lambda: bench.driver.create([(0, 2)]),
-        lambda: bench.driver.map([(base, 0, 2, RW)]),
-        lambda: bench.driver.zero([(base, 8)]),
-        bench.driver.fence,
-    ]
-    for step in steps:
-        thread = threading.Thread(target=step)
+    base, driver = bench.reserve(4), bench.driver
+    for call, *arguments in (
+        (driver.create, [(0, 2)]),
+        (driver.map, [(base, 0, 2, RW)]),
+        (driver.zero, [(base, 8)]),
+        (driver.fence,),
+    ):
+        thread = threading.Thread(target=call, args=arguments)
         thread.start()
         thread.join()
     assert bench.frames(base, 4) == [0, 1, -1, -1]

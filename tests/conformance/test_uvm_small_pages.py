@@ -6,6 +6,7 @@ import ctypes
 import errno
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,29 @@ def opened(frame_bytes: int = PAGE, num_frames: int = 16, **options: str) -> Plu
     return PluginDriver(str(plugins.uvm_small_pages()), frame_bytes, num_frames, options=options)
 
 
+def placed(num_created: int, num_reserved: int = 4) -> tuple[PluginDriver, int]:
+    """A driver with frames from 0 on, and the address of a reservation."""
+    driver = opened()
+    base = driver.reserve(num_reserved * PAGE, Backing.TRAP)
+    driver.create([(0, num_created)])
+    return driver, base
+
+
+@contextmanager
+def fails(told: str, code: int | None = None, sticky: bool = False) -> Iterator[None]:
+    """The driver's error; ``code``: its number, if that is looked at."""
+    with pytest.raises(DriverError, match=told) as caught:
+        yield
+    assert caught.value.sticky == sticky
+    assert code in (None, caught.value.errno)
+
+
+def memory(driver: PageDriver) -> tuple[int, float]:
+    """Frames that are created, and how many frames' bytes are allocated."""
+    stats = driver.stats()
+    return stats.created_frames, stats.allocated_bytes / PAGE
+
+
 def read(driver: PageDriver, address: int, num_bytes: int) -> bytes:
     driver.fence()
     return ctypes.string_at(address, num_bytes)
@@ -115,40 +139,39 @@ def test_options_are_checked(device: Device, tmp_path: Path) -> None:
             opened(**options)
 
 
-MODULES = {
-    "stock": (1, errno.ENOSYS, "does not answer ioctl 200 .*need the modified nvidia-uvm module"),
-    "with its built-in tests": (2, 0, "answers ioctl 200, but not as the modified .* does"),
-    "without CUDA": (3, 999, "no CUDA here"),
-}
-
-
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_that_is_not_the_modified_one_is_refused(device: Device, module: str) -> None:
-    kind, code, message = MODULES[module]
+@pytest.mark.parametrize(
+    ("kind", "code", "message"),
+    [
+        (1, errno.ENOSYS, "does not answer ioctl 200 .*need the modified nvidia-uvm module"),
+        (2, 0, "answers ioctl 200, but not as the modified .* does"),
+        (3, 999, "no CUDA here"),
+    ],
+    ids=["stock", "with its built-in tests", "without CUDA"],
+)
+def test_a_module_that_is_not_the_modified_one_is_refused(
+    device: Device, kind: int, code: int, message: str
+) -> None:
     device.library.simulated_module(kind)
-    with pytest.raises(DriverError, match=message) as caught:
+    with fails(message, code):
         opened()
-    assert (caught.value.errno, caught.value.sticky) == (code, False)
 
 
 @pytest.mark.parametrize("number", [GET, MAP, FREE, CLEAN_UP])
 def test_every_ioctl_is_probed(device: Device, number: int) -> None:
     device.refuse(number, code=errno.ENOTTY)
-    with pytest.raises(DriverError, match=f"does not answer ioctl {number} "):
+    with fails(f"does not answer ioctl {number} "):
         opened()
     device.refuse(number, status=0)
-    with pytest.raises(DriverError, match=f"answers ioctl {number}, but not as"):
+    with fails(f"answers ioctl {number}, but not as"):
         opened()
 
 
 def test_the_real_device_refuses_what_is_no_such_module(tmp_path: Path) -> None:
-    library = str(plugins.uvm_small_pages())
     absent, plain = tmp_path / "absent", tmp_path / "plain"
     plain.write_bytes(b"")
     for path, code in [(absent, errno.ENOENT), (plain, errno.ENOTTY)]:
-        with pytest.raises(DriverError, match=f"{path} does not answer ioctl 200") as caught:
-            PluginDriver(library, PAGE, 4, options={"module": str(path)})
-        assert caught.value.errno == code
+        with fails(f"{path} does not answer ioctl 200", code):
+            PluginDriver(str(plugins.uvm_small_pages()), PAGE, 4, options={"module": str(path)})
 
 
 def test_a_full_gpu_is_out_of_memory_and_takes_nothing(device: Device) -> None:
@@ -157,8 +180,7 @@ def test_a_full_gpu_is_out_of_memory_and_takes_nothing(device: Device) -> None:
     driver.create([(0, 5)])
     with pytest.raises(OutOfMemoryError, match="the GPU has no memory left; lower --kv-cache-mem"):
         driver.create([(8, 2), (5, 3)])
-    assert numbers(driver.stats())["allocated_bytes"] == 5 * PAGE
-    assert device.count("live_handles") == 5
+    assert (memory(driver), device.count("live_handles")) == ((5, 5), 5)
     driver.create([(5, 3)])
 
 
@@ -167,11 +189,9 @@ def test_a_full_gpu_is_out_of_memory_and_takes_nothing(device: Device) -> None:
 def test_a_failing_create_takes_nothing(device: Device, failure: dict[str, int], call: int) -> None:
     driver = opened()
     device.refuse(GET, call, **failure)
-    with pytest.raises(DriverError, match=r"get handle \(ioctl 200\) failed") as caught:
+    with fails(r"get handle \(ioctl 200\) failed", next(iter(failure.values()))):
         driver.create([(0, 2), (4, 2)])
-    assert (caught.value.errno, caught.value.sticky) == (next(iter(failure.values())), False)
-    stats = numbers(driver.stats())
-    assert (stats["created_frames"], stats["allocated_bytes"]) == (0, 0)
+    assert memory(driver) == (0, 0)
     driver.create([(0, 2), (4, 2)])
 
 
@@ -179,18 +199,16 @@ def test_what_a_failing_create_cannot_give_back_serves_the_next(device: Device) 
     driver = opened()
     device.refuse(GET, 3, code=errno.EIO)
     device.refuse(FREE, 1, code=errno.EIO)
-    with pytest.raises(DriverError):
+    with fails("get handle"):
         driver.create([(0, 3)])
-    assert driver.stats().allocated_bytes == PAGE
+    assert memory(driver) == (0, 1)
     driver.create([(0, 1)])
-    assert (driver.stats().allocated_bytes, device.count("live_handles")) == (PAGE, 1)
+    assert (memory(driver), device.count("live_handles")) == ((1, 1), 1)
 
 
 @pytest.mark.parametrize("call", [1, 2, 3, 4, 5])
 def test_a_failing_map_had_no_effect(device: Device, call: int) -> None:
-    driver = opened()
-    base = driver.reserve(8 * PAGE, Backing.TRAP)
-    driver.create([(0, 5)])
+    driver, base = placed(5, 8)
     runs = [(base, 0, 2, RW), (base + 4 * PAGE, 2, 3, RW)]
     device.refuse(MAP, call, status=INVALID_ADDRESS)
     with pytest.raises(DriverError, match=r"ioctl 201\) failed with NV status 0x1e") as caught:
@@ -205,62 +223,51 @@ def test_a_failing_map_had_no_effect(device: Device, call: int) -> None:
 
 
 def test_a_frame_that_an_address_still_shows_is_not_freed(device: Device) -> None:
-    driver = opened()
-    base = driver.reserve(4 * PAGE, Backing.TRAP)
-    driver.create([(0, 3)])
+    driver, base = placed(3)
     device.refuse(MAP, 3, code=errno.EIO)
-    with pytest.raises(DriverError):
+    with fails("ioctl 201"):
         driver.map([(base, 0, 3, RW)])
     # The module shows frames 0 and 1 though nothing is mapped: their memory must stay.
     driver.destroy([(0, 3)])
-    stats = numbers(driver.stats())
-    assert (stats["created_frames"], stats["allocated_bytes"]) == (0, 2 * PAGE)
+    assert memory(driver) == (0, 2)
     driver.create([(5, 1)])
-    assert driver.stats().allocated_bytes == 3 * PAGE
+    assert memory(driver) == (1, 3)
     driver.map([(base, 5, 1, RW)])  # over the first: its memory goes
-    assert (driver.stats().allocated_bytes, device.count("live_handles")) == (2 * PAGE, 2)
+    assert (memory(driver), device.count("live_handles")) == ((1, 2), 2)
     driver.free_reservation(base)
-    assert (driver.stats().allocated_bytes, device.count("live_handles")) == (PAGE, 1)
+    assert (memory(driver), device.count("live_handles")) == ((1, 1), 1)
 
 
 def test_frames_that_could_not_be_zeroed_are_not_mapped(device: Device) -> None:
-    driver = opened()
-    base = driver.reserve(4 * PAGE, Backing.TRAP)
-    driver.create([(0, 2)])
+    driver, base = placed(2)
     device.refuse_work(ZERO)
-    with pytest.raises(DriverError, match="map: cannot zero") as caught:
+    with fails("map: cannot zero"):
         driver.map([(base, 0, 2, RW)])
-    assert not caught.value.sticky
     assert driver.stats().mapped_frames == 0
     driver.map([(base + 2 * PAGE, 0, 2, RW)])
     assert read(driver, base + 2 * PAGE, 2 * PAGE) == bytes(2 * PAGE)
 
 
 def test_a_failing_clean_up_frees_nothing(device: Device) -> None:
-    driver = opened()
-    base = driver.reserve(4 * PAGE, Backing.TRAP)
-    driver.create([(0, 1)])
+    driver, base = placed(1)
     driver.map([(base, 0, 1, RW)])
     device.refuse(CLEAN_UP, code=errno.EBUSY)
-    with pytest.raises(DriverError, match="clean up range") as caught:
+    with fails("clean up range", errno.EBUSY):
         driver.free_reservation(base)
-    assert (caught.value.errno, caught.value.sticky) == (errno.EBUSY, False)
     assert shown(driver, base, 2) == [0, -1]
     driver.free_reservation(base)
     device.refuse(FREE, code=errno.EBUSY)
-    with pytest.raises(DriverError, match="free handle"):
+    with fails("free handle"):
         driver.destroy([(0, 1)])
     assert driver.stats().created_frames == 1
     driver.destroy([(0, 1)])
 
 
 def test_a_range_cleaned_up_but_not_freed_is_the_end(device: Device) -> None:
-    driver = opened()
-    base = driver.reserve(PAGE, Backing.TRAP)
+    driver, base = placed(1)
     device.refuse_work(UNRESERVE)
-    with pytest.raises(DriverError, match="cleaned up but not freed: cannot free") as caught:
+    with fails("cleaned up but not freed: cannot free", sticky=True):
         driver.free_reservation(base)
-    assert caught.value.sticky
 
 
 def test_half_a_destroy_is_finished_and_its_memory_kept_for_later(device: Device) -> None:
@@ -268,10 +275,9 @@ def test_half_a_destroy_is_finished_and_its_memory_kept_for_later(device: Device
     driver.create([(0, 3)])
     device.refuse(FREE, 2, code=errno.EBUSY)
     driver.destroy([(0, 3)])
-    stats = numbers(driver.stats())
-    assert (stats["created_frames"], stats["allocated_bytes"]) == (0, PAGE)
+    assert memory(driver) == (0, 1)
     driver.create([(7, 1)])
-    assert driver.stats().allocated_bytes == PAGE
+    assert memory(driver) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +298,7 @@ def test_what_the_device_refuses_is_passed_on(
     error: type[Exception],
     sticky: bool | None,
 ) -> None:
-    driver = opened()
-    base = driver.reserve(PAGE, Backing.TRAP)
-    driver.create([(0, 1)])
+    driver, base = placed(1)
     driver.map([(base, 0, 1, RW)])
     before = numbers(driver.stats())
     device.refuse_work(kind)

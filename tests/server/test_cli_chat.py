@@ -1,10 +1,9 @@
 """``vmserve chat``: the conversation, and its two ways to an engine."""
 
-import asyncio
+from __future__ import annotations
+
 import io
-import threading
-from collections.abc import Callable, Generator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -12,19 +11,20 @@ import typer
 
 from tests.helpers import until
 from tests.server.conftest import Running
+from tests.support.serving import Patch, Said, Start, http_server, pause
 from vmserve.cli.chat import LocalBackend, Message, RemoteBackend, chat_command, converse
 from vmserve.errors import ConfigurationError, InvalidRequestError, VmserveError
 from vmserve.testing import ByteTokenizer, ScriptedTransport
 
-Start = Callable[..., Running]
+NOWHERE = "http://127.0.0.1:1"
 
 
 class Parrot:
     """Answers with the number of messages it was given and the last one's text."""
 
-    def __init__(self) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.seen: list[list[Message]] = []
-        self.error: BaseException | None = None
+        self.error = error
         self.num_ended = 0
 
     def reply(self, messages: list[Message]) -> Generator[str, None, None]:
@@ -53,10 +53,32 @@ def talk(backend: Any, *lines: str, system: str | None = None) -> tuple[str, str
     return out.getvalue(), notes.getvalue()
 
 
+def remote(url: str, key: str | None = None, model: str | None = None, **sampling: Any) -> Any:
+    return RemoteBackend(url, key, model, sampling)
+
+
+@pytest.mark.parametrize(
+    ("lines", "out", "notes"),
+    [
+        (["a\n", "  \n", "b\n", "/exit", "c\n"], "2 a\n4 b\n", ""),
+        (["a", "/new", "b", "/system", "c", "/system be brief", "d"], "2 a\n2 b\n1 c\n2 d\n", ""),
+        (
+            ["a", "b", "/undo", "/retry", "/history", "/retry"],
+            "2 a\n4 b\n2 a\n2 a\n",
+            "system: be kind\nuser: a\nassistant: 2 a\n",
+        ),
+        (["/undo", "/retry"], "", "error: nothing has been asked yet\n" * 2),
+        (["/model", "/model x", "a"], "2 a\n", "parrot\nerror: no x\n"),
+    ],
+    ids=["exit", "new", "retry", "nothing", "model"],
+)
+def test_commands(lines: list[str], out: str, notes: str) -> None:
+    assert talk(Parrot(), *lines, system="be kind") == (out, notes)
+
+
 def test_the_conversation_grows() -> None:
     parrot = Parrot()
-    out, notes = talk(parrot, "a\n", "  \n", "b\n", "/exit", "c\n", system="be kind")
-    assert (out, notes) == ("2 a\n4 b\n", "")
+    assert "/exit" in talk(parrot, "a", "b", "/what", system="be kind")[1]
     assert parrot.seen[1] == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "a"},
@@ -65,52 +87,27 @@ def test_the_conversation_grows() -> None:
     ]
 
 
-def test_commands() -> None:
-    out, notes = talk(Parrot(), "a", "/new", "b", "/system be brief", "c", "/system", "d", "/what")
-    assert out == "1 a\n1 b\n2 c\n1 d\n"
-    assert "/exit" in notes
-
-
-def test_history_undo_and_retry() -> None:
-    parrot = Parrot()
-    out, notes = talk(parrot, "a", "b", "/undo", "/retry", "/history", "/retry", system="be kind")
-    assert out == "2 a\n4 b\n2 a\n2 a\n"
-    assert notes == "system: be kind\nuser: a\nassistant: 2 a\n"
-    assert [len(messages) for messages in parrot.seen] == [2, 4, 2, 2]
-    assert talk(Parrot(), "/undo", "/retry") == ("", "error: nothing has been asked yet\n" * 2)
-
-
-def test_models() -> None:
-    assert talk(Parrot(), "/model", "/model x", "a") == ("1 a\n", "parrot\nerror: no x\n")
-
-
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "lengths", "out", "told"),
     [
-        (VmserveError("broken"), "error: broken\n"),
-        (InvalidRequestError("too long"), "error: too long\n/new starts over"),
+        (VmserveError("broken"), [1, 1], "1 1 ", "error: broken\n"),
+        (InvalidRequestError("too long"), [1, 1], "1 1 ", "error: too long\n/new starts over"),
+        (KeyboardInterrupt(), [1, 3], "1 \n3 \n", " [stopped]\n" * 2),
     ],
 )
-def test_a_failed_question_is_forgotten(error: Exception, told: str) -> None:
-    parrot = Parrot()
-    parrot.error = error
-    _, notes = talk(parrot, "a", "b")
-    assert notes.startswith(told)
-    assert [len(messages) for messages in parrot.seen] == [1, 1]
+def test_a_failed_question_is_forgotten_and_a_stopped_answer_is_not(
+    error: BaseException, lengths: list[int], out: str, told: str
+) -> None:
+    parrot = Parrot(error)
+    said, notes = talk(parrot, "a", "b")
+    assert (said, notes[: len(told)]) == (out, told)
+    assert [len(messages) for messages in parrot.seen] == lengths
     assert parrot.num_ended == 2
-
-
-def test_an_answer_can_be_stopped() -> None:
-    parrot = Parrot()
-    parrot.error = KeyboardInterrupt()
-    out, notes = talk(parrot, "a", "b")
-    assert out == "1 \n3 \n"
-    assert notes == " [stopped]\n" * 2
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
 def test_with_a_server(shared: Running, suffix: str) -> None:
-    backend = RemoteBackend(shared.url + suffix, None, None, {"temperature": 0, "max_tokens": 4})
+    backend = remote(shared.url + suffix, temperature=0, max_tokens=4)
     assert talk(backend, "a", "b") == ("hell\nhell\n", "")
     ids, params, _ = shared.engine.requests[-1]  # type: ignore[attr-defined]
     assert ByteTokenizer().decode(ids) == "[user]a|[assistant]hell|[user]b|[assistant]"
@@ -119,30 +116,13 @@ def test_with_a_server(shared: Running, suffix: str) -> None:
 
 def test_models_of_a_server(start: Start) -> None:
     server = start(served_model_names=("one", "two"))
-    backend = RemoteBackend(server.url, None, None, {"max_tokens": 1})
+    backend = remote(server.url, max_tokens=1)
     out, notes = talk(backend, "/model", "a", "/model two", "/model", "/model three", "a")
     assert out == "h\nh\n"
     assert notes == "one, two\ntwo, one\nerror: no such model: there are two, one\n"
 
 
-class _Canned(BaseHTTPRequestHandler):
-    """Answers every request with the same bytes."""
-
-    body = b""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(b'{"data": [{"id": "m"}]}')
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["content-length"]))
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(self.body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+FOREIGN = "error: the server's stream is not one of chat completions\n"
 
 
 @pytest.mark.parametrize(
@@ -157,42 +137,37 @@ data: {"choices": []}\n\ndata: {"choices": [{"delta": {}}]}\n\ndata: [DONE]\n\n'
         ),
         (b'data: {"error": {"message": "full"}}\n\n', "", "error: full\n"),
         (b'data: {"error": "full"}\n\n', "", "error: full\n"),
-        (b"data: nonsense\n\n", "", "error: the server's stream is not one of chat completions\n"),
-        (b"data: []\n\n", "", "error: the server's stream is not one of chat completions\n"),
+        (b"data: nonsense\n\n", "", FOREIGN),
+        (b"data: []\n\n", "", FOREIGN),
     ],
 )
 def test_streams_of_other_servers(stream: bytes, out: str, notes: str) -> None:
-    handler = type("_Handler", (_Canned,), {"body": stream})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        backend = RemoteBackend(f"http://127.0.0.1:{server.server_port}", None, None, {})
-        answer = talk(backend, "hi")
-        server.shutdown()
-        thread.join()
-    assert answer == (out, notes)
+    def answer(path: str, body: bytes) -> tuple[int, bytes]:
+        return 200, stream if body else b'{"data": [{"id": "m"}]}'
+
+    with http_server(answer) as url:
+        assert talk(remote(url), "hi") == (out, notes)
 
 
 def test_errors_of_a_server(start: Start) -> None:
     engine = ScriptedTransport()
     server = start(engine, api_keys=("k",))
-    _, notes = talk(RemoteBackend(server.url, None, None, {}), "a")
-    assert notes.startswith("error: This server needs an API key")
-    _, notes = talk(RemoteBackend(server.url, "k", "other", {}), "a")
-    assert notes == "error: The model `other` does not exist.\n"
+    assert talk(remote(server.url), "a")[1].startswith("error: This server needs an API key")
+    told = talk(remote(server.url, "k", "other"), "a")[1]
+    assert told == "error: The model `other` does not exist.\n"
     engine.fail = RuntimeError("x")
-    out, notes = talk(RemoteBackend(server.url, "k", None, {}), "a")
+    out, notes = talk(remote(server.url, "k"), "a")
     assert (out, notes[:24]) == ("h", "error: The server failed")
     server.close()
-    _, notes = talk(RemoteBackend(server.url, "k", None, {}), "a")
-    assert notes.startswith(f"error: no answer from {server.url}")
+    told = talk(remote(server.url, "k"), "a")[1]
+    assert told.startswith(f"error: no answer from {server.url}")
 
 
 def test_stopping_an_answer_ends_the_request(start: Start) -> None:
     engine = ScriptedTransport()
     server = start(engine)
-    engine.pause = server.on_loop(asyncio.Event)
-    reply = RemoteBackend(server.url, None, None, {}).reply([{"role": "user", "content": "x"}])
+    pause(server, engine)
+    reply = remote(server.url).reply([{"role": "user", "content": "x"}])
     while next(reply) != "h":
         pass
     reply.close()
@@ -200,13 +175,14 @@ def test_stopping_an_answer_ends_the_request(start: Start) -> None:
     assert len(engine.aborted) == 1
 
 
-def ended(stats: dict[str, float | int]) -> float | int:
-    return stats["requests_aborted_total"] + stats["request_success_total"]
-
-
 def test_with_an_own_engine() -> None:
     options = {"kv_cache_memory": "64MiB", "max_model_len": 256}
     backend = LocalBackend({"temperature": 0, "max_tokens": 8}, options)
+
+    def num_ended() -> float:
+        stats = backend.engine.stats()
+        return stats["requests_aborted_total"] + stats["request_success_total"]
+
     try:
         first, notes = talk(backend, "Hello.")
         assert notes == ""
@@ -217,7 +193,7 @@ def test_with_an_own_engine() -> None:
             pass
         reply.close()
         # Eight tokens may have been made before it was closed: then there is nothing to stop.
-        until(lambda: ended(backend.engine.stats()) == 3)
+        until(lambda: num_ended() == 3)
         assert talk(backend, "Hello.") == (first, "")
         _, notes = talk(backend, "word " * 500)
         assert "maximum context length is 256 tokens" in notes
@@ -225,12 +201,10 @@ def test_with_an_own_engine() -> None:
         backend.close()
 
 
-def test_a_script_is_told_what_failed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_script_is_told_what_failed(monkeypatch: Patch, capsys: Said) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n"))
     with pytest.raises(typer.Exit) as ended:
-        chat_command("http://127.0.0.1:1")
+        chat_command(NOWHERE)
     assert ended.value.exit_code == 1
     assert "no answer from" in capsys.readouterr().err
     assert converse(Parrot(), iter(["Hello", "/nope"]), None, io.StringIO(), io.StringIO()) == 0
@@ -240,10 +214,10 @@ def test_a_script_is_told_what_failed(
 def test_wrong_urls_and_options() -> None:
     for wrong in ("localhost:8000", "http://", "http://[::1", "http://127.0.0.1:99999"):
         with pytest.raises(ConfigurationError, match="not a URL"):
-            RemoteBackend(wrong, None, None, {})
+            remote(wrong)
     with pytest.raises(ConfigurationError, match="block_size"):
-        chat_command("http://127.0.0.1:1", block_size=16)
+        chat_command(NOWHERE, block_size=16)
     with pytest.raises(ConfigurationError, match="two servers"):
-        chat_command("http://127.0.0.1:1", base_url="http://127.0.0.1:2")
+        chat_command(NOWHERE, base_url="http://127.0.0.1:2")
     with pytest.raises(InvalidRequestError, match="temperature"):
-        chat_command("http://127.0.0.1:1", temperature=9.0)
+        chat_command(NOWHERE, temperature=9.0)

@@ -1,26 +1,23 @@
 """``vmserve top``: what it prints of a running server, and how it says that one is away."""
 
+from __future__ import annotations
+
 import contextlib
-import io
 import json
-import threading
-from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from rich.console import Console
 
 from tests.server.conftest import Running
+from tests.support.serving import Patch, Said, Start, drawn, http_server
 from vmserve.cli.top import Monitor, Screen, top_command
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.telemetry.snapshot import PAGE_USES
 from vmserve.testing import ScriptedTransport
 
-Start = Callable[..., Running]
 
-
-def test_json_is_what_the_server_says(shared: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_what_the_server_says(shared: Running, capsys: Said) -> None:
     top_command(shared.url, once=True, as_json=True)
     data = json.loads(capsys.readouterr().out)
     assert data["stats"] == shared.http.get("/v1/kv").json()
@@ -28,7 +25,7 @@ def test_json_is_what_the_server_says(shared: Running, capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("suffix", ["", "/", "/v1"])
-def test_once(shared: Running, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_once(shared: Running, suffix: str, capsys: Said) -> None:
     top_command(shared.url + suffix, once=True)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("fake, vmserve ")
@@ -37,50 +34,34 @@ def test_once(shared: Running, suffix: str, capsys: pytest.CaptureFixture[str]) 
     assert lines[-1] == "no requests"
 
 
-def test_the_key(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = start(ScriptedTransport(), api_keys=("k",))
+def test_a_server_that_does_not_tell(start: Start) -> None:
+    engine = ScriptedTransport()
+    server = start(engine, api_keys=("k",))
+
+    def fails(told: str, key: str | None) -> None:
+        with pytest.raises(VmserveError, match=told):
+            top_command(server.url, key, once=True)
+
     for wrong in (None, "j"):
-        with pytest.raises(VmserveError, match="--api-key"):
-            top_command(server.url, wrong, once=True)
+        fails("--api-key", wrong)
+    engine.facts.is_dead = True
+    fails("503: The engine has stopped", "k")
+    engine.facts.is_dead = False
     with contextlib.closing(Monitor(server.url, "k")) as monitor:
         assert monitor.ask()["model"] == "fake"
-
-
-def test_a_server_that_is_away(start: Start) -> None:
-    server = start()
     server.close()
-    with pytest.raises(VmserveError, match=f"no answer from {server.url}: .*refused"):
-        top_command(server.url, once=True)
-
-
-def test_a_dead_engine_is_told(start: Start) -> None:
-    engine = ScriptedTransport()
-    server = start(engine)
-    engine.facts.is_dead = True
-    with pytest.raises(VmserveError, match="503: The engine has stopped"):
-        top_command(server.url, once=True)
+    fails(f"no answer from {server.url}: .*refused", "k")
 
 
 @pytest.mark.parametrize(
-    ("status", "body"), [(404, b"no"), (200, b"<html>"), (200, b"[]"), (200, b'{"stats": {}}')]
+    "reply", [(404, b"no"), (200, b"<html>"), (200, b"[]"), (200, b'{"stats": {}}')]
 )
-def test_another_kind_of_server(status: int, body: bytes) -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        with pytest.raises(VmserveError, match="is it a vmserve server"):
-            top_command(f"http://127.0.0.1:{server.server_port}", once=True)
-        server.shutdown()
-        thread.join()
+def test_another_kind_of_server(reply: tuple[int, bytes]) -> None:
+    with (
+        http_server(lambda path, body: reply) as url,
+        pytest.raises(VmserveError, match="is it a vmserve server"),
+    ):
+        top_command(url, once=True)
 
 
 def test_wrong_options() -> None:
@@ -91,7 +72,7 @@ def test_wrong_options() -> None:
         top_command("http://127.0.0.1:1", as_json=True)
 
 
-def test_a_reader_that_has_seen_enough(shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_has_seen_enough(shared: Running, monkeypatch: Patch) -> None:
     def closed(*args: object) -> None:
         raise BrokenPipeError
 
@@ -100,30 +81,31 @@ def test_a_reader_that_has_seen_enough(shared: Running, monkeypatch: pytest.Monk
         top_command(shared.url, once=True)
 
 
-def drawn(screen: Screen, width: int = 100) -> list[str]:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(screen)
-    output = console.file
-    assert isinstance(output, io.StringIO)
-    return [line.rstrip() for line in output.getvalue().splitlines()]
+REQUEST: dict[str, Any] = {
+    "request_id": "evil\x1b[2J\nid",
+    "state": "running",
+    "regime": "paged",
+    "reason": "kernels",
+    "costs": {"virtual": 0.0301, "paged": 0.02},
+    "slots": [],
+    "num_prompt_tokens": 1200,
+    "num_output_tokens": 7,
+    "max_tokens": 16,
+    "num_branches": 2,
+    "age_seconds": 3.21,
+    "ttft_seconds": 0.25,
+    "itl_seconds": None,
+}
+STATS: dict[str, Any] = {
+    "num_requests_running": 2,
+    "kv_cache_usage_perc": 0.5,
+    "limit_pages": 64,
+    "page_bytes": 1 << 20,
+    "num_preemptions_total": 5,
+}
 
 
-def document(cells: str, **changes: object) -> dict[str, object]:
-    request = {
-        "request_id": "evil\x1b[2J\nid",
-        "state": "running",
-        "regime": "paged",
-        "reason": "kernels",
-        "costs": {"virtual": 0.0301, "paged": 0.02},
-        "slots": [],
-        "num_prompt_tokens": 1200,
-        "num_output_tokens": 7,
-        "max_tokens": 16,
-        "num_branches": 2,
-        "age_seconds": 3.21,
-        "ttft_seconds": 0.25,
-        "itl_seconds": None,
-    }
+def document(cells: str = "1", **changes: object) -> dict[str, Any]:
     return {
         "version": "1",
         "model": "m",
@@ -131,13 +113,7 @@ def document(cells: str, **changes: object) -> dict[str, object]:
         "draining": False,
         "num_rejected": 3,
         "num_failed": 0,
-        "stats": {
-            "num_requests_running": 2,
-            "kv_cache_usage_perc": 0.5,
-            "limit_pages": 64,
-            "page_bytes": 1 << 20,
-            "num_preemptions_total": 5,
-        },
+        "stats": STATS,
         "latency": {"ttft_p50": 0.2, "ttft_p99": 1.5, "itl_p50": None, "itl_p99": None},
         "pool": {
             "cells": cells,
@@ -146,7 +122,7 @@ def document(cells: str, **changes: object) -> dict[str, object]:
             "num_pages": len(cells),
             "num_shared": 0,
         },
-        "requests": [request],
+        "requests": [REQUEST],
         "num_requests": 4,
         "num_others": 2,
         **changes,
@@ -154,9 +130,7 @@ def document(cells: str, **changes: object) -> dict[str, object]:
 
 
 def test_the_screen() -> None:
-    screen = Screen()
-    screen.take(document("3" * 30 + "1" * 30), now=10.0)
-    lines = drawn(screen, 140)
+    lines = drawn(document("3" * 30 + "1" * 30), 140)
     assert lines[0] == "m, vmserve 1, up 10 min"
     assert "tokens/s –   run/wait 2/0   KV in use 50.0% of 64 MiB   TTFT p50/p99" in lines[1]
     assert "200 ms/1.5 s" in lines[1]
@@ -169,77 +143,74 @@ def test_the_screen() -> None:
     assert "\x1b" not in "".join(lines)
 
 
-def test_drafts_are_shown_where_there_are_some() -> None:
-    screen = Screen()
-    data: dict[str, Any] = document("1")
-    screen.take(data, now=0.0)
-    assert "drafts" not in " ".join(drawn(screen, 300))
-    names = ("draft_tokens", "accepted_tokens")
-    data["stats"] |= {f"spec_decode_num_{n}_total": k for n, k in zip(names, (80, 60), strict=True)}
-    data["stats"]["generation_tokens_total"] = 100
-    assert "drafts accepted 75%   tokens a step 2.50" in drawn(screen, 300)[1]
+DRAFTS = {"spec_decode_num_draft_tokens_total": 80, "spec_decode_num_accepted_tokens_total": 60}
+DISK = {
+    "persist_bytes": 3 << 30,
+    "persist_written_bytes_total": 5 << 20,
+    "persist_read_bytes_total": 2 << 20,
+    "persist_restored_blocks_total": 1234,
+    "persist_evicted_blocks_total": 7,
+    "persist_hidden_seconds_total": 3.0,
+    "persist_wait_seconds_total": 1.0,
+}
+KIND = {"name": "window 32", "page_bytes": 1 << 20}
+KIND |= {"used_pages": 3, "cached_pages": 2, "free_pages": 0}
 
 
-def test_what_is_kept_on_disk_is_shown_where_something_is() -> None:
-    screen = Screen()
-    data: dict[str, Any] = document("1")
-    data["stats"] |= {"persist_bytes": 0, "persist_written_bytes_total": 0}
-    screen.take(data, now=0.0)
-    assert "disk" not in " ".join(drawn(screen, 300))
-    data["stats"] |= {
-        "persist_bytes": 3 << 30,
-        "persist_written_bytes_total": 5 << 20,
-        "persist_read_bytes_total": 2 << 20,
-        "persist_restored_blocks_total": 1234,
-        "persist_evicted_blocks_total": 7,
-        "persist_hidden_seconds_total": 3.0,
-        "persist_wait_seconds_total": 1.0,
-    }
-    told = (
-        "on disk 3 GiB   written/read 5 MiB/2 MiB   blocks hit/evicted 1,234/7   reading hidden 75%"
-    )
-    assert told in " ".join(drawn(screen, 300))
-
-
-def test_kinds_of_layers_are_shown_where_there_are_several() -> None:
-    screen = Screen()
-    kind = {"name": "window 32", "page_bytes": 1 << 20}
-    kind |= {"used_pages": 3, "cached_pages": 2, "free_pages": 0}
-    screen.take(document("1", kinds=[kind]), now=0.0)
-    assert "KV window 32 3 MiB used, 2 MiB cached, 0 B free" in " ".join(drawn(screen, 300))
+@pytest.mark.parametrize(
+    ("what", "empty", "there", "told"),
+    [
+        (
+            "drafts",
+            {},
+            {"stats": {**STATS, **DRAFTS, "generation_tokens_total": 100}},
+            "drafts accepted 75%   tokens a step 2.50",
+        ),
+        (
+            "on disk 3 GiB   ",
+            {"stats": {**STATS, "persist_bytes": 0, "persist_written_bytes_total": 0}},
+            {"stats": {**STATS, **DISK}},
+            "written/read 5 MiB/2 MiB   blocks hit/evicted 1,234/7   reading hidden 75%",
+        ),
+        ("window", {}, {"kinds": [KIND]}, "KV window 32 3 MiB used, 2 MiB cached, 0 B free"),
+    ],
+)
+def test_what_not_every_engine_has_is_shown_where_it_is(
+    what: str, empty: dict[str, Any], there: dict[str, Any], told: str
+) -> None:
+    assert what not in " ".join(drawn(document(**empty), 300))
+    text = " ".join(drawn(document(**there), 300))
+    assert what in text
+    assert told in text
 
 
 def test_a_narrow_terminal_cuts_reasons_and_ids_but_no_number() -> None:
-    screen = Screen()
-    data: dict[str, Any] = document("1")
-    data["requests"][0]["request_id"] = f"chatcmpl-{'0123456789abcdef' * 2}-0"
-    screen.take(data, now=0.0)
-    [row] = [line for line in drawn(screen, 90) if "running" in line]
+    request_id = f"chatcmpl-{'0123456789abcdef' * 2}-0"
+    data = document(requests=[{**REQUEST, "request_id": request_id}])
+    [row] = [line for line in drawn(data, 90) if "running" in line]
     assert row.split() == [
         *("0123456789a…", "running", "paged", "kernels:", "v…"),
         *("1,200", "7/32", "–", "3.2", "s", "250", "ms", "–"),
     ]
-    [row] = [line for line in drawn(screen, 60) if "1,200" in line]
+    [row] = [line for line in drawn(data, 60) if "1,200" in line]
     assert row.split() == ["0123456…", "paged", "1,200", "7/32", "3.2", "s", "250", "ms", "–"]
-    widest = [line for line in drawn(screen, 170) if line.startswith("chatcmpl-")]
-    assert widest[0].startswith(f"{data['requests'][0]['request_id']}  running")
+    assert any(line.startswith(f"{request_id}  running") for line in drawn(data, 170))
     for width in (50, 90):
-        figures = " | ".join(drawn(screen, width)[1:6])
+        figures = " | ".join(drawn(data, width)[1:6])
         assert "TTFT p50/p99 200 ms/1.5 s" in figures  # not broken into two lines
 
 
 def test_a_large_pool_fits_in_eight_lines() -> None:
-    screen = Screen()
-    screen.take(document("3" * 8000 + "1" * 8000), now=0.0)
-    lines = [line for line in drawn(screen, 50) if line and set(line) <= {"█", "░"}]
-    assert lines == ["█" * 50] * 4 + ["░" * 50] * 4
+    lines = drawn(document("3" * 8000 + "1" * 8000), 50)
+    assert [line for line in lines if line and set(line) <= {"█", "░"}] == (
+        ["█" * 50] * 4 + ["░" * 50] * 4
+    )
 
 
 def test_tokens_per_second_of_the_last_seconds() -> None:
     screen = Screen()
     for second, tokens in enumerate([0, 900, 1000, 1100, 1200, 1300]):
-        data = document("1", stats={"generation_tokens_total": tokens})
-        screen.take(data, now=float(second))
+        screen.take(document(stats={"generation_tokens_total": tokens}), now=float(second))
     assert screen.tokens_per_second == 100.0
     screen.note = "gone"
     assert drawn(screen)[0] == "gone"

@@ -1,5 +1,7 @@
 """The real engine on the embedded model, through the official client."""
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Iterator
@@ -13,15 +15,14 @@ import vmserve
 from tests.clients import ProcessClient
 from tests.helpers import until
 from tests.profiles import write_profile
-from tests.server.conftest import Body, Running, error_of
-from tests.server.test_lifecycle import raw_request
+from tests.server.conftest import Body, Running
+from tests.support.serving import CHAT, COMPLETIONS, Said, raw_request
 from vmserve import AsyncLLM
 from vmserve.server.models.tokenizer_info import tokenizer_info
 
 PROMPT = "Once upon a time there was"
 MESSAGES: Any = [{"role": "user", "content": "Tell me a story about a fox."}]
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
+ENDLESS = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module", params=[AsyncLLM, ProcessClient], ids=["one", "two"])
@@ -30,20 +31,11 @@ def real(
 ) -> Iterator[Running]:
     """With the engine in this process, and in one of its own: nobody can tell."""
     profile = write_profile(tmp_path_factory.mktemp("profile"))
-    running = Running(
-        request.param(
-            kv_cache_memory="128MiB", max_model_len=1024, max_num_seqs=16, regime_profile=profile
-        ),
-        served_model_names=("embedded",),
-    )
+    options = {"kv_cache_memory": "128MiB", "max_model_len": 1024, "max_num_seqs": 16}
+    engine = request.param(**options, regime_profile=profile)
+    running = Running(engine, served_model_names=("embedded",))
     yield running
     running.close()
-
-
-@pytest.fixture(scope="module")
-def client(real: Running) -> Iterator[openai.OpenAI]:
-    with real.openai() as opened:
-        yield opened
 
 
 def kv(server: Running) -> Body:
@@ -51,31 +43,25 @@ def kv(server: Running) -> Body:
     return figures
 
 
-def test_a_completion(client: openai.OpenAI, real: Running) -> None:
-    reply = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=24, temperature=0)
-    [choice] = reply.choices
-    assert choice.text
-    assert choice.finish_reason in ("stop", "length")
+def test_a_completion_and_a_chat(real: Running) -> None:
+    client = real.openai()
+    asked: Any = {"model": "embedded", "max_tokens": 24, "temperature": 0}
+    reply = client.completions.create(prompt=PROMPT, **asked)
+    chat = client.chat.completions.create(messages=MESSAGES, **asked)
+    assert reply.choices[0].text
+    assert reply.choices[0].finish_reason in ("stop", "length")
+    assert chat.choices[0].message.role == "assistant"
+    assert chat.choices[0].message.content
     assert reply.usage is not None
-    num_prompt = real.ok("/tokenize", {"prompt": PROMPT})["count"]
-    assert reply.usage.prompt_tokens == num_prompt
+    assert chat.usage is not None
+    assert reply.usage.prompt_tokens == real.ok("/tokenize", {"prompt": PROMPT})["count"]
+    assert chat.usage.prompt_tokens == real.ok("/tokenize", {"messages": MESSAGES})["count"]
     assert 1 <= reply.usage.completion_tokens <= 24
-    again = client.completions.create(model="embedded", prompt=PROMPT, max_tokens=24, temperature=0)
-    assert again.choices[0].text == choice.text
+    again = client.completions.create(prompt=PROMPT, **asked)
+    assert again.choices[0].text == reply.choices[0].text
 
 
-def test_a_chat(client: openai.OpenAI, real: Running) -> None:
-    reply = client.chat.completions.create(
-        model="embedded", messages=MESSAGES, max_tokens=24, temperature=0
-    )
-    [choice] = reply.choices
-    assert choice.message.role == "assistant"
-    assert choice.message.content
-    assert reply.usage is not None
-    assert reply.usage.prompt_tokens == real.ok("/tokenize", {"messages": MESSAGES})["count"]
-
-
-def test_the_example_of_the_readme(real: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_of_the_readme(real: Running, capsys: Said) -> None:
     readme = Path(__file__).parents[2].joinpath("README.md").read_text(encoding="utf-8")
     [example] = re.findall(r"```python\n(from openai.*?)```", readme, re.DOTALL)
     exec(example.replace("http://127.0.0.1:8000", real.url), {})
@@ -115,8 +101,8 @@ def test_streams_join_to_the_whole_reply(real: Running, path: str, options: dict
             key = "token_logprobs"
         ids = [token_id for c in mine for token_id in c["token_ids"]]
         assert ids == choice["token_ids"]
-        assert mine[-1]["finish_reason"] == choice["finish_reason"]
-        assert mine[-1]["stop_reason"] == choice["stop_reason"]
+        for reason in ("finish_reason", "stop_reason"):
+            assert mine[-1][reason] == choice[reason]
         if choice["logprobs"] is not None:
             joined = [value for c in mine for value in c["logprobs"][key]]
             assert joined == choice["logprobs"][key]
@@ -137,30 +123,25 @@ def test_scoring_a_prompt_is_what_echo_shows(real: Running) -> None:
     body = {"prompt": PROMPT, "echo": True, "logprobs": 3}
     scored = real.complete(**body, max_tokens=0)
     [choice] = scored["choices"]
-    assert choice["text"] == PROMPT
-    assert scored["usage"]["completion_tokens"] == 0
-    logprobs = choice["logprobs"]
-    assert len(logprobs["tokens"]) == scored["usage"]["prompt_tokens"]
-    assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
-    assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+    assert (choice["text"], scored["usage"]["completion_tokens"]) == (PROMPT, 0)
+    tokens, values = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+    num_prompt = scored["usage"]["prompt_tokens"]
+    assert len(tokens) == num_prompt
+    assert values[0] is choice["logprobs"]["top_logprobs"][0] is None
+    assert all(value <= 0 for value in values[1:])
     longer = real.complete(**body, max_tokens=4, temperature=0)["choices"][0]["logprobs"]
-    num_prompt = len(logprobs["tokens"])
-    assert longer["tokens"][:num_prompt] == logprobs["tokens"]
-    assert longer["token_logprobs"][1:num_prompt] == pytest.approx(
-        logprobs["token_logprobs"][1:], abs=1e-4
-    )
+    assert longer["tokens"][:num_prompt] == tokens
+    assert longer["token_logprobs"][1:num_prompt] == pytest.approx(values[1:], abs=1e-4)
     # A greedy token is the likeliest.
-    for token, top in zip(
-        longer["tokens"][num_prompt:], longer["top_logprobs"][num_prompt:], strict=True
-    ):
+    generated = zip(longer["tokens"], longer["top_logprobs"], strict=True)
+    for token, top in list(generated)[num_prompt:]:
         assert max(top, key=lambda name: top[name]) == token
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_gives_its_pages_back(real: Running, stream: bool) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "stream": stream, "n": 4}
     aborted = kv(real)["requests_aborted_total"]
-    raw = raw_request(real, COMPLETIONS, body)
+    raw = raw_request(real, COMPLETIONS, {**ENDLESS, "stream": stream, "n": 4})
     until(lambda: kv(real)["used_pages"] > 0)
     raw.close()
     until(lambda: kv(real)["requests_aborted_total"] == aborted + 1)
@@ -180,18 +161,6 @@ def test_tokenizer_info_names_no_place(real: Running) -> None:
     assert "name_or_path" not in text
 
 
-def test_metrics(real: Running) -> None:
-    real.complete(max_tokens=2)
-    text = real.http.get("/metrics").text
-    for line in (
-        'vllm:num_requests_running{engine="0",model_name="embedded"} 0.0',
-        'vllm:kv_cache_usage_perc{engine="0",model_name="embedded"} 0.0',
-    ):
-        assert line in text
-    [info] = [line for line in text.splitlines() if line.startswith("vmserve:cache_config_info")]
-    assert 'kv_cache_size_tokens="0"' not in info
-
-
 def test_beams(real: Running) -> None:
     body: Body = {
         "model": "embedded",
@@ -208,10 +177,9 @@ def test_beams(real: Running) -> None:
     choices = reply["choices"]
     assert [choice["index"] for choice in choices] == list(range(8))
     for prompt in (choices[:4], choices[4:]):
-        totals = [sum(choice["logprobs"]["token_logprobs"]) for choice in prompt]
         scores = [
-            total / len(choice["token_ids"]) ** 0.5
-            for total, choice in zip(totals, prompt, strict=True)
+            sum(choice["logprobs"]["token_logprobs"]) / len(choice["token_ids"]) ** 0.5
+            for choice in prompt
         ]
         assert scores == sorted(scores, reverse=True)
         assert len({tuple(choice["token_ids"]) for choice in prompt}) == 4
@@ -224,64 +192,40 @@ def test_beams(real: Running) -> None:
     chat = real.ok(CHAT, {"messages": MESSAGES, "use_beam_search": True, "n": 2, "max_tokens": 8})
     assert len(chat["choices"]) == 2
     assert kv(real)["num_seqs"] == 0
-    wide = real.post(COMPLETIONS, {"prompt": "x", "use_beam_search": True, "n": 17})
-    assert wide.status_code == 400
-    assert "n must be at most 16" in error_of(wide)["message"]
-    assert error_of(wide)["param"] == "n"
+    error = real.error(COMPLETIONS, {"prompt": "x", "use_beam_search": True, "n": 17})
+    assert "n must be at most 16" in error["message"]
+    assert error["param"] == "n"
 
 
 def test_metrics_tell_the_regime_and_why(real: Running) -> None:
     # Long enough to be worth the maps that a first request needs.
     real.complete(prompt=PROMPT, max_tokens=64, ignore_eos=True)
     real.complete(prompt=PROMPT, max_tokens=16, n=4, use_beam_search=True)
-    text = real.http.get("/metrics").text
+    lines = real.http.get("/metrics").text.splitlines()
+    for name in ("num_requests_running", "kv_cache_usage_perc"):
+        assert f'vllm:{name}{{engine="0",model_name="embedded"}} 0.0' in lines
+    [info] = [line for line in lines if line.startswith("vmserve:cache_config_info")]
+    assert 'kv_cache_size_tokens="0"' not in info
+    regimes = [line for line in lines if line.startswith("vmserve:request_regime_total{")]
     for labels in ('regime="virtual"', 'reason="forks",regime="paged"'):
-        assert any(
-            line.startswith("vmserve:request_regime_total{") and labels in line
-            for line in text.splitlines()
-        ), text
+        assert any(labels in line for line in regimes), regimes
 
 
 def test_a_time_limit(real: Running) -> None:
-    endless = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "request_timeout": 0.1}
-    late = real.post(COMPLETIONS, endless)
-    assert late.status_code == 504
-    assert error_of(late)["status"] == 504
-    assert "within its 0.1 seconds" in error_of(late)["message"]
+    endless: Body = {**ENDLESS, "request_timeout": 0.1}
+    late = real.error(COMPLETIONS, endless, 504)
+    assert "within its 0.1 seconds" in late["message"]
     pieces: list[str] = []
     while not pieces:  # within twice the time, on a machine that is busy
-        endless["request_timeout"] *= 2  # type: ignore[operator]
+        endless["request_timeout"] *= 2
         *pieces, last = real.events(COMPLETIONS, endless)
         assert json.loads(last)["error"]["status"] == 504
     assert kv(real)["num_seqs"] == 0
 
 
-def test_a_draft_model_changes_no_reply(client: openai.OpenAI) -> None:
-    options = {"kv_cache_memory": "64MiB", "max_model_len": 1024, "max_num_seqs": 16}
-    drafting = Running(
-        ProcessClient(**options, speculative="draft-model", speculative_model="embedded"),
-        served_model_names=("embedded",),
-    )
-    asked: Any = {"model": "embedded", "prompt": PROMPT, "max_tokens": 24, "seed": 3}
-    try:
-        with drafting.openai() as other:
-            for temperature in (0, 1):
-                reply = client.completions.create(**asked, temperature=temperature)
-                again = other.completions.create(**asked, temperature=temperature)
-                assert again.choices[0].text == reply.choices[0].text
-        text = drafting.http.get("/metrics").text
-        found = re.search(r"vmserve:spec_decode_num_accepted_tokens_total{.*} ([\d.]+)", text)
-        assert found is not None
-        assert float(found[1]) > 0
-    finally:
-        drafting.close()
-
-
 def test_drain_ends_what_runs(real: Running) -> None:
     """The last test of this module: it stops the server."""
-    events = real.events(
-        COMPLETIONS, {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "seed": 1}
-    )
+    events = real.events(COMPLETIONS, {**ENDLESS, "seed": 1})
     next(events)
     object.__setattr__(real.config, "shutdown_timeout", 0.1)
     real.begin_stop()

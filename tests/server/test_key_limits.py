@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.client.test_fleet import Engine, fleet_of
 from tests.helpers import until
-from tests.server.conftest import Running, error_of
+from tests.server.conftest import Running
+from tests.support.serving import COMPLETIONS, Start, bearer, later, load, pause, refused
 from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.server.access.key_limits import KeyLedger
 from vmserve.server.auth import ApiKey, KeyLimits, read_key_file
 from vmserve.server.errors import ApiError
 from vmserve.testing import ScriptedTransport
 
-Start = Callable[..., Running]
-
 
 def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def run() -> None:
-        asyncio.run(test())
-
-    return run
+    return lambda: asyncio.run(test())
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -67,11 +62,10 @@ def test_tokens_of_prompts_and_answers_come_back_with_time() -> None:
     first = keys.admit("a", 1, 1, 100)
     first.charge(420)  # answered
     keys.admit("a", 1, 1, 80)
-    with pytest.raises(
-        ApiError, match=r"0 tokens left of the 600 .* takes 25: try again in 3 s"
-    ) as e:
+    told = r"0 tokens left of the 600 .* takes 25: try again in 3 s"
+    with pytest.raises(ApiError, match=told) as caught:
         keys.admit("a", 1, 1, 25)
-    assert e.value.headers == {
+    assert caught.value.headers == {
         "retry-after": "3",
         "x-ratelimit-limit-tokens": "600",
         "x-ratelimit-remaining-tokens": "0",
@@ -83,19 +77,11 @@ def test_tokens_of_prompts_and_answers_come_back_with_time() -> None:
     clock.now = 2.5  # 25 tokens at 10 a second
     keys.admit("a", 1, 1, 25)
     clock.now = 1e6  # and never more than a minute's
-    keys.admit("a", 1, 1, 600)
-    with pytest.raises(ApiError):
-        keys.admit("a", 1, 1, 1)
-
-
-def test_an_answer_that_takes_more_is_paid_for_by_waiting() -> None:
-    clock = Clock()
-    keys = ledger(clock, tokens_per_minute=60)
-    keys.admit("a", 1, 1, 10).charge(170)
-    with pytest.raises(ApiError, match="try again in 121 s"):
-        keys.admit("a", 1, 1, 1)
-    clock.now = 121
-    keys.admit("a", 1, 1, 1)
+    keys.admit("a", 1, 1, 600).charge(1100)
+    with pytest.raises(ApiError, match="try again in 111 s"):  # an answer may take more
+        keys.admit("a", 1, 1, 10)
+    clock.now += 111
+    keys.admit("a", 1, 1, 10)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +119,12 @@ def test_accounts_of_the_past_are_forgotten_and_no_others() -> None:
 # -- sequences
 
 
+async def waiting(use: Any) -> asyncio.Task[None]:
+    task = asyncio.create_task(use.enter())
+    await asyncio.sleep(0)
+    return task
+
+
 @on_a_loop
 async def test_sequences_wait_for_others_of_their_tenant_in_order() -> None:
     keys = ledger(sequences=4)
@@ -141,13 +133,11 @@ async def test_sequences_wait_for_others_of_their_tenant_in_order() -> None:
     assert first.enters_now()
     assert other.enters_now()
     assert not second.enters_now()
-    waiting = asyncio.create_task(second.enter())
-    await asyncio.sleep(0)
+    next_in = await waiting(second)
     assert not third.enters_now()  # there is room, but another is before it
-    last = asyncio.create_task(third.enter())
-    await asyncio.sleep(0)
+    last = await waiting(third)
     first.leave(1)
-    await waiting
+    await next_in
     assert not last.done()
     first.release()
     await last
@@ -162,14 +152,11 @@ async def test_who_leaves_while_it_waits_holds_nobody_up() -> None:
     keys = ledger(sequences=2)
     first, large, small = (keys.admit("a", 1, num, 1) for num in (1, 2, 1))
     assert first.enters_now()
-    gone = asyncio.create_task(large.enter())
-    await asyncio.sleep(0)
-    waiting = asyncio.create_task(small.enter())
-    await asyncio.sleep(0)
+    gone, next_in = await waiting(large), await waiting(small)
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
     large.release()
-    await waiting
+    await next_in
     assert keys._accounts["a"].num_running == 2
 
 
@@ -178,8 +165,7 @@ async def test_who_leaves_as_it_may_enter_gives_its_place_back() -> None:
     keys = ledger(sequences=1)
     first, second, third = (keys.admit("a", 1, 1, 1) for _ in range(3))
     assert first.enters_now()
-    tasks = [asyncio.create_task(use.enter()) for use in (second, third)]
-    await asyncio.sleep(0)
+    tasks = [await waiting(use) for use in (second, third)]
     first.release()
     tasks[0].cancel()  # it has its place and has not run since
     await asyncio.gather(tasks[0], return_exceptions=True)
@@ -207,24 +193,18 @@ def test_limits_in_the_key_file(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
-        (
-            "a sequence=1:k",
-            "sequence= is no limit.*there are sequences, requests, tokens-per-minute",
-        ),
+def test_limits_that_are_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    for text, told in (
+        ("a sequence=1:k", "sequence= is no limit.*are sequences, requests, tokens-per-minute"),
         ("a requests=0:k", "requests=0 is not a number from 1 on"),
         ("a requests=x:k", "requests=x is not"),
         ("a requests=1 requests=2:k", "given twice"),
         ("a requests=1:k\na requests=2:l", "different limits"),
-    ],
-)
-def test_limits_that_are_wrong(tmp_path: Path, text: str, told: str) -> None:
-    file = tmp_path / "keys"
-    file.write_text(text)
-    with pytest.raises(ConfigurationError, match=told):
-        read_key_file(file)
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigurationError, match=told):
+            read_key_file(file)
 
 
 # -- over HTTP
@@ -235,108 +215,84 @@ def keyed(**limits: Any) -> dict[str, Any]:
 
 
 def post(server: Running, key: str, **body: Any) -> Any:
-    headers = {"authorization": f"Bearer {key}"}
-    return server.post("/v1/completions", {"prompt": "Hi", **body}, headers=headers)
-
-
-def test_a_key_that_has_used_its_minute_gets_429_and_others_go_on(start: Start) -> None:
-    server = start(**keyed(tokens_per_minute=20))
-    # 3 of the prompt and 6 of the answer; then 19.
-    assert post(server, "a", max_tokens=6).status_code == 200
-    assert post(server, "a", prompt="Hi" * 9).status_code == 429
-    refused = post(server, "a", prompt="Hi" * 9)
-    assert error_of(refused)["type"] == "RateLimitError"
-    assert refused.headers["x-ratelimit-limit-tokens"] == "20"
-    assert 1 <= int(refused.headers["retry-after"]) <= 60
-    assert post(server, "b").status_code == 200
-    metrics = server.http.get("/metrics", headers={"authorization": "Bearer b"}).text
-    assert 'admission_rejections_total{engine="0",model_name="fake"} 2.0' in metrics
-
-
-def test_a_stream_is_charged_as_it_goes(start: Start) -> None:
-    server = start(ScriptedTransport("x" * 30), **keyed(tokens_per_minute=25))
-    headers = {"authorization": "Bearer a"}
-    body = {"prompt": "Hi", "stream": True, "max_tokens": 30}
-    with server.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-        assert response.status_code == 200
-        response.read()
-    assert post(server, "a").status_code == 429
-
-
-def test_one_request_above_the_sequences_of_its_key(start: Start) -> None:
-    server = start(**keyed(sequences=4))
-    refused = post(server, "a", n=5)
-    assert refused.status_code == 400
-    error = error_of(refused)
-    assert error["param"] == "n"
-    assert "5 sequences" in error["message"]
-    assert "'alice' may run at once, 4: lower n" in error["message"]
-    assert post(server, "a", n=4).status_code == 200
-    assert post(server, "b", n=5).status_code == 200
+    return server.post(COMPLETIONS, {"prompt": "Hi", **body}, headers=bearer(key))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_sequences_above_the_limit_wait_in_the_server(start: Start, stream: bool) -> None:
-    engine = ScriptedTransport()
-    server = start(engine, max_key_sequences=2)
-    engine.pause = server.on_loop(asyncio.Event)
-    body = {"prompt": "x", "n": 2, "user": "u"}
-    with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as first:
-        assert first.status_code == 200
-        # The second one of the user is not the engine's yet, the other user's is.
-        waiting = asyncio.run_coroutine_threadsafe(
-            _post(server, {**body, "n": 1, "stream": stream}), server.loop
-        )
-        until(lambda: server.http.get("/load").json() == {"server_load": 2})
-        with server.http.stream(
-            "POST", "/v1/completions", json={**body, "user": "v", "stream": True}
-        ):
-            until(lambda: len(engine.requests) == 2)
-            assert [extra["tenant"] for _, _, extra in engine.requests] == ["u", "v"]
-            assert not waiting.done()
-        server.on_loop(engine.pause.set)
-        first.read()
-    assert waiting.result(20) == 200
-    assert [extra["tenant"] for _, _, extra in engine.requests] == ["u", "v", "u"]
+def test_a_key_that_has_used_its_minute_gets_429_alone(start: Start, stream: bool) -> None:
+    server = start(**keyed(tokens_per_minute=20))
+    # 3 of the prompt and 6 of the answer; then 19.
+    assert post(server, "a", max_tokens=6, stream=stream).status_code == 200
+    assert post(server, "a", prompt="Hi" * 9).status_code == 429
+    reply = post(server, "a", prompt="Hi" * 9)
+    assert refused(reply, 429)["type"] == "RateLimitError"
+    assert reply.headers["x-ratelimit-limit-tokens"] == "20"
+    assert 1 <= int(reply.headers["retry-after"]) <= 60
+    assert post(server, "b").status_code == 200
+    metrics = server.http.get("/metrics", headers=bearer("b")).text
+    assert 'admission_rejections_total{engine="0",model_name="fake"} 2.0' in metrics
 
 
-async def _post(server: Running, body: dict[str, Any]) -> int:
-    async with httpx.AsyncClient(base_url=server.url) as client:
-        return (await client.post("/v1/completions", json=body)).status_code
+def test_one_request_above_the_sequences_of_its_key(start: Start) -> None:
+    server = start(**keyed(sequences=4), max_key_sequences=3)
+    error = refused(post(server, "a", n=5))
+    assert error["param"] == "n"
+    assert "5 sequences" in error["message"]
+    assert "'alice' may run at once, 4: lower n" in error["message"]
+    # What a key says comes before the options.
+    assert post(server, "a", n=4).status_code == 200
+    assert "more than 'bob' may run at once, 3" in refused(post(server, "b", n=4))["message"]
+    assert post(start(**keyed(sequences=4)), "b", n=5).status_code == 200
 
 
-def test_time_spent_waiting_for_a_place_counts(start: Start) -> None:
-    engine = ScriptedTransport()
-    server = start(engine, max_key_sequences=1)
-    engine.pause = server.on_loop(asyncio.Event)
-    body = {"prompt": "x", "stream": True}
-    with server.http.stream("POST", "/v1/completions", json=body) as first:
-        late = server.post("/v1/completions", {"prompt": "x", "request_timeout": 0.05})
-        assert late.status_code == 504
-        assert "waited its 0.05 seconds for other sequences" in error_of(late)["message"]
-        server.on_loop(engine.pause.set)
-        first.read()
-    assert len(engine.requests) == 1
-    assert server.complete(prompt="x")["choices"][0]["text"] == "hello"
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("running", [[2], [1, 1]], ids=["one engine", "two engines"])
+def test_sequences_above_the_limit_wait(start: Start, stream: bool, running: list[int]) -> None:
+    """``running``: the sequences of the user's requests that may run, one for each engine."""
+    engines = [Engine() for _ in running]
+    server = start(fleet_of(*engines) if len(engines) > 1 else engines[0], max_key_sequences=2)
+    go_on = pause(server, *engines)
+    asked: list[Future[Any]] = []
+
+    def ask(user: str, num_sequences: int = 1) -> None:
+        body = {"prompt": "x", "user": user, "n": num_sequences, "stream": stream}
+        asked.append(later(server.post, COMPLETIONS, body))
+        until(lambda: load(server) == len(asked))
+
+    def tenants() -> list[str]:
+        return sorted(extra["tenant"] for each in engines for _, _, extra in each.requests)
+
+    for number in running:
+        ask("u", number)
+    until(lambda: len(tenants()) == len(running))
+    # The next one of the user is not an engine's yet, the other user's is.
+    ask("u")
+    ask("v")
+    until(lambda: len(tenants()) == len(running) + 1)
+    assert tenants() == ["u"] * len(running) + ["v"]
+    go_on()
+    assert {each.result(20).status_code for each in asked} == {200}
+    assert tenants() == ["u"] * (len(running) + 1) + ["v"]
 
 
-def test_what_a_key_says_comes_before_the_options(start: Start) -> None:
-    server = start(**keyed(sequences=3), max_key_sequences=2)
-    assert post(server, "a", n=3).status_code == 200
-    assert "more than 'bob' may run at once, 2" in error_of(post(server, "b", n=3))["message"]
-
-
-def test_who_waits_for_a_place_is_told_when_the_server_ends(start: Start) -> None:
+def test_who_waits_for_a_place_waits_its_time_or_the_servers(start: Start) -> None:
     engine = ScriptedTransport()
     server = start(engine, max_key_sequences=1, shutdown_timeout=0.1)
-    engine.pause = server.on_loop(asyncio.Event)
-    with ThreadPoolExecutor(1) as threads:
-        body = {"prompt": "x", "stream": True}
-        with server.http.stream("POST", "/v1/completions", json=body) as first:
-            waiting = threads.submit(server.post, "/v1/completions", {"prompt": "x"})
-            until(lambda: server.http.get("/load").json() == {"server_load": 2})
-            server.begin_stop()
-            first.read()
-            assert waiting.result(20).status_code == 503
+    go_on = pause(server, engine)
+    first = later(server.complete)
+    until(lambda: len(engine.running) == 1)
+    late = server.error(COMPLETIONS, {"prompt": "x", "request_timeout": 0.05}, 504)
+    assert "waited its 0.05 seconds for other sequences" in late["message"]
+    go_on()
+    for reply in (first.result(20), server.complete()):
+        assert reply["choices"][0]["text"] == "hello"
+    assert len(engine.requests) == 2
+    pause(server, engine)
+    later(server.complete)
+    until(lambda: len(engine.running) == 1)
+    waits = later(server.post, COMPLETIONS, {"prompt": "x"})
+    until(lambda: load(server) == 2)
+    server.begin_stop()
+    assert waits.result(20).status_code == 503
     server.join()
-    assert len(engine.requests) == 1
+    assert len(engine.requests) == 3

@@ -1,13 +1,14 @@
 """Clients that leave, and servers that stop."""
 
-import asyncio
+from __future__ import annotations
+
 import json
 import socket
-import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import httpx
@@ -15,27 +16,28 @@ import pytest
 
 from tests.helpers import until
 from tests.server.conftest import Body, Running, error_of
+from tests.support.serving import CHAT, COMPLETIONS, Patch, Start, later, load, pause, raw_request
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.server.config import ServerConfig
 from vmserve.server.net.listen import bind
 from vmserve.testing import ScriptedTransport
 
-Start = Callable[..., Running]
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
 BODIES: dict[str, Body] = {
     COMPLETIONS: {"prompt": ["x", "y"]},
     CHAT: {"messages": [{"role": "user", "content": "x"}]},
 }
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+JSON = b"Content-Type: application/json"
 
 
-def raw_request(server: Running, path: str, body: Body) -> socket.socket:
-    """A request on a socket that the test can drop at will."""
-    content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    raw = socket.create_connection(("127.0.0.1", server.port), 20)
-    raw.sendall(head.encode() + f"Content-Length: {len(content)}\r\n\r\n".encode() + content)
-    return raw
+def connected(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), 20)
+
+
+def head(num_bytes: int, kind: bytes = JSON) -> bytes:
+    """That of a completion with so many bytes."""
+    first = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    return first + b"%b\r\nContent-Length: %d\r\n\r\n" % (kind, num_bytes)
 
 
 def everything(raw: socket.socket) -> bytes:
@@ -54,17 +56,12 @@ def error_sent(raw: socket.socket) -> bytes:
     return answer
 
 
-def load(server: Running) -> int:
-    count: int = server.http.get("/load").json()["server_load"]
-    return count
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_aborts_its_request(start: Start, path: str, stream: bool) -> None:
     engine = ScriptedTransport()
     server = start(engine)
-    engine.pause = server.on_loop(asyncio.Event)
+    go_on = pause(server, engine)
     num_requests = 2 if path == COMPLETIONS else 1
     raw = raw_request(server, path, {**BODIES[path], "stream": stream})
     until(lambda: len(engine.running) == num_requests)
@@ -76,54 +73,48 @@ def test_a_client_that_leaves_aborts_its_request(start: Start, path: str, stream
     until(lambda: load(server) == 0)
     # Nothing of it stays counted against those who come next.
     assert server.on_loop(lambda: engine.stats()["num_requests_running"]) == 0
-    server.on_loop(engine.pause.set)
+    go_on()
     server.ok(path, BODIES[path])
 
 
-def test_a_client_that_leaves_during_its_own_upload(start: Start) -> None:
+def test_many_that_leave_at_once_and_one_during_its_own_upload(start: Start) -> None:
     engine = ScriptedTransport()
     server = start(engine)
-    raw = socket.create_connection(("127.0.0.1", server.port), 20)
-    raw.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-        b"Content-Type: application/json\r\n"
-        b'Content-Length: 100\r\n\r\n{"prompt"'
-    )
-    until(lambda: load(server) == 1)
-    raw.close()
+    go_on = pause(server, engine)
+    with connected(server) as raw:
+        raw.sendall(head(100) + b'{"prompt"')
+        until(lambda: load(server) == 1)
     until(lambda: load(server) == 0)
     assert engine.requests == []
+    raws = [raw_request(server, CHAT, {**BODIES[CHAT], "stream": True}) for _ in range(200)]
+    until(lambda: len(engine.running) == 200)
+    for raw in raws:
+        raw.close()
+    until(lambda: not engine.running)
+    go_on()
+    assert server.chat()["choices"][0]["message"]["content"] == "hello"
 
 
-def test_a_body_that_does_not_arrive(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_does_not_arrive(start: Start, monkeypatch: Patch) -> None:
     monkeypatch.setattr("vmserve.server.routes.body.BODY_TIMEOUT_SECONDS", 0.05)
-    server = start()
-    with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
-        raw.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Type: application/json\r\n"
-            b"Content-Length: 10\r\n\r\n"
-        )
+    with connected(start()) as raw:
+        raw.sendall(head(10))
         answer = everything(raw)
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"\r\nconnection: close\r\n" in answer
 
 
 @pytest.mark.parametrize(
-    ("head", "status"),
-    [(b"Content-Type: application/json", b"413"), (b"Content-Type: text/plain", b"415")],
+    ("kind", "status"), [(JSON, b"413"), (b"Content-Type: text/plain", b"415")]
 )
 def test_a_body_that_goes_on_after_its_answer(
-    start: Start, monkeypatch: pytest.MonkeyPatch, head: bytes, status: bytes
+    start: Start, monkeypatch: Patch, kind: bytes, status: bytes
 ) -> None:
     """It is read for some time, so that the client sees the answer, and then cut off."""
     monkeypatch.setattr("vmserve.server.net.connection.BODY_TIMEOUT_SECONDS", 0.5)
     server = start()
-    request = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n%b\r\nContent-Length: 9999999\r\n\r\n"
-    )
-    with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
-        raw.sendall(request % head)
+    with connected(server) as raw:
+        raw.sendall(head(9999999, kind))
         assert error_sent(raw).startswith(b"HTTP/1.1 " + status)
         sent = 0
         with pytest.raises(OSError, match=r"Connection reset|Broken pipe"):  # noqa: PT012
@@ -133,15 +124,14 @@ def test_a_body_that_goes_on_after_its_answer(
                 time.sleep(0.05)
         assert sent > 100
     # A body that does end leaves its connection as good as new.
-    with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
-        raw.sendall(request.replace(b"9999999", b"5000000") % head)
+    with connected(server) as raw:
+        raw.sendall(head(5_000_000, kind))
         assert error_sent(raw).startswith(b"HTTP/1.1 " + status)
         raw.sendall(b"x" * 5_000_000)
-        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert raw.recv(4096).startswith(b"HTTP/1.1 200")
-        time.sleep(0.7)  # and nothing cuts it off later
-        raw.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+        for pause_seconds in (0.7, 0):  # and nothing cuts it off later
+            raw.sendall(HEALTH)
+            assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+            time.sleep(pause_seconds)
 
 
 @pytest.mark.parametrize(("path", "status"), [(COMPLETIONS, 413), ("/nope", 404)])
@@ -151,9 +141,9 @@ def test_a_client_that_sends_all_before_it_reads(start: Start, path: str, status
     sent = urllib.request.Request(
         server.url + path, data=b"x" * 40_000_000, headers={"content-type": "application/json"}
     )
-    with pytest.raises(urllib.error.HTTPError) as refused:
+    with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(sent, timeout=60)
-    with refused.value as answer:
+    with caught.value as answer:
         assert answer.status == status
         assert json.loads(answer.read())["error"]["status"] == status
 
@@ -163,105 +153,68 @@ def test_a_client_that_never_reads_is_cut(start: Start) -> None:
     server = start(engine, write_timeout=0.05)
     # Far more than what the sockets and the server buffer.
     body = {"prompt": "x", "n": 100, "max_tokens": 2**19, "logprobs": 20, "stream": True}
-    body["ignore_eos"] = True
-    raw = raw_request(server, COMPLETIONS, body)
-    try:
+    with raw_request(server, COMPLETIONS, {**body, "ignore_eos": True}):
         until(lambda: len(engine.running) > 0)
         until(lambda: not engine.running, 60)
         until(lambda: load(server) == 0)
         assert len(engine.aborted) == 1
-    finally:
-        raw.close()
-
-
-def test_many_that_leave_at_once(start: Start) -> None:
-    engine = ScriptedTransport()
-    server = start(engine)
-    engine.pause = server.on_loop(asyncio.Event)
-    raws = [raw_request(server, CHAT, {**BODIES[CHAT], "stream": True}) for _ in range(200)]
-    until(lambda: len(engine.running) == 200)
-    for raw in raws:
-        raw.close()
-    until(lambda: not engine.running)
-    server.on_loop(engine.pause.set)
-    assert server.chat()["choices"][0]["message"]["content"] == "hello"
 
 
 # -- draining -------------------------------------------------------------------------------
 
-
-class Held:
-    """A streamed and a whole request that the engine holds after their first token."""
-
-    def __init__(self, server: Running, engine: ScriptedTransport) -> None:
-        engine.pause = server.on_loop(asyncio.Event)
-        self.events: list[str] = []
-        self.response: httpx.Response | None = None
-        self._server = server
-        self._threads = [
-            threading.Thread(target=self._stream),
-            threading.Thread(target=self._whole),
-        ]
-        for thread in self._threads:
-            thread.start()
-        until(lambda: len(engine.running) == 2 and self.events != [])
-
-    def _stream(self) -> None:
-        for event in self._server.events(COMPLETIONS, {"prompt": "x"}):
-            self.events.append(event)
-
-    def _whole(self) -> None:
-        self.response = self._server.post(COMPLETIONS, {"prompt": "x"})
-
-    def join(self) -> tuple[Body, list[str]]:
-        for thread in self._threads:
-            thread.join(30)
-        assert self.response is not None
-        assert self.response.status_code == 200
-        body: Body = self.response.json()
-        return body, self.events
+Held = tuple[Running, ScriptedTransport, Callable[[], None], Future[Body], Future[list[str]]]
 
 
 @pytest.fixture
-def held(start: Start) -> Callable[..., tuple[Running, ScriptedTransport, Held]]:
-    def begin(**options: Any) -> tuple[Running, ScriptedTransport, Held]:
+def held(start: Start) -> Callable[..., Held]:
+    """A whole and a streamed request that the engine holds after their first token."""
+
+    def begin(**options: Any) -> Held:
         engine = ScriptedTransport()
         server = start(engine, **options)
-        return server, engine, Held(server, engine)
+        go_on = pause(server, engine)
+        events: list[str] = []
+
+        def stream() -> list[str]:
+            events.extend(server.events(COMPLETIONS, {"prompt": "x"}))
+            return events
+
+        whole, streamed = later(server.complete), later(stream)
+        until(lambda: len(engine.running) == 2 and events != [])
+        return server, engine, go_on, whole, streamed
 
     return begin
 
 
 def test_admitted_requests_finish(held: Any) -> None:
-    server, engine, requests = held(shutdown_timeout=60)
+    server, engine, go_on, whole, streamed = held(shutdown_timeout=60)
     server.begin_stop()
     until(lambda: server.http.get("/health").status_code == 503)
     for path in (COMPLETIONS, CHAT, "/tokenize", "/v1/models", "/ready", "/nope"):
-        response = server.http.post(path, json={"prompt": "x"})
+        response = server.post(path, {"prompt": "x"})
         assert response.status_code == 503
         assert "shutting down" in error_of(response)["message"]
         assert response.headers["retry-after"] == "5"
     for path in ("/live", "/metrics", "/load", "/v1/kv"):
         assert server.http.get(path).status_code == 200
     assert load(server) == 2
-    server.on_loop(engine.pause.set)
-    body, events = requests.join()
+    go_on()
+    assert whole.result(30)["choices"][0]["text"] == "hello"
+    assert streamed.result(30)[-1] == "[DONE]"
     server.join()
-    assert body["choices"][0]["text"] == "hello"
-    assert events[-1] == "[DONE]"
     assert engine.stopped
     assert engine.aborted == []
 
 
 def test_after_the_timeout_the_rest_is_aborted(held: Any) -> None:
-    server, engine, requests = held(shutdown_timeout=0)
+    server, engine, _, whole, streamed = held(shutdown_timeout=0)
     server.begin_stop()
-    body, events = requests.join()
+    [choice] = whole.result(30)["choices"]
+    assert (choice["finish_reason"], choice["text"]) == ("abort", "h")
+    *_, last, done = streamed.result(30)
+    assert done == "[DONE]"
+    assert json.loads(last)["choices"][0]["finish_reason"] == "abort"
     server.join()
-    assert body["choices"][0]["finish_reason"] == "abort"
-    assert body["choices"][0]["text"] == "h"
-    assert events[-1] == "[DONE]"
-    assert json.loads(events[-2])["choices"][0]["finish_reason"] == "abort"
     assert len(engine.finished) == 2
 
 
@@ -277,53 +230,50 @@ def test_an_idle_server_stops_at_once_with_open_connections(start: Start) -> Non
 # -- starting -------------------------------------------------------------------------------
 
 
-def test_a_port_in_use(shared: Running) -> None:
-    config = ServerConfig(served_model_names=("m",), port=shared.port)
-    with pytest.raises(VmserveError, match=rf"127.0.0.1:{shared.port} is in use"):
-        bind(config)
-
-
-@pytest.mark.parametrize("host", ["256.1.1.1", "no such host", "203.0.113.1"])
-def test_an_address_that_is_not_here(host: str) -> None:
-    with pytest.raises(VmserveError, match=f"cannot listen on {host}"):
-        bind(ServerConfig(served_model_names=("m",), host=host, port=0))
+def test_where_nobody_can_listen(shared: Running) -> None:
+    hosts = ("256.1.1.1", "no such host", "203.0.113.1")
+    for host, port, told in (
+        ("127.0.0.1", shared.port, rf"127.0.0.1:{shared.port} is in use"),
+        *((host, 0, f"cannot listen on {host}") for host in hosts),
+    ):
+        with pytest.raises(VmserveError, match=told):
+            bind(ServerConfig(served_model_names=("m",), host=host, port=port))
 
 
 def test_sockets_left_behind(start: Start, tmp_path: Any) -> None:
-    path = tmp_path / "s"
+    path, file = tmp_path / "s", tmp_path / "f"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
+    file.write_text("precious")
     server = start(uds=str(path))
     assert server.http.get("/health").status_code == 200
-    with pytest.raises(VmserveError, match="in use"):
-        bind(server.config)
-    file = tmp_path / "f"
-    file.write_text("precious")
-    with pytest.raises(ConfigurationError, match="is there and no socket"):
-        bind(ServerConfig(served_model_names=("m",), uds=str(file)))
+    for uds, error, told in (
+        (path, VmserveError, "in use"),
+        (file, ConfigurationError, "is there and no socket"),
+        (tmp_path / ("s" * 200), ConfigurationError, "AF_UNIX path too long"),
+    ):
+        with pytest.raises(error, match=told):
+            bind(ServerConfig(served_model_names=("m",), uds=str(uds)))
     assert file.read_text() == "precious"
-    with pytest.raises(ConfigurationError, match="AF_UNIX path too long"):
-        bind(ServerConfig(served_model_names=("m",), uds=str(tmp_path / ("s" * 200))))
 
 
-@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: "])
-def test_a_head_that_does_not_arrive(
-    start: Start, monkeypatch: pytest.MonkeyPatch, sent: bytes
+HALF = HEALTH[:-2] + b"X-Slow: "
+
+
+@pytest.mark.parametrize(
+    ("used", "sent"), [(b"", b""), (b"", HALF), (HEALTH, HALF)], ids=["nothing", "half", "next"]
+)
+def test_a_head_that_does_not_come(
+    start: Start, monkeypatch: Patch, used: bytes, sent: bytes
 ) -> None:
     monkeypatch.setattr("vmserve.server.net.connection.HEAD_TIMEOUT_SECONDS", 0.2)
-    server = start()
-    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    for first in (b"", whole):  # on a fresh connection, and on one that was used
-        with socket.create_connection(("127.0.0.1", server.port), 20) as raw:
-            if first:
-                raw.sendall(first)
-                assert raw.recv(4096).startswith(b"HTTP/1.1 200")
-                if not sent:
-                    continue  # that is an idle connection
-            raw.sendall(sent)
-            answer = everything(raw)
-            assert answer.startswith(b"HTTP/1.1 408")
-            assert b'"status":408' in answer
+    with connected(start()) as raw:
+        raw.sendall(used)
+        assert not used or raw.recv(4096).startswith(b"HTTP/1.1 200")
+        raw.sendall(sent)
+        answer = everything(raw)
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b'"status":408' in answer
 
 
 def test_a_line_per_request_with_its_id(start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -332,7 +282,6 @@ def test_a_line_per_request_with_its_id(start: Start, caplog: pytest.LogCaptureF
         server.post(COMPLETIONS, {"prompt": "x"}, headers={"x-request-id": "mine"})
         server.http.get("/nope%0Afaked")
         server.http.get("/metrics")
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 2
-    assert said[0].startswith(f"POST '{COMPLETIONS}': 200 after ")
-    assert said[1].startswith("GET '/nope\\nfaked': 404 after ")
+    first, second = caplog.messages
+    assert first.startswith(f"POST '{COMPLETIONS}': 200 after ")
+    assert second.startswith("GET '/nope\\nfaked': 404 after ")

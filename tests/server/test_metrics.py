@@ -1,6 +1,6 @@
 """``/metrics``: families, names and what they count."""
 
-from collections.abc import Callable
+from __future__ import annotations
 
 import pytest
 from prometheus_client.openmetrics.parser import (
@@ -9,49 +9,31 @@ from prometheus_client.openmetrics.parser import (
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.conftest import Running
+from tests.support.serving import Start
 from vmserve.server.observe.telemetry import Histogram
 from vmserve.testing import ScriptedTransport
 
-Start = Callable[..., Running]
 LABELS = {"model_name": "fake", "engine": "0"}
 
 #: Each is there before anything was served.
-FAMILIES = [
-    "num_requests_running",
-    "num_requests_waiting",
-    "num_requests_waiting_by_reason",
-    "kv_cache_usage_perc",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-    "spec_decode_num_drafts",
-    "spec_decode_num_draft_tokens",
-    "spec_decode_num_accepted_tokens",
-    "num_preemptions",
-    "prompt_tokens",
-    "generation_tokens",
-    "request_success",
-    "time_to_first_token_seconds",
-    "inter_token_latency_seconds",
-    "e2e_request_latency_seconds",
-    "request_queue_time_seconds",
-    "request_inference_time_seconds",
-    "request_prefill_time_seconds",
-    "request_decode_time_seconds",
-    "request_prompt_tokens",
-    "request_generation_tokens",
-    "request_params_n",
-    "request_params_max_tokens",
+FAMILIES = {
+    *("num_requests_running", "num_requests_waiting", "num_requests_waiting_by_reason"),
+    *("kv_cache_usage_perc", "prefix_cache_queries", "prefix_cache_hits", "num_preemptions"),
+    *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+    *("prompt_tokens", "generation_tokens", "request_success", "cache_config_info"),
+    *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+    *("request_queue_time_seconds", "request_inference_time_seconds", "admission_rejections"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
+    *("request_generation_tokens", "request_params_n", "request_params_max_tokens"),
     "request_num_preemptions",
-    "admission_rejections",
-    "cache_config_info",
-]
+}
 
 
 def scrape(server: Running) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     """Values by sample name and labels other than the model's."""
     response = server.http.get("/metrics")
     assert response.status_code == 200
-    assert response.headers["content-type"].startswith("text/plain")
+    assert response.headers["content-type"].startswith("text/plain; version=")
     values: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(response.text):
         for sample in family.samples:
@@ -62,8 +44,8 @@ def scrape(server: Running) -> dict[str, dict[tuple[tuple[str, str], ...], float
 
 def test_families_are_there_from_the_start_under_both_names(start: Start) -> None:
     server = start()
-    response = server.http.get("/metrics")
-    names = {family.name for family in text_string_to_metric_families(response.text)}
+    plain = server.http.get("/metrics")
+    names = {family.name for family in text_string_to_metric_families(plain.text)}
     for prefix in ("vmserve", "vllm"):
         assert {f"{prefix}:{name}" for name in FAMILIES} <= names
     assert "vmserve:server_load" in names
@@ -72,18 +54,11 @@ def test_families_are_there_from_the_start_under_both_names(start: Start) -> Non
     for reason in ("stop", "length", "abort"):
         assert values["vmserve:request_success_total"][(("finished_reason", reason),)] == 0
     assert values["vmserve:time_to_first_token_seconds_count"][()] == 0
-
-
-def test_openmetrics_where_it_is_asked_for(start: Start) -> None:
-    server = start(ScriptedTransport())
-    plain = server.http.get("/metrics")
-    assert plain.headers["content-type"].startswith("text/plain; version=")
     accept = {"accept": "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"}
     asked = server.http.get("/metrics", headers=accept)
     assert asked.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     assert asked.text.endswith("# EOF\n")
-    names = {family.name for family in openmetrics_families(asked.text)}
-    assert names == {family.name for family in text_string_to_metric_families(plain.text)}
+    assert {family.name for family in openmetrics_families(asked.text)} == names
 
 
 def test_vllm_names_can_be_left_out(start: Start) -> None:
@@ -100,40 +75,26 @@ def test_what_a_request_adds(start: Start) -> None:
     finished = values["vmserve:request_success_total"]
     assert finished[(("finished_reason", "stop"),)] == 1
     assert finished[(("finished_reason", "length"),)] == 1
-
-    def total(name: str) -> tuple[float, float]:
-        return values[f"vllm:{name}_count"][()], values[f"vllm:{name}_sum"][()]
-
-    assert total("request_prompt_tokens") == (2, 6)
-    assert total("request_generation_tokens") == (2, 6 + 3 * 2)
-    assert total("request_params_n") == (2, 4)
-    assert total("request_params_max_tokens") == (2, 18)
-    # The fake's times: arrival 10, scheduled 10.5, first token 11, last 13.
-    assert total("request_queue_time_seconds") == (2, 1.0)
-    assert total("time_to_first_token_seconds") == (2, 2.0)
-    assert total("request_prefill_time_seconds") == (2, 1.0)
-    assert total("request_decode_time_seconds") == (2, 4.0)
-    assert total("request_inference_time_seconds") == (2, 5.0)
-    assert total("e2e_request_latency_seconds") == (2, 6.0)
-    # Five gaps of 0.4 s, and one of 2 s (two tokens a choice).
-    assert total("inter_token_latency_seconds") == (6, pytest.approx(4.0))
+    for name, count, total in (
+        ("request_prompt_tokens", 2, 6),
+        ("request_generation_tokens", 2, 6 + 3 * 2),
+        ("request_params_n", 2, 4),
+        ("request_params_max_tokens", 2, 18),
+        # The fake's times: arrival 10, scheduled 10.5, first token 11, last 13.
+        ("request_queue_time_seconds", 2, 1.0),
+        ("time_to_first_token_seconds", 2, 2.0),
+        ("request_prefill_time_seconds", 2, 1.0),
+        ("request_decode_time_seconds", 2, 4.0),
+        ("request_inference_time_seconds", 2, 5.0),
+        ("e2e_request_latency_seconds", 2, 6.0),
+        # Five gaps of 0.4 s, and one of 2 s (two tokens a choice).
+        ("inter_token_latency_seconds", 6, pytest.approx(4.0)),
+    ):
+        assert values[f"vllm:{name}_count"][()] == count, name
+        assert values[f"vllm:{name}_sum"][()] == total, name
     # From the engine.
     assert values["vmserve:prompt_tokens_total"][()] == 7
     assert values["vmserve:generation_tokens_total"][()] == 9
-
-
-def test_the_cache_in_labels(start: Start) -> None:
-    engine = ScriptedTransport()
-    stats = engine.stats
-    engine.stats = lambda: {**stats(), "limit_pages": 100, "page_tokens": 64}  # type: ignore[method-assign]
-    values = scrape(start(engine))
-    key = (
-        ("cache_dtype", "auto"),
-        ("kv_cache_max_concurrency", "25.00"),
-        ("kv_cache_size_tokens", "6400"),
-    )
-    assert values["vmserve:cache_config_info"] == {key: 1.0}
-    assert values["vmserve:limit_pages"] == {(): 100.0}
 
 
 def test_histogram_buckets_are_cumulative() -> None:
@@ -141,18 +102,17 @@ def test_histogram_buckets_are_cumulative() -> None:
     for value, times in ((0.5, 1), (1, 1), (1.5, 3), (100, 2)):
         histogram.observe(value, times)
     assert histogram.buckets() == [("1.0", 2), ("2.0", 5), ("5.0", 5), ("+Inf", 7)]
-    assert histogram.count == 7
-    assert histogram.total == 206.0
+    assert (histogram.count, histogram.total) == (7, 206.0)
 
 
-def test_memory_by_kind_of_layers_where_there_are_several(start: Start) -> None:
+def test_the_cache_in_labels_and_by_kind_of_layers_where_there_are_several(start: Start) -> None:
     engine = ScriptedTransport()
     assert "vmserve:kv_kind_pages" not in scrape(start(engine))
     figures = {"page_bytes": 4096, "used_pages": 3, "cached_pages": 2, "free_pages": 1}
-    plain = engine.stats()
     names = ("all", "window 32")
     kinds = {f"kv_kind:{kind}:{name}": n for kind in names for name, n in figures.items()}
-    engine.stats = lambda: {**plain, **kinds}  # type: ignore[method-assign]
+    told = {**engine.stats(), "limit_pages": 100, "page_tokens": 64, **kinds}
+    engine.stats = lambda: told  # type: ignore[method-assign]
     values = scrape(start(engine))
     for kind in names:
         for use, pages in (("used", 3), ("cached", 2), ("free", 1)):
@@ -160,3 +120,10 @@ def test_memory_by_kind_of_layers_where_there_are_several(start: Start) -> None:
             assert values["vmserve:kv_kind_pages"][labels] == pages
             assert values["vmserve:kv_kind_bytes"][labels] == pages * 4096
     assert not any("kv_kind:" in name for name in values)
+    key = (
+        ("cache_dtype", "auto"),
+        ("kv_cache_max_concurrency", "25.00"),
+        ("kv_cache_size_tokens", "6400"),
+    )
+    assert values["vmserve:cache_config_info"] == {key: 1.0}
+    assert values["vmserve:limit_pages"] == {(): 100.0}

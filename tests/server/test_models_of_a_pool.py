@@ -1,4 +1,4 @@
-"""Several models of real engines: pinned prefixes, a draft model, and what is refused."""
+"""Several models of real engines: memory, pinned prefixes, a draft model, and what is refused."""
 
 from __future__ import annotations
 
@@ -16,27 +16,29 @@ import pytest
 
 from tests.helpers import until
 from tests.server.conftest import Body, Running
+from tests.support.serving import ADMIN, Logs, Patch
 from vmserve.client.transports.supervised import Supervision
 from vmserve.errors import ConfigurationError
 from vmserve.models.hub import resolve_model
 from vmserve.server.auth import ApiKey, KeyRing
 from vmserve.server.config import ServerConfig
+from vmserve.server.models import loading
 from vmserve.server.models.loading import ModelLoader
 from vmserve.server.models.prefixes import Prefixes
 from vmserve.server.models.registry import Models
+from vmserve.server.models.specs import spec_of
 from vmserve.testing import ByteTokenizer
 from vmserve.types import PinnedPrefix
 
-ADMIN = {"authorization": "Bearer admin"}
-#: The longest sequence takes 1 MiB.
-SHARED = {
-    "max_model_len": 256,
-    "max_num_seqs": 8,
-    "kv_cache_memory": "8MiB",
-    "kv_page_size": "64KiB",
-}
+pytestmark = pytest.mark.timeout(300)
+
+SHARED: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory": "8MiB"}
+SHARED |= {"kv_page_size": "64KiB"}
+EMBEDDED = {"model": "vmserve-embedded"}
+GREEDY = {"max_tokens": 8, "temperature": 0}
 TEXT = "Once upon a time there was a little fox who lived in a forest. " * 3
-LEAST = 1 << 20
+#: Also what the longest sequence takes.
+MIB = 1 << 20
 
 
 class Server(Running):
@@ -63,10 +65,24 @@ class Server(Running):
     def refused(self, what: str, **body: Any) -> str:
         return str(self.change(what, 400, **body)["error"]["message"])
 
+    def ask(self, model: str, text: str, **params: Any) -> tuple[str, int]:
+        """The answer, and how many tokens of the prompt were in the prefix cache."""
+        reply = self.complete(model=model, prompt=text, **params)
+        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return reply["choices"][0]["text"], cached
+
     def num_cached(self, model: str, text: str) -> int:
-        """Tokens of a prompt that were in the prefix cache."""
-        usage = self.complete(model=model, prompt=text, max_tokens=1)["usage"]
-        return int(usage["prompt_tokens_details"]["cached_tokens"])
+        return self.ask(model, text, max_tokens=1)[1]
+
+    def num_whole(self) -> int:
+        """Tokens of :data:`TEXT` in whole blocks."""
+        return int(self.ok("/tokenize", {"prompt": TEXT})["count"]) // 16 * 16
+
+    def figure(self, name: str, model: str) -> float:
+        pattern = rf'^vmserve:{name}\{{[^}}]*model_name="{model}"[^}}]*\}} (\S+)$'
+        found = re.search(pattern, self.http.get("/metrics").text, re.MULTILINE)
+        assert found is not None, name
+        return float(found[1])
 
     def memory(self, model: str) -> Body:
         rows = self.http.get("/v1/kv/live").json()["models"]
@@ -83,26 +99,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = files / "model"
     shutil.copytree(resolve_model(None), model)
     pinned = {"model": str(model), "pin_prefix": str(text)}
-    running = Server({"a": {"model": "vmserve-embedded"}, "b": pinned})
+    running = Server({"a": EMBEDDED, "b": pinned})
     yield running
     running.close()
 
 
-@pytest.mark.timeout(300)
 def test_prefixes_of_one_of_several_models(server: Server) -> None:
     """They are there at its first request, after sleep and death, in memory of their own."""
-    whole = len(server.ok("/tokenize", {"prompt": TEXT})["tokens"]) // 16 * 16
+    whole = server.num_whole()
     assert server.num_cached("b", TEXT + "One day") == whole
     assert server.num_cached("a", TEXT + "One day") == 0
-    assert server.memory("a")["floor_bytes"] == LEAST
+    assert server.memory("a")["floor_bytes"] == MIB
     floor = server.memory("b")["floor_bytes"]
-    assert floor >= LEAST + whole * 4096
+    assert server.figure("kv_pool_floor_bytes", "b") == floor
+    assert server.figure("kv_pool_recalls_total", "b") >= 0
+    assert floor >= MIB + whole * 4096
     assert "pinned prefixes" in server.refused("change", model="b", kv_floor="1MiB")
     server.change("sleep", model="b")
     for terms in ({"kv_cap": "512KiB"}, {"kv_cap": "none"}, {"kv_floor": "16MiB"}):
         assert server.refused("change", model="b", **terms)
     told = server.refused("change", model="b", kv_cap="1MiB")
-    assert f"less than the {floor / LEAST:.4g} MiB that it needs" in told.replace(",", "")
+    assert f"less than the {floor / MIB:.4g} MiB that it needs" in told.replace(",", "")
     response = server.post("/v1/kv/memory", {"kv_cache_memory": "1MiB"}, headers=ADMIN)
     assert (response.status_code, "b needs" in response.text) == (400, True)
     assert server.num_cached("b", TEXT + "The fox") == whole
@@ -111,33 +128,24 @@ def test_prefixes_of_one_of_several_models(server: Server) -> None:
     engine: Any = served.engine
     os.kill(engine.transport.pid, signal.SIGKILL)
     until(lambda: engine.stats().get("engine_restarts_total") == 1 and not engine.facts.is_dead, 60)
-
-    def num_pinned() -> Any:
-        return server.on_loop_async(served.fetch_stats).get("pinned_prefixes")
-
-    until(lambda: num_pinned() == 1, 60)
+    until(lambda: server.on_loop_async(served.fetch_stats).get("pinned_prefixes") == 1, 60)
     assert server.num_cached("b", TEXT + "He saw") == whole
 
 
-@pytest.mark.timeout(300)
-def test_a_model_sleeps_in_the_pause_before_its_restart(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_sleeps_in_the_pause_before_its_restart(server: Server, monkeypatch: Patch) -> None:
     monkeypatch.setattr("vmserve.client.transports.restarts._RESTART_SECONDS", 25.0)
     engine: Any = server.models.find("b").engine
     server.change("wake", model="b")
     os.kill(engine.transport.pid, signal.SIGKILL)
-    until(lambda: engine.facts.is_dead, 60)
-    until(lambda: engine.facts.retry_seconds is not None, 60)
+    until(lambda: engine.facts.is_dead and engine.facts.retry_seconds is not None, 60)
     response = server.post("/v1/models/wake", {"model": "b"}, headers=ADMIN)
     assert (response.status_code, int(response.headers["retry-after"]) >= 25) == (503, True)
     assert server.change("sleep", model="b")["state"] == "asleep"
     assert server.change("wake", model="b")["state"] == "ready"  # no pause
 
 
-@pytest.mark.timeout(300)
 def test_models_that_cannot_be_added_change_nothing(server: Server, tmp_path: Path) -> None:
-    expected = server.complete(model="a", max_tokens=8, temperature=0)["choices"]
+    expected = server.complete(model="a", **GREEDY)["choices"]
     messages, long = tmp_path / "messages.json", tmp_path / "long.txt"
     messages.write_text(json.dumps({"role": "user"}))
     long.write_text(TEXT * 9)
@@ -153,19 +161,18 @@ def test_models_that_cannot_be_added_change_nothing(server: Server, tmp_path: Pa
         ({"kv_cap": "512KiB"}, "c: at most 512 KiB of the pool is less than the 1 MiB"),
         (
             {"options": {"max_model_len": 4096}},
-            f"a pool of 8 MiB: a needs 1 MiB, b needs {b / LEAST:.4g} MiB, c needs 16 MiB, ",
+            f"a pool of 8 MiB: a needs 1 MiB, b needs {b / MIB:.4g} MiB, c needs 16 MiB, ",
         ),
     ):
-        told_here = server.refused("add", **{"model": "vmserve-embedded", "name": "c", **table})
+        told_here = server.refused("add", **{**EMBEDDED, "name": "c", **table})
         assert told in told_here.replace(str(tmp_path), "")
     assert [card["id"] for card in server.http.get("/v1/models").json()["data"]] == ["a", "b"]
     assert {row.name for row in server.models.pool.state()} == {"a", "b"}
-    assert server.complete(model="a", max_tokens=8, temperature=0)["choices"] == expected
+    assert server.complete(model="a", **GREEDY)["choices"] == expected
 
 
-@pytest.mark.timeout(300)
 def test_a_model_whose_files_changed_while_it_slept(server: Server) -> None:
-    expected = server.complete(model="b", max_tokens=8, temperature=0)["choices"]
+    expected = server.complete(model="b", **GREEDY)["choices"]
     directory = Path(str(server.models.find("b").engine.transport.source._config.model))  # type: ignore[attr-defined]
     weights = directory / "model.safetensors"
     server.change("sleep", model="b")
@@ -177,22 +184,20 @@ def test_a_model_whose_files_changed_while_it_slept(server: Server) -> None:
     away.rename(weights)
     config = directory / "config.json"
     kept = config.read_text()
-    shape = json.loads(kept)
-    shape["max_position_embeddings"] = 128
-    config.write_text(json.dumps(shape))
+    config.write_text(json.dumps({**json.loads(kept), "max_position_embeddings": 128}))
     assert "128" in server.change("wake", 503, model="b")["error"]["message"]
     config.write_text(kept)
     assert server.change("wake", model="b")["state"] == "ready"
-    assert server.complete(model="b", max_tokens=8, temperature=0)["choices"] == expected
+    assert server.complete(model="b", **GREEDY)["choices"] == expected
 
 
-@pytest.mark.timeout(300)
 def test_a_draft_model_of_one_of_several_models(server: Server) -> None:
     prompt = {"prompt": "Once upon a time", "max_tokens": 40, "temperature": 0.7, "seed": 3}
     expected = server.complete(model="a", **prompt)["choices"]
     drafts = {"speculative": "draft-model", "speculative_model": "vmserve-embedded"}
-    row = server.change("add", name="d", model="vmserve-embedded", options=drafts)
-    assert row["memory"]["floor_bytes"] == 2 * LEAST  # each model's longest sequence
+    row = server.change("add", name="d", **EMBEDDED, options=drafts)
+    assert row["weight"] == 1
+    assert row["memory"]["floor_bytes"] == 2 * MIB  # each model's longest sequence
     assert server.complete(model="d", **prompt)["choices"] == expected
     figures = server.http.get("/v1/kv?model=d").json()
     assert figures["spec_decode_num_accepted_tokens_total"] > 20
@@ -223,7 +228,6 @@ def test_every_isolated_caller_has_its_prefixes() -> None:
         Prefixes({Path("m.json"): "{"}, keys).tokens(ByteTokenizer(), None)
 
 
-@pytest.mark.timeout(300)
 def test_models_of_one_directory_keep_their_prefixes_apart(tmp_path: Path) -> None:
     """Two models that differ in a number of their configuration; sleep is a restart."""
     model, kept = tmp_path / "model", tmp_path / "kv"
@@ -233,41 +237,62 @@ def test_models_of_one_directory_keep_their_prefixes_apart(tmp_path: Path) -> No
     (model / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.01}))
     limit = 1 << 20
     options = {"kv_persist": str(kept), "kv_persist_bytes": limit}
-    server = Server(
-        {"a": {"model": "vmserve-embedded", **options}, "b": {"model": str(model), **options}}
-    )
-
-    def ask(name: str, prompt: str) -> tuple[str, int]:
-        reply = server.complete(model=name, prompt=prompt, max_tokens=8, temperature=0)
-        cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return reply["choices"][0]["text"], cached
-
-    def figure(name: str, model: str) -> float:
-        pattern = rf'^vmserve:{name}\{{[^}}]*model_name="{model}"[^}}]*\}} (\S+)$'
-        found = re.search(pattern, server.http.get("/metrics").text, re.MULTILINE)
-        assert found is not None, name
-        return float(found[1])
-
-    def held() -> int:
-        return sum(file.stat().st_size for file in kept.glob("*/*.kv"))
+    server = Server({"a": {**EMBEDDED, **options}, "b": {"model": str(model), **options}})
 
     try:
-        whole = len(server.ok("/tokenize", {"prompt": TEXT})["tokens"]) // 16 * 16
-        answers = {name: ask(name, TEXT) for name in "ab"}
+        whole = server.num_whole()
+        answers = {name: server.ask(name, TEXT, **GREEDY) for name in "ab"}
         assert [cached for _, cached in answers.values()] == [0, 0]
         for name in "ab":
             server.change("sleep", model=name)
         for name, (answer, _) in answers.items():
-            assert ask(name, TEXT) == (answer, whole)
-            assert figure("persist_restored_blocks_total", name) == whole // 16
-            assert figure("persist_read_bytes_total", name) > whole * 4096
-            assert 0 < figure("persist_bytes", name) <= limit
+            assert server.ask(name, TEXT, **GREEDY) == (answer, whole)
+            assert server.figure("persist_restored_blocks_total", name) == whole // 16
+            assert server.figure("persist_read_bytes_total", name) > whole * 4096
+            assert 0 < server.figure("persist_bytes", name) <= limit
         assert len(list(kept.iterdir())) >= 2 + 2  # a space for each, and digests of weights
         for number in range(6):
             for name in "ab":
-                ask(name, f"{number} {TEXT}")
+                server.ask(name, f"{number} {TEXT}", **GREEDY)
         for name in "ab":
             server.change("sleep", model=name)
-        assert held() <= limit
+        assert sum(file.stat().st_size for file in kept.glob("*/*.kv")) <= limit
     finally:
         server.close()
+
+
+# -- what models take together, before the first of them is loaded
+
+FREE = 1000 * MIB
+TABLES: dict[str, dict[str, Any]] = {
+    "a": EMBEDDED,
+    "b": {**EMBEDDED, "preload": False},
+    "c": {**EMBEDDED, "preload": False, "quantization": "int8"},
+    "int8": {**EMBEDDED, "quantization": "int8"},
+    "elsewhere": {"model": "nobody/nothing"},
+    "nowhere": {"model": "/no/such/model", "preload": False},
+}
+
+
+def pool_bytes(**shared: Any) -> int:
+    shared = {"device": "cpu", **shared}
+    specs = [spec_of(name, table, shared) for name, table in TABLES.items()]
+    config = ServerConfig(served_model_names=("a",))
+    loader = ModelLoader(config, config.key_ring(), shared, Supervision(), specs=specs)
+    return loader.pool.size_bytes
+
+
+def test_weights_of_all_models_are_counted(monkeypatch: Patch, caplog: Logs) -> None:
+    monkeypatch.setattr(loading, "available_memory", lambda: (FREE, "in a test"))
+    file = sum(path.stat().st_size for path in Path(resolve_model(None)).glob("*.safetensors"))
+    # Half of the weights' 2 bytes, and scales; one of those that load later counts.
+    assert pool_bytes() == pytest.approx(0.4 * (FREE - 2.53 * file), rel=0.01)
+    assert not [each for each in caplog.records if each.levelname == "WARNING"]
+    assert pool_bytes(kv_cache_memory="990MiB") == 990 * MIB
+    told = caplog.messages[-1]
+    assert "19.93 MiB of weights (6.508 MiB a, 6.508 MiB b, 3.455 MiB c, 3.455 MiB int8)" in told
+    assert "up to 990 MiB of KV cache, and 1000 MiB are free (in a test)" in told
+    assert "--idle-unload" in told
+    caplog.clear()
+    pool_bytes(kv_cache_memory="980MiB")
+    assert not caplog.messages

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from tests.helpers import until
 from tests.server.conftest import Running
+from tests.support.serving import Patch, Said
 from vmserve.cli.main import main
 
 # A process imports torch, which takes its time on a busy machine.
@@ -43,9 +45,6 @@ class Process:
         assert match is not None, self.said
         return match.group(1)
 
-    def wait(self) -> int:
-        return self.popen.wait(180)
-
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
@@ -61,20 +60,27 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
         process.popen.wait(60)
 
 
+@contextmanager
+def streamed(url: str, num_choices: int) -> Iterator[Iterator[str]]:
+    """The lines of a long answer; that nobody reads them is the client's departure."""
+    body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    body["n"] = num_choices
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        yield response.iter_lines()
+
+
 def test_serve_drain_and_end(launch: Launch) -> None:
     process = launch(*BASE, "--port", "0", "--shutdown-timeout", "0.5")
     url = process.wait_ready()
     phases = [process.said.index(word) for word in ("loading", "loaded", "reserved", "ready:")]
     assert phases == sorted(phases)
-    body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 8}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-        lines = response.iter_lines()
+    with streamed(url, 8) as lines:
         next(lines)
         process.popen.send_signal(signal.SIGTERM)
         events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] in ("abort", "length")
-    assert process.wait() == 0
+    assert process.popen.wait(180) == 0
     assert "stopped" in process.said
     assert "Traceback" not in process.said
 
@@ -111,71 +117,59 @@ def test_a_server_of_one_model_takes_others(launch: Launch) -> None:
     post("models/remove", **embedded)
     assert answer("b") == said
     process.popen.terminate()
-    assert process.wait() == 0
+    assert process.popen.wait(180) == 0
 
 
 def test_a_second_signal_ends_it_at_once(launch: Launch) -> None:
     process = launch(*BASE, "--port", "0", "--shutdown-timeout", "600")
     url = process.wait_ready()
-    body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 64}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-        lines = response.iter_lines()  # kept: its end would be the client's departure
+    with streamed(url, 64) as lines:
         next(lines)
         process.popen.send_signal(signal.SIGINT)
         until(lambda: "draining" in process.said)
         process.popen.send_signal(signal.SIGINT)
-        assert process.wait() == -signal.SIGINT
+        assert process.popen.wait(180) == -signal.SIGINT
 
 
 def test_a_signal_while_loading(launch: Launch) -> None:
     process = launch(*BASE, "--port", "0")
     until(lambda: "loading" in process.said, 180)
     process.popen.send_signal(signal.SIGTERM)
-    assert process.wait() == 0
+    assert process.popen.wait(180) == 0
     assert "Traceback" not in process.said
 
 
 # -- what cannot start: in this process, since that loads nothing ---------------------------
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """Runs the command; returns its status and the only line that it says."""
-    monkeypatch.setattr(sys, "argv", ["vmserve", "serve", *args])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    [line] = capsys.readouterr().err.splitlines()
-    return f"{ended.value.code} {line}"
-
-
-def test_a_port_in_use(
-    shared: Running, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    said = run(monkeypatch, capsys, "--port", str(shared.port))
-    assert re.fullmatch(r"1 vmserve: \S+ is in use .*--port.*", said)
-
-
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "status", "told"),
     [
-        (["--max-model-len", "10000000"], "10000000.*8192.*--max-model-len"),
-        (["--model", "no/such/directory"], "no/such/directory"),
-        (["--kv-page-size", "7"], "page"),
-        (["--chat-template", "{broken}"], "chat template is broken"),
-        (["--shutdown-timeout", "-1"], "shutdown_timeout"),
-        (["--host", "203.0.113.1"], "cannot listen on 203.0.113.1"),
-        (["--pin-prefix", "none.txt", "--model", "no/such"], "pin_prefix: cannot read none.txt"),
+        (["--port", "{used}"], 1, r"\S+ is in use .*--port"),
+        (["--max-model-len", "10000000"], 2, "10000000.*8192.*--max-model-len"),
+        (["--model", "no/such/directory"], 2, "no/such/directory"),
+        (["--kv-page-size", "7"], 2, "page"),
+        (["--chat-template", "{broken}", *BASE], 2, "chat template is broken"),
+        (["--shutdown-timeout", "-1"], 2, "shutdown_timeout"),
+        (["--host", "203.0.113.1"], 2, "cannot listen on 203.0.113.1"),
+        (["--pin-prefix", "none.txt", "--model", "no/such"], 2, "pin_prefix: cannot read none.txt"),
     ],
 )
 def test_what_cannot_start_ends_in_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    shared: Running,
+    monkeypatch: Patch,
+    capsys: Said,
     tmp_path: Path,
     args: list[str],
+    status: int,
     told: str,
 ) -> None:
-    if "{broken}" in args:
-        broken = tmp_path / "t"
-        broken.write_text("{% if %}")
-        args = ["--chat-template", str(broken), *BASE]
-    said = run(monkeypatch, capsys, "--port", "0", *args)
-    assert re.match(rf"2 vmserve: .*({told})", said), said
+    broken = tmp_path / "t"
+    broken.write_text("{% if %}")
+    given = [text.format(used=shared.port, broken=broken) for text in args]
+    monkeypatch.setattr(sys, "argv", ["vmserve", "serve", "--port", "0", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == status
+    assert re.match(f"vmserve: .*{told}", line), line

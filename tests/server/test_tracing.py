@@ -3,58 +3,44 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.server.conftest import Body, Running
+from tests.support.serving import COMPLETIONS, Patch, Start, http_server
 from vmserve import ConfigurationError
 from vmserve.errors import OutOfMemoryError
 from vmserve.server.observe.tracing import Tracing, check_tracing
 from vmserve.testing import ScriptedTransport
 
-Start = Callable[..., Running]
-COMPLETIONS = "/v1/completions"
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 class Collector:
     """Keeps what is posted to it."""
 
+    url = ""
+
     def __init__(self) -> None:
         self.paths: list[str] = []
         self.resources: list[Body] = []
         self.spans: list[Any] = []
-        collector = self
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                told = ExportTraceServiceRequest()
-                told.ParseFromString(self.rfile.read(int(self.headers["content-length"])))
-                collector.paths.append(self.path)
-                for of_resource in told.resource_spans:
-                    collector.resources.append(attributes(of_resource.resource))
-                    for of_scope in of_resource.scope_spans:
-                        collector.spans += of_scope.spans
-                self.send_response(200)
-                self.end_headers()
+    def answer(self, path: str, body: bytes) -> tuple[int, bytes]:
+        self.paths.append(path)
+        for of_resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+            self.resources.append(attributes(of_resource.resource))
+            for of_scope in of_resource.scope_spans:
+                self.spans += of_scope.spans
+        return 200, b""
 
-            def log_message(self, format: str, *args: Any) -> None:
-                pass
-
-        self._server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def of(self, running: Running) -> list[Any]:
+        """All spans: the end of the server sends what has not been sent."""
+        running.close()
+        return self.spans
 
 
 def attributes(holder: Any) -> Body:
@@ -71,14 +57,8 @@ def plain(value: Any) -> Any:
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     running = Collector()
-    yield running
-    running.close()
-
-
-def spans(running: Running, collector: Collector) -> list[Any]:
-    """The end of the server sends what has not been sent."""
-    running.close()
-    return collector.spans
+    with http_server(running.answer) as running.url:
+        yield running
 
 
 def test_a_stream(start: Start, collector: Collector) -> None:
@@ -86,13 +66,9 @@ def test_a_stream(start: Start, collector: Collector) -> None:
     engine.num_cached = 2
     running = start(engine, otlp_traces_endpoint=collector.url)
     body = {"prompt": "Hi", "request_id": "r", "max_tokens": 4, "seed": 7, "stop": ["zz"]}
-    body |= {"temperature": 0.5, "model": "fake"}
-    with running.http.stream(
-        "POST", COMPLETIONS, json={**body, "stream": True}, headers={"traceparent": PARENT}
-    ) as response:
-        assert response.status_code == 200
-        response.read()
-    [span] = spans(running, collector)
+    body |= {"temperature": 0.5, "model": "fake", "stream": True}
+    assert running.post(COMPLETIONS, body, headers={"traceparent": PARENT}).status_code == 200
+    [span] = collector.of(running)
     assert collector.paths == ["/v1/traces"]
     assert collector.resources[0]["service.name"] == "vmserve"
     assert span.trace_id.hex() == PARENT.split("-")[1]
@@ -132,41 +108,35 @@ def test_a_stream(start: Start, collector: Collector) -> None:
     assert at["first_token"] - at["scheduled"] == pytest.approx(0.5e9, abs=1e3)
 
 
-def test_chats_without_a_parent(start: Start, collector: Collector) -> None:
-    running = start(ScriptedTransport(), otlp_traces_endpoint=f"{collector.url}/v1/traces")
+def test_chats_without_a_parent_and_failures(start: Start, collector: Collector) -> None:
+    engine = ScriptedTransport()
+    running = start(engine, otlp_traces_endpoint=f"{collector.url}/v1/traces")
     running.chat(n=2, max_tokens=3)
     running.http.get("/v1/models")
-    [span] = spans(running, collector)
-    told = attributes(span)
-    assert span.name == "chat fake"
-    assert not span.parent_span_id
+    running.error(COMPLETIONS, {"prompt": "Hi", "max_tokens": -1})
+    engine.fail = OutOfMemoryError("no pages")
+    assert "no pages" in list(running.events(COMPLETIONS, {"prompt": "Hi"}))[-1]
+    chat, refused, failed = collector.of(running)
+    told = attributes(chat)
+    assert (chat.name, chat.parent_span_id) == ("chat fake", b"")
     assert told["gen_ai.request.choice.count"] == 2
     assert told["gen_ai.response.finish_reasons"] == ["length", "length"]
     assert told["gen_ai.usage.output_tokens"] == 6
-
-
-def test_failures(start: Start, collector: Collector) -> None:
-    engine = ScriptedTransport()
-    running = start(engine, otlp_traces_endpoint=collector.url)
-    running.error(COMPLETIONS, {"prompt": "Hi", "max_tokens": -1})
-    engine.fail = OutOfMemoryError("no pages")
-    events = list(running.events(COMPLETIONS, {"prompt": "Hi"}))
-    assert "no pages" in events[-1]
-    refused, failed = spans(running, collector)
     assert (refused.name, refused.status.code) == ("text_completion", 2)
     assert attributes(refused)["error.type"] == "ValidationError"
     assert failed.status.code == 2
     assert attributes(failed)["error.type"] == "OutOfMemoryError"
 
 
-def test_a_collector_that_is_not_there_holds_nobody_up(start: Start, collector: Collector) -> None:
-    collector.close()
-    running = start(ScriptedTransport(), otlp_traces_endpoint=collector.url)
+def test_a_collector_that_is_not_there_holds_nobody_up(start: Start) -> None:
+    with http_server(lambda path, body: (200, b"")) as url:
+        pass
+    running = start(otlp_traces_endpoint=url)
     assert running.complete()["choices"][0]["text"] == "hello"
     running.close()
 
 
-def test_what_cannot_be_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_exported(monkeypatch: Patch) -> None:
     for url in ("localhost:4317", "grpc://host:4317", "http://", ""):
         with pytest.raises(ConfigurationError, match="is not the http"):
             Tracing(url)
