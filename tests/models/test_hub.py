@@ -20,7 +20,7 @@ NOBODY = 65534
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def cached_model(home: Path, name: str, files: tuple[str, ...]) -> Path:
+def cached_model(home: Path, name: str, *files: str) -> Path:
     """Lay out a repository in the cache as the hub client does."""
     repository = home / "hub" / f"models--{name.replace('/', '--')}"
     snapshot = repository / "snapshots" / COMMIT
@@ -47,7 +47,7 @@ def test_hub_ids_without_a_network(
     hub_home: Path, monkeypatch: pytest.MonkeyPatch, offline: bool, reason: str
 ) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    complete = cached_model(hub_home, "some/model", ("config.json", "model.safetensors"))
+    complete = cached_model(hub_home, "some/model", "config.json", "model.safetensors")
     assert resolve_model("some/model") == complete
     with pytest.raises(ConfigurationError) as caught:
         resolve_model("never/seen")
@@ -58,19 +58,24 @@ def test_hub_ids_without_a_network(
     )
 
 
-def test_half_of_a_model_in_the_cache(hub_home: Path) -> None:
-    cached_model(hub_home, "half/fetched", ("config.json",))
-    with pytest.raises(
-        ConfigurationError, match=r"has no config\.json with \*\.safetensors beside"
-    ):
-        resolve_model("half/fetched")
+MISSING = "does not exist: check --model"
 
 
-def test_neither_a_path_nor_an_id(hub_home: Path) -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"'no such:name' is neither a directory .* hub id"
-    ):
-        resolve_model("no such:name")
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("half/fetched", r"has no config\.json with \*\.safetensors beside"),
+        ("no such:name", "'no such:name' is neither a directory .* hub id"),
+        ("{home}/file", "is a file: --model needs the directory"),
+        *((name, MISSING) for name in ("/no/such/dir", "./none", "../none", "a/b/c", "~/none")),
+    ],
+)
+def test_names_of_no_model(hub_home: Path, name: str, told: str) -> None:
+    cached_model(hub_home, "half/fetched", "config.json")
+    (hub_home / "file").touch()
+    with pytest.raises(ConfigurationError, match=told) as caught:
+        resolve_model(name.format(home=hub_home))
+    assert name in str(caught.value) or told != MISSING
 
 
 def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,20 +85,6 @@ def test_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("relative") == Path("relative")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_model("~/relative") == tmp_path / "relative"
-
-
-@pytest.mark.parametrize("name", ["/no/such/dir", "./none", "../none", "a/b/c", "~/none"])
-def test_paths_that_do_not_exist(name: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"does not exist: check --model") as caught:
-        resolve_model(name)
-    assert name in str(caught.value)
-
-
-def test_a_file_is_not_a_model(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    path.touch()
-    with pytest.raises(ConfigurationError, match=r"is a file: --model needs the directory"):
-        resolve_model(str(path))
 
 
 @contextlib.contextmanager
@@ -148,7 +139,9 @@ def test_what_belongs_to_somebody_else(others_model: Path, path: str, wanted: st
     assert told.endswith(f": chmod {wanted} it, or run as its owner")
 
 
-def test_a_link_to_what_belongs_to_somebody_else(others_model: Path) -> None:
+def test_links_and_what_is_not_read(others_model: Path) -> None:
+    (others_model / "notes.md").chmod(0)
+    others_model.parent.chmod(0o711)
     blobs = others_model.parent / "blobs"
     blobs.mkdir(mode=0o755)
     (others_model / "model.safetensors").rename(blobs / "weights")
@@ -161,22 +154,11 @@ def test_a_link_to_what_belongs_to_somebody_else(others_model: Path) -> None:
     blobs.chmod(0o700)
 
 
-def test_what_is_not_read_may_belong_to_anybody(others_model: Path) -> None:
-    (others_model / "notes.md").chmod(0)
-    others_model.parent.chmod(0o711)
-    with as_nobody():
-        assert resolve_model(str(others_model)) == others_model
-
-
-def test_the_embedded_model_is_complete() -> None:
-    directory = resolve_model(None)
-    assert ModelConfig.from_directory(directory).architecture == "LlamaForCausalLM"
-    assert (directory / "model.safetensors").is_file()
-
-
 def test_the_embedded_model_has_the_name_that_a_server_gives_it(
     hub_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    embedded = resolve_model(None)
+    assert ModelConfig.from_directory(embedded).architecture == "LlamaForCausalLM"
     assert EMBEDDED_NAME == "vmserve-embedded"
     other = "vmserve-embedded-2"
     assert not is_embedded(other)
@@ -185,7 +167,7 @@ def test_the_embedded_model_has_the_name_that_a_server_gives_it(
     monkeypatch.chdir(hub_home)
     for name in (EMBEDDED_NAME, "embedded"):
         assert is_embedded(name)
-        assert resolve_model(name) == resolve_model(None)
+        assert resolve_model(name) == embedded
         # A directory of that name is what the user means.
         (hub_home / name).mkdir()
         assert not is_embedded(name)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -36,9 +36,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
-    def entry(name: str, *files: str) -> Path:
-        return cached_model(tmp_path, name, files)
-
+    entry = partial(cached_model, tmp_path)
     complete = entry("a/complete")
     for name in ("config.json", "model.safetensors"):
         (complete / name).symlink_to(EMBEDDED / name)
@@ -103,7 +101,7 @@ def test_what_belongs_to_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", directory)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
         for name in ("repository", "snapshot", "weights"):
-            snapshot = cached_model(home, f"o/{name}", ("model.safetensors",))
+            snapshot = cached_model(home, f"o/{name}", "model.safetensors")
             shutil.copy(EMBEDDED / "config.json", snapshot)
             closed = {"repository": snapshot.parents[1], "snapshot": snapshot}
             closed.get(name, snapshot / "model.safetensors").chmod(0)
@@ -117,39 +115,37 @@ def test_what_belongs_to_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_of_a_split_file_are_one_model(home: Path) -> None:
+    snapshot = cached_model(home, "a/split")
     for part in (1, 2):
-        (home / "hub" / "split").mkdir(exist_ok=True)
-        name = f"m-0000{part}-of-00002.gguf"
-        (home / "hub" / "split" / name).touch()
-    shutil.copytree(home / "hub" / "split", cached_model(home, "a/split", ()), dirs_exist_ok=True)
+        (snapshot / f"m-0000{part}-of-00002.gguf").touch()
     [model] = [model for model in list_models() if model.model.startswith("a/split")]
     assert model.model == "a/split:m-00001-of-00002.gguf"
     assert "is empty" in model.note
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["vmserve", "models", *args])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 0
-
-
 def test_the_command(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(monkeypatch, "--json")
-    documents = json.loads(capsys.readouterr().out)
+    def printed(*args: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["vmserve", "models", *args])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    documents = json.loads(printed("--json"))
     assert [ListedModel(**document) for document in documents] == list(list_models())
-    run(monkeypatch)
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed().splitlines()
     assert lines[0].split() == ["model", "weights", "context", "size", "where"]
     assert lines[1].split() == ["vmserve-embedded", "BF16", "8,192", "6.508", "MiB", "embedded"]
     assert any("fetch it with `vmserve pull smollm2`" in line for line in lines)
 
 
-def test_it_imports_neither_torch_nor_transformers(home: Path) -> None:
-    os.environ["HF_HUB_CACHE"] = str(home / "hub")
-    code = """
+def test_it_imports_neither_torch_nor_transformers(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(home / "hub"))
+    ran = run_python("""
 import sys
 sys.argv = ["vmserve", "models"]
 from vmserve.cli.main import main
@@ -157,10 +153,6 @@ try:
     main()
 finally:
     assert not {"torch", "transformers"} & set(sys.modules)
-"""
-    try:
-        ran = run_python(code)
-    finally:
-        del os.environ["HF_HUB_CACHE"]
+""")
     assert ran.returncode == 0, ran.stderr
     assert "a/other" in ran.stdout
