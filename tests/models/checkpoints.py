@@ -144,9 +144,10 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Model:
-    """``on``: who serves it: "native", "torch", "torch32" (in float32 alone), "foreign" (torch, by
-    the code of ``transformers``); "gguf": a file has the same tensors; "blocks": a file has the
-    same logits. ``ranks``: the numbers of ranks that it is divided among."""
+    """``on``: who serves it: "native", "torch", "torch32" (in float32 alone), "narrow" (torch, of
+    one that is also native), "foreign" (torch, by the code of ``transformers``); "gguf": a file has
+    the same tensors; "blocks": a file has the same logits. ``ranks``: the numbers of ranks that it
+    is divided among."""
 
     config: PreTrainedConfig
     family: Family
@@ -201,20 +202,20 @@ MODELS: dict[str, Model] = dict([
     _row("phi3-window", "torch", 2, has="windows", sliding_window=7),
     _row("phi3-partial", "torch gguf", has="tied", partial_rotary_factor=0.5,
          num_key_value_heads=4, tie_word_embeddings=True),
-    _row("mixtral-narrow", "torch gguf", 2, num_local_experts=5),
+    _row("mixtral-narrow", "narrow gguf", 2, num_local_experts=5),
     _row("mixtral-window", "torch gguf", has="windows", num_local_experts=2, sliding_window=7,
          head_dim=20),
-    _row("qwen3-moe-narrow", "torch", 4, num_experts=7, num_experts_per_tok=3, mlp_only_layers=[1],
+    _row("qwen3-moe-narrow", "narrow", 4, num_experts=7, num_experts_per_tok=3, mlp_only_layers=[1],
          norm_topk_prob=True),
     _row("qwen3-moe-sparse", "torch gguf", num_experts=3, num_experts_per_tok=2,
          norm_topk_prob=True),
     _row("qwen3-moe-steps", "torch", has="windows qkv-bias output-bias", num_experts=4,
          num_experts_per_tok=4, decoder_sparse_step=2, attention_bias=True,
          use_sliding_window=True, sliding_window=5),
-    _row("qwen2-moe-narrow", "torch", 2, has="qkv-bias", mlp_only_layers=[1]),
+    _row("qwen2-moe-narrow", "narrow", 2, has="qkv-bias", mlp_only_layers=[1]),
     _row("qwen2-moe-windows", "torch", has="windows", num_experts=3, use_sliding_window=True,
          sliding_window=5, qkv_bias=False, norm_topk_prob=True),
-    _row("gpt-oss-narrow", "torch", 2),
+    _row("gpt-oss-narrow", "narrow", 2),
     _row("gemma2-no-cap", "torch", lacks="softcap", attn_logit_softcapping=None),
     _row("gemma3-small", "torch"),
     _row("gemma3-linear", "torch", 2, has="qkv-bias output-bias", lacks="tied",
@@ -301,6 +302,7 @@ def on(path: str) -> dict[str, PreTrainedConfig]:
 
 
 VARIANTS, NATIVE, FOREIGN = on("torch"), on("native"), on("foreign")
+TORCH = {**VARIANTS, **on("narrow")}
 
 
 llama = FAMILIES["llama"].config

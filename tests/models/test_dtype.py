@@ -2,13 +2,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
-from pathlib import Path
 from types import MappingProxyType
 
 import pytest
 import torch
 
+from tests.models.checkpoints import Saved
 from vmserve.errors import ConfigurationError
 from vmserve.models import ModelConfig, asked_dtype
 from vmserve.models.torch_dtype import resolve_dtype
@@ -16,7 +15,7 @@ from vmserve.numbers.dtypes import DType
 
 
 @pytest.fixture
-def config(checkpoint: Callable[[str], Path]) -> ModelConfig:
+def config(checkpoint: Saved) -> ModelConfig:
     read = ModelConfig.from_directory(checkpoint("llama-mha-tied"))
     return dataclasses.replace(read, dtype=DType.BFLOAT16)
 
@@ -40,13 +39,9 @@ def pretend_cpu(monkeypatch: pytest.MonkeyPatch, *features: str) -> None:
     ],
 )
 def test_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    config: ModelConfig,
-    requested: str,
-    features: tuple[str, ...],
-    expected: DType,
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, config: ModelConfig,
+    requested: str, features: tuple[str, ...], expected: DType
+) -> None:  # fmt: skip
     pretend_cpu(monkeypatch, *features)
     caplog.set_level(logging.INFO)
     assert resolve_dtype(requested, config, "cpu") == expected

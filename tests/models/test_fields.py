@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.models.checkpoints import MODELS, VARIANTS
+from tests.models.checkpoints import MODELS, TORCH
 from vmserve.errors import ConfigurationError
 from vmserve.models.families import FAMILIES, Family
 from vmserve.models.rope import ROPE_TYPES, RopeConfig
@@ -63,7 +63,7 @@ def test_defaults(model_type: str) -> None:
             assert default == expected or name in unkept, name
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, "deepseek-v2-lite", "deepseek-v3"])
+@pytest.mark.parametrize("name", [*TORCH, "deepseek-v2-lite", "deepseek-v3"])
 def test_configurations_as_transformers_writes_them(name: str) -> None:
     config = MODELS[name].config
     for written in (config.to_diff_dict(), config.to_dict()):

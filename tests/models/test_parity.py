@@ -13,7 +13,7 @@ from tests.models.checkpoints import (
     CONTEXT,
     FOREIGN,
     LONG_ROPE,
-    VARIANTS,
+    TORCH,
     VOCAB,
     Saved,
     llama,
@@ -44,7 +44,7 @@ def run(name: str, checkpoint: Saved, dtype: torch.dtype) -> list[torch.Tensor]:
     return run_schedule(model, backend=BACKEND.get(name, "sdpa"))
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, *on("torch32"), *FOREIGN])
+@pytest.mark.parametrize("name", [*TORCH, *on("torch32"), *FOREIGN])
 def test_float32(name: str, checkpoint: Saved) -> None:
     expected = transformers_logits(checkpoint(name))
     assert worst_difference(run(name, checkpoint, torch.float32), expected) < 1e-5
@@ -73,7 +73,7 @@ ROUNDED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*VARIANTS, *(name for name in FOREIGN if name != "olmoe")])
+@pytest.mark.parametrize("name", [*TORCH, *(name for name in FOREIGN if name != "olmoe")])
 def test_bfloat16(name: str, checkpoint: Saved) -> None:
     """Both round to 8 bits at the same places, in sums of a different order.
 

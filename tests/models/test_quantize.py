@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -206,23 +207,24 @@ def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:
     source, output = _model(tmp_path), tmp_path / "results" / "out"
     output.mkdir(parents=True)
     (output / "mine").write_text("precious")
-    with pytest.raises(ConfigurationError, match="out exists and is not empty: give --output"):
-        quantize(source, output, 4)
-    assert (output / "mine").read_text() == "precious"
-    quantize(source, tmp_path / "done", 4)
-    new = output.parent / "new"
-    with pytest.raises(ConfigurationError, match=r"is quantized already \(compressed-tensors chec"):
-        quantize(tmp_path / "done", new, 4)
-    with pytest.raises(ConfigurationError, match="can be quantized: it has RMSNorm"):
-        quantize(save(opt(hidden_size=64), tmp_path / "opt"), new, 4)
+    done, spoiled = tmp_path / "done", Path(shutil.copytree(source, tmp_path / "spoiled"))
+    quantize(source, done, 4)
+    _change(spoiled, "model.layers.2.mlp.up_proj.weight", lambda tensor: tensor.fill_(math.nan))
     gguf = write(tmp_path / "x.gguf", "llama", llama_tensors(np.random.default_rng(0)), add_llama)
-    with pytest.raises(ConfigurationError, match=r"x.gguf is a GGUF file: give a safetensors"):
-        quantize(gguf, new, 4)
-    _change(source, "model.layers.2.mlp.up_proj.weight", lambda tensor: tensor.fill_(float("nan")))
-    with pytest.raises(
-        ConfigurationError, match=r"layers.2.mlp.up_proj.weight has weights that ar"
-    ):
-        quantize(source, new, 4)
+    for model, to, told in [
+        (source, output, "out exists and is not empty: give --output"),
+        (done, output.parent / "new", r"is quantized already \(compressed-tensors chec"),
+        (
+            save(opt(hidden_size=64), tmp_path / "opt"),
+            output.parent / "new",
+            "can be quantized: it has RMSNorm",
+        ),
+        (gguf, output.parent / "new", r"x.gguf is a GGUF file: give a safetensors"),
+        (spoiled, output.parent / "new", r"layers.2.mlp.up_proj.weight has weights that ar"),
+    ]:
+        with pytest.raises(ConfigurationError, match=told):
+            quantize(model, to, 4)
+    assert (output / "mine").read_text() == "precious"
     assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as distributed
 from safetensors.torch import load_file
 
-from tests.models.checkpoints import MODELS, VARIANTS, Saved, llama, reference_model, save
+from tests.models.checkpoints import MODELS, TORCH, Saved, llama, reference_model, save
 from tests.models.quantized_checkpoints import write_mxfp4
 from tests.models.schedule import (
     mean_square,
@@ -51,7 +51,7 @@ def assert_like_one(path: Path, *sizes: int) -> None:
 #: Key-value heads fewer than ranks, tied heads, biases behind sums, one matrix of q, k and v and of
 #: gate and up, windows and norms behind sums, experts, a shared one, sinks and experts in one
 #: tensor, learned positions, a projection of the embedding, matrices ``[in, out]``.
-@pytest.mark.parametrize("name", [name for name in VARIANTS if MODELS[name].ranks])
+@pytest.mark.parametrize("name", [name for name in TORCH if MODELS[name].ranks])
 def test_float32(name: str, checkpoint: Saved) -> None:
     assert_like_one(checkpoint(name), *MODELS[name].ranks)
 
