@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.models.checkpoints import FAMILIES
 from tests.models.gguf_files import write
 from vmserve.models.config import ModelConfig
-from vmserve.models.decoder_config import DecoderConfig, DeltaConfig
+from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.hub import resolve_model
 from vmserve.models.rope import RopeConfig
 from vmserve.text.tokenizer import load_tokenizer
@@ -189,52 +189,11 @@ def convert(
         tensors[name] = of_experts, stored
 
     def metadata(writer: gguf.GGUFWriter) -> None:
-        writer.add_block_count(network.num_layers)
-        writer.add_embedding_length(network.hidden_size)
-        writer.add_feed_forward_length(network.mlp_size)
-        writer.add_head_count(network.q_heads)
-        writer.add_head_count_kv(network.kv_heads)
-        if network.latent is None:
-            writer.add_key_length(network.head_dim)
-            writer.add_value_length(network.head_dim)
-        else:
-            _add_latent(writer, network)
-        if network.delta is not None:
-            _add_delta(writer, network.delta, architecture, rope.rotary_dim)
-        writer.add_context_length(network.max_position_embeddings)
-        writer.add_layer_norm_rms_eps(network.norm.eps)
-        writer.add_rope_freq_base(rope.parameters["rope_theta"])
-        if rope.rope_type == "linear":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(rope.parameters["factor"])
-        if rope.rope_type == "yarn":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-            writer.add_rope_scaling_factor(rope.parameters["factor"])
-        if rope.rope_type == "longrope":
-            writer.add_rope_scaling_attn_factors(rope.parameters["attention_factor"])
-        if rope.rope_type in ("yarn", "longrope"):
-            original = rope.parameters["original_max_position_embeddings"]
-            writer.add_rope_scaling_orig_ctx_len(original)
-        windows = {layer.window for layer in network.layers} - {None}
-        if windows:
-            writer.add_sliding_window(max(windows))
-        if network.experts is not None:
-            writer.add_expert_count(network.experts.count)
-            writer.add_expert_used_count(network.experts.chosen)
-            writer.add_expert_feed_forward_length(network.experts.size)
-            if architecture in ("qwen2moe", "qwen3next", "qwen35moe"):
-                writer.add_expert_shared_feed_forward_length(network.experts.shared_size)
-        if architecture == "phi3":
-            writer.add_rope_dimension_count(rope.rotary_dim)
+        for name, value in _said(network, architecture).items():
+            getattr(writer, f"add_{name}")(value)
         if architecture == "gemma3":
             pattern = 1 + [layer.window for layer in network.layers].index(None)
             writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
-        if network.logits_softcap is not None:
-            writer.add_final_logit_softcapping(network.logits_softcap)
-        if network.layers[0].softcap is not None:
-            writer.add_attn_logit_softcapping(network.layers[0].softcap)
-        writer.add_bos_token_id(0)
-        writer.add_eos_token_id(1)
         add(writer)
 
     rope: Any = network.positions
@@ -248,40 +207,63 @@ def convert(
     return network
 
 
-def _add_latent(writer: gguf.GGUFWriter, network: Any) -> None:
-    latent, experts, rope = network.latent, network.experts, network.positions
-    writer.add_key_length(latent.rank + latent.rotated)
-    writer.add_value_length(latent.rank)
-    writer.add_key_length_mla(latent.query_dim)
-    writer.add_value_length_mla(latent.value)
-    writer.add_kv_lora_rank(latent.rank)
-    if latent.q_rank:
-        writer.add_q_lora_rank(latent.q_rank)
-    writer.add_rope_dimension_count(latent.rotated)
-    if "mscale_all_dim" in rope.parameters:
-        writer.add_rope_scaling_yarn_log_mul(0.1 * rope.parameters["mscale_all_dim"])
-    writer.add_leading_dense_block_count(min(experts.layers))
-    writer.add_expert_shared_count(experts.shared_size // experts.size)
-    writer.add_expert_weights_scale(experts.scale)
-    writer.add_expert_weights_norm(experts.normalised)
-    writer.add_expert_group_count(experts.groups)
-    writer.add_expert_group_used_count(experts.chosen_groups)
-    kinds = gguf.ExpertGatingFuncType
-    writer.add_expert_gating_func(kinds.SIGMOID if experts.sigmoid else kinds.SOFTMAX)
-
-
-def _add_delta(
-    writer: gguf.GGUFWriter, delta: DeltaConfig, architecture: str, rotary_dim: int
-) -> None:
-    writer.add_ssm_conv_kernel(delta.taps)
-    writer.add_ssm_state_size(delta.key_dim)
-    writer.add_ssm_group_count(delta.key_heads)
-    writer.add_ssm_time_step_rank(delta.value_heads)
-    writer.add_ssm_inner_size(delta.value_size)
-    writer.add_full_attention_interval(4)
-    writer.add_rope_dimension_count(rotary_dim)
-    if architecture.startswith("qwen35"):
-        writer.add_rope_dimension_sections([11, 11, 10, 0])
+def _said(network: Any, architecture: str) -> dict[str, Any]:
+    """Metadata, by the names of the writer's methods without "add_"."""
+    rope, experts, latent, delta = (
+        network.positions, network.experts, network.latent, network.delta
+    )  # fmt: skip
+    windows = {layer.window for layer in network.layers} - {None}
+    scaling, gates = gguf.RopeScalingType, gguf.ExpertGatingFuncType
+    said = {
+        "block_count": network.num_layers, "embedding_length": network.hidden_size,
+        "feed_forward_length": network.mlp_size, "head_count": network.q_heads,
+        "head_count_kv": network.kv_heads, "context_length": network.max_position_embeddings,
+        "layer_norm_rms_eps": network.norm.eps, "rope_freq_base": rope.parameters["rope_theta"],
+        "key_length": network.head_dim, "value_length": network.head_dim,
+        "sliding_window": max(windows, default=None),
+        "final_logit_softcapping": network.logits_softcap,
+        "attn_logit_softcapping": network.layers[0].softcap,
+        "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    if rope.rope_type in ("linear", "yarn"):
+        said["rope_scaling_type"] = scaling[rope.rope_type.upper()]
+        said["rope_scaling_factor"] = rope.parameters["factor"]
+    if rope.rope_type == "longrope":
+        said["rope_scaling_attn_factors"] = rope.parameters["attention_factor"]
+    if rope.rope_type in ("yarn", "longrope"):
+        said["rope_scaling_orig_ctx_len"] = rope.parameters["original_max_position_embeddings"]
+    if architecture == "phi3" or delta is not None or latent is not None:
+        said["rope_dimension_count"] = rope.rotary_dim if latent is None else latent.rotated
+    if experts is not None:
+        said |= {
+            "expert_count": experts.count, "expert_used_count": experts.chosen,
+            "expert_feed_forward_length": experts.size,
+        }  # fmt: skip
+        if architecture in ("qwen2moe", "qwen3next", "qwen35moe"):
+            said["expert_shared_feed_forward_length"] = experts.shared_size
+    if latent is not None:
+        said |= {
+            "key_length": latent.rank + latent.rotated, "value_length": latent.rank,
+            "key_length_mla": latent.query_dim, "value_length_mla": latent.value,
+            "kv_lora_rank": latent.rank, "q_lora_rank": latent.q_rank or None,
+            "leading_dense_block_count": min(experts.layers),
+            "expert_shared_count": experts.shared_size // experts.size,
+            "expert_weights_scale": experts.scale, "expert_weights_norm": experts.normalised,
+            "expert_group_count": experts.groups,
+            "expert_group_used_count": experts.chosen_groups,
+            "expert_gating_func": gates.SIGMOID if experts.sigmoid else gates.SOFTMAX,
+        }  # fmt: skip
+        if "mscale_all_dim" in rope.parameters:
+            said["rope_scaling_yarn_log_mul"] = 0.1 * rope.parameters["mscale_all_dim"]
+    if delta is not None:
+        said |= {
+            "ssm_conv_kernel": delta.taps, "ssm_state_size": delta.key_dim,
+            "ssm_group_count": delta.key_heads, "ssm_time_step_rank": delta.value_heads,
+            "ssm_inner_size": delta.value_size, "full_attention_interval": 4,
+        }  # fmt: skip
+        if architecture.startswith("qwen35"):
+            said["rope_dimension_sections"] = [11, 11, 10, 0]
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _in_order(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

@@ -18,7 +18,6 @@ from tests.models.checkpoints import (
     VOCAB,
     Saved,
     change_tensors,
-    gpt2,
     llama,
     save,
 )
@@ -36,17 +35,13 @@ from tests.models.schedule import (
     worst_difference,
 )
 from vmserve import _core
-from vmserve.attention import PREFERRED, create_backend
+from vmserve.attention import create_backend
 from vmserve.attention.base import RaggedBatch
 from vmserve.attention.cpu import ISA_VARIABLE, CpuBackend, tensor_tuple
-from vmserve.config import EngineConfig
-from vmserve.engine.engine import LLMEngine
-from vmserve.errors import ConfigurationError, UnsupportedError
-from vmserve.models import LoadedModel, ModelConfig, choose_native, load_model, resolve_model
-from vmserve.models.decoder import Decoder
-from vmserve.models.native import MIN_POSITIONS, NativeDecoder, refusal
+from vmserve.errors import UnsupportedError
+from vmserve.models import LoadedModel, load_model
+from vmserve.models.native import MIN_POSITIONS, NativeDecoder
 from vmserve.models.rotary_embedding import RotaryEmbedding
-from vmserve.numbers.dtypes import DType
 
 #: Those that multiply pairs of bfloat16 where the model computes in bfloat16.
 WITH_PAIRS = {"avx512_bf16", "generic16"}
@@ -366,68 +361,6 @@ def test_what_cannot_be_computed_is_refused(checkpoint: Saved) -> None:
         model.network.forward([1, 1, 1], [0, 0, 0], parts_of(own), None)
     with pytest.raises(UnsupportedError, match="cpu backend alone"):
         model.network.forward([1, 1], [0, 0], parts_of(stock), None)
-
-
-@pytest.mark.parametrize(
-    ("config", "dtype", "reason"),
-    [
-        (llama(hidden_size=64), DType.FLOAT32, None),
-        (llama(hidden_size=64), DType.FLOAT16, "float16"),
-        (llama(), DType.FLOAT32, "multiple of 8"),
-        (llama(hidden_size=64, mlp_bias=True), DType.FLOAT32, "biases"),
-        (gpt2(n_embd=64), DType.FLOAT32, "RMSNorm"),
-        (llama(hidden_size=64, hidden_act="gelu"), DType.FLOAT32, "activation gelu"),
-    ],
-)
-def test_refusals_name_what_is_missing(
-    config: PreTrainedConfig, dtype: DType, reason: str | None, tmp_path: Path
-) -> None:
-    found = refusal(ModelConfig.from_directory(save(config, tmp_path)).network, dtype)
-    assert found is None if reason is None else reason in found
-
-
-def test_options_choose(checkpoint: Saved, tmp_path: Path) -> None:
-    model = ModelConfig.from_directory(checkpoint("llama"))
-    assert choose_native("auto", "none", "auto", model) == DType.FLOAT32
-    assert choose_native("native", "int8", "bfloat16", model) == DType.BFLOAT16
-    assert choose_native("torch", "none", "float32", model) is None
-    assert choose_native("auto", "none", "float16", model) is None
-    for quantization in ("int8", "int8-dynamic"):
-        told = rf"{quantization} cannot .* needs --linear-backend native"
-        with pytest.raises(ConfigurationError, match=told):
-            choose_native("torch", quantization, "auto", model)
-    other = ModelConfig.from_directory(save(gpt2(n_embd=64), tmp_path / "gpt2"))
-    with pytest.raises(ConfigurationError, match="native cannot serve this model: it has RMSNorm"):
-        choose_native("native", "none", "auto", other)
-    assert choose_native("auto", "none", "auto", other) is None
-
-
-def network_of(**options: Any) -> Any:
-    return LLMEngine(EngineConfig(max_num_seqs=2, **options)).runner.model.network
-
-
-def test_the_engine_runs_it_unless_other_kernels_are_asked_for() -> None:
-    assert isinstance(network_of(), NativeDecoder)
-    assert isinstance(network_of(attention_backend="sdpa"), Decoder)
-    assert isinstance(network_of(linear_backend="torch"), Decoder)
-    dynamic = network_of(quantization="int8-dynamic")
-    assert isinstance(dynamic, NativeDecoder)
-    assert dynamic.row_type == ("int8" if _core.cpu_isas()[0] in WITH_BYTES else "int16")
-    unknown = "'int4' is not one of none, int8, int8-dynamic"
-    with pytest.raises(ConfigurationError, match=f"quantization: {unknown}"):
-        EngineConfig(quantization="int4")
-    with pytest.raises(ValueError, match=f"quantization {unknown}"):
-        load(resolve_model(None), quantization="int4")
-
-
-def test_other_kernels_chosen_for_attention_end_what_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(PREFERRED, "cpu", ("sdpa", "reference"))
-    for options in ({"linear_backend": "native"}, {"quantization": "int8"}):
-        with pytest.raises(ConfigurationError, match="auto is reference and sdpa here: use --"):
-            network_of(**options)
-    assert isinstance(network_of(), Decoder)
 
 
 def test_only_chosen_experts_are_read_and_each_once_a_step(checkpoint: Saved) -> None:
