@@ -129,6 +129,27 @@ def test_rope_of_some_families(model_type: str, rope: dict[str, Any]) -> None:
     assert assert_same(model_type, {"pad_token_id": 0, **rope})
 
 
+#: Values of fields that are left to transformers, and so are errors.
+LEFT: dict[str, dict[str, list[Any]]] = {
+    "llama": {
+        "hidden_size": ["many", 16.0, True, None, 100],  # which is no multiple of 32 heads
+        "num_attention_heads": [0], "head_dim": [5], "attention_bias": [1], "rms_norm_eps": [1],
+        "hidden_act": [None], "eos_token_id": [[1, "2"], [1, 32000]], "bos_token_id": [-1],
+        "dtype": ["float99"], "torch_dtype": [16], "layer_types": [["full_attention"] * 32],
+        "text_config": [{}], "per_layer_config": [{}],
+    },
+    "mistral": {"num_attention_heads": [0]},
+    "qwen2": {
+        "layer_types": [["full_attention"], ["chunked_attention"] * 32, ["attention"] * 32,
+                        "full_attention"],
+    },
+    "qwen3": {"head_dim": [None]},
+    "gpt2": {"hidden_size": [768]},
+    "opt": {"word_embed_proj_dim": ["512"]},
+    "gemma3_text": {"rope_theta": [None], "sliding_window_pattern": [0]},
+}  # fmt: skip
+
+
 def _llama(**changes: Any) -> tuple[str, dict[str, Any]]:
     return "llama", {"max_position_embeddings": 8192, **changes}
 
@@ -136,9 +157,7 @@ def _llama(**changes: Any) -> tuple[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
-        _llama(rope_theta=None),
-        _llama(rope_theta="high"),
-        _llama(rope_theta=True),
+        *(_llama(rope_theta=theta) for theta in (None, "high", True)),
         _llama(rope_scaling="linear"),
         _llama(**scaling({"type": "mrope", "mrope_section": [1, 2]})),
         _llama(**scaling({"type": ["linear"], "factor": 2.0})),
@@ -161,34 +180,8 @@ def _llama(**changes: Any) -> tuple[str, dict[str, Any]]:
         ("gemma3_text", scaling({"type": "linear", "factor": 2.0})),
         ("gemma3_text", parameters({"full_attention": {"rope_type": "default"}})),
         ("gemma3_text", parameters(LINEAR)),
-        ("gemma3_text", {"rope_theta": None}),
-        ("gemma3_text", {"sliding_window_pattern": 0}),
-        ("llama", {"hidden_size": "many"}),
-        ("llama", {"hidden_size": 16.0}),
-        ("llama", {"hidden_size": True}),
-        ("llama", {"hidden_size": None}),
-        ("llama", {"hidden_size": 100}),  # no multiple of 32 heads
-        ("llama", {"num_attention_heads": 0}),
-        ("llama", {"head_dim": 5}),
-        ("llama", {"attention_bias": 1}),
-        ("llama", {"rms_norm_eps": 1}),
-        ("llama", {"hidden_act": None}),
-        ("llama", {"eos_token_id": [1, "2"]}),
-        ("llama", {"eos_token_id": [1, 32000]}),
-        ("llama", {"bos_token_id": -1}),
-        ("llama", {"dtype": "float99"}),
-        ("llama", {"torch_dtype": 16}),
-        ("llama", {"layer_types": ["full_attention"] * 32}),
-        ("llama", {"text_config": {}}),
-        ("llama", {"per_layer_config": {}}),
-        ("mistral", {"num_attention_heads": 0}),
-        ("qwen2", {"layer_types": ["full_attention"]}),
-        ("qwen2", {"layer_types": ["chunked_attention"] * 32}),
-        ("qwen2", {"layer_types": ["attention"] * 32}),
-        ("qwen2", {"layer_types": "full_attention"}),
-        ("qwen3", {"head_dim": None}),
-        ("gpt2", {"hidden_size": 768}),
-        ("opt", {"word_embed_proj_dim": "512"}),
+        *((model_type, {name: value}) for model_type, fields in LEFT.items()
+          for name, values in fields.items() for value in values),
     ],
 )  # fmt: skip
 def test_what_is_left_to_transformers(model_type: str, changes: dict[str, Any]) -> None:
