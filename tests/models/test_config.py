@@ -175,7 +175,7 @@ def test_learned_positions_end_the_context(name: str, checkpoint: Saved) -> None
         resolve(EngineConfig(max_model_len=CONTEXT + 1), config)
 
 
-@pytest.mark.parametrize("name", ["opt", "llama-mqa-biases", "phi3-partial", "gemma3-small"])
+@pytest.mark.parametrize("name", ["opt", "gpt2", "llama-mqa-biases", "phi3-partial"])
 def test_plan_reads_it(name: str, checkpoint: Saved) -> None:
     path = checkpoint(name)
     result = CliRunner().invoke(app, ["plan", "--model", str(path), "--format", "json"])

@@ -308,6 +308,17 @@ def test_bits_do_not_depend_on_how_a_prompt_is_cut(
         assert torch.equal(whole, expected)
 
 
+def last_rows(model: LoadedModel, lengths: list[int], threads: int) -> torch.Tensor:
+    """Of prompts that are computed at once."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ends = [end - 1 for end in accumulate(lengths)]
+        return every_row(model, *random_prompts(lengths), rows=ends)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("name", ["llama-odd", "qwen3-moe"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
@@ -315,21 +326,11 @@ def test_a_row_has_the_same_bits_in_every_batch(
     name: str, quantization: str, dtype: torch.dtype, isa: str, checkpoint: Saved, tmp_path: Path
 ) -> None:
     model = load(resaved(checkpoint(name), tmp_path, dtype), dtype, quantization)
-
-    def last_rows(lengths: list[int], threads: int) -> torch.Tensor:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            ends = [end - 1 for end in accumulate(lengths)]
-            return every_row(model, *random_prompts(lengths), rows=ends)
-        finally:
-            torch.set_num_threads(before)
-
-    [alone] = last_rows([17], threads=1)
+    [alone] = last_rows(model, [17], threads=1)
     # One row, a few, and so many that weights are widened once for all of them.
     for others in ([1], [3, 2], [5, 40, 1, 30]):
         for threads in (1, 3):
-            assert torch.equal(last_rows([17, *others], threads)[0], alone)
+            assert torch.equal(last_rows(model, [17, *others], threads)[0], alone)
     [tokens] = random_prompts([40])
     every = every_row(model, tokens)
     for count in range(1, 40):
@@ -367,9 +368,9 @@ def test_only_chosen_experts_are_read_and_each_once_a_step(checkpoint: Saved) ->
     model = load(checkpoint("qwen3-moe"))
     network = model.network
     layers, count, chosen = 2, 9, 4  # one of three layers has an MLP
-    every_row(model, [1], rows=[0])
+    last_rows(model, [1], threads=1)
     assert (network.expert_reads, network.expert_rows) == (layers * chosen, layers * chosen)
-    every_row(model, *random_prompts([40, 30]), rows=[39, 69])
+    last_rows(model, [40, 30], threads=2)
     # The last layer computes only the rows whose logits are wanted.
     assert network.expert_rows - layers * chosen == 72 * chosen
     assert network.expert_reads - layers * chosen <= count + 2 * chosen

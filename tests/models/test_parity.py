@@ -34,6 +34,7 @@ from vmserve.attention import BACKENDS, check_backend, create_backend
 from vmserve.attention.base import LayerAttention
 from vmserve.errors import UnsupportedError
 from vmserve.models import gated_delta, load_model
+from vmserve.models.decoder import Decoder
 
 #: Softcaps need a backend that has them.
 BACKEND = {"vaultgemma": "cpu"}
@@ -41,6 +42,7 @@ BACKEND = {"vaultgemma": "cpu"}
 
 def run(name: str, checkpoint: Saved, dtype: torch.dtype) -> list[torch.Tensor]:
     model = load_model(checkpoint(name), dtype)
+    assert isinstance(model.network, Decoder) is (name not in FOREIGN)
     return run_schedule(model, backend=BACKEND.get(name, "sdpa"))
 
 

@@ -65,6 +65,7 @@ def test_the_embedded_tokenizer():
 
 def test_eos_ids_come_from_all_files(tmp_path):
     byte_level().hf.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).eos_ids == {1}
     for name, ids, expected in [
         ("config.json", 7, {1, 7}),
         ("generation_config.json", [3, 4], {1, 3, 4}),
