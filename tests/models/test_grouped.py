@@ -335,7 +335,8 @@ MATRICES = {
 }  # fmt: skip
 
 
-ONES = array_tuple(np.ones(64, np.float32))
+_ONES = np.ones(64, np.float32)  # stays: a tuple has its address alone
+ONES = array_tuple(_ONES)
 
 
 def decoder(quantization: str, isa: str | None, row_dtype: DType = DType.FLOAT32) -> Any:
@@ -364,15 +365,18 @@ def logits_of(
     """Of a decoder of one layer, for the prompt 0 .. 6; and the bytes of its weights."""
     kept: list[NDArray[np.float32]] = []
 
+    def keep(array: NDArray[np.float32]) -> Any:
+        kept.append(array)
+        return array_tuple(array)
+
     def as_weights(name: str) -> Any:
         if quantized:
             return matrices[name].weights
-        kept.append(matrices[name].exact.astype(np.float32))
-        return array_tuple(kept[-1])
+        return keep(matrices[name].exact.astype(np.float32))
 
     core = decoder(quantization, isa, row_dtype=kv_dtype)
     biases = {
-        f"{name}_bias": array_tuple(np.linspace(first, 1, len(matrices[name].exact), dtype="f4"))
+        f"{name}_bias": keep(np.linspace(first, 1, len(matrices[name].exact), dtype="f4"))
         for name, first in (("q", -1), ("k", 0), ("v", -2))
     }
     add_layer(core, as_weights, **biases)
