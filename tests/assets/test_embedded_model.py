@@ -34,6 +34,13 @@ def model() -> Any:
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 
 
+def asked(tokenizer: Any, *said: str) -> list[int]:
+    """Ids of a chat in turns, the user's first."""
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+
+
 def greedy(
     model: Any, ids: list[int], tokens: int, stop: int | None = None
 ) -> tuple[list[int], float]:
@@ -52,35 +59,28 @@ def greedy(
     return chosen, smallest
 
 
-def test_directory_is_small() -> None:
+def test_what_its_files_say(model: Any) -> None:
     assert sum(file.stat().st_size for file in MODEL.iterdir()) < 8_000_000
-
-
-def test_architecture_is_llama_with_grouped_queries_and_a_context_of_8192() -> None:
     config = AutoConfig.from_pretrained(MODEL)
-    assert config.model_type == "llama"
-    assert config.head_dim == 64
+    assert (config.model_type, config.head_dim) == ("llama", 64)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
     assert config.max_position_embeddings == 8192
     assert (config.bos_token_id, config.eos_token_id) == (BOS, EOS)
-
-
-def test_generation_ends_at_both_end_tokens(model: Any) -> None:
     assert model.generation_config.eos_token_id == [EOS, END]
-
-
-def test_weights_are_stored_in_bf16_and_loaded_in_fp32() -> None:
     with safe_open(MODEL / "model.safetensors", framework="pt") as weights:
         stored = {weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
     assert stored == {"BF16"}
     assert AutoModelForCausalLM.from_pretrained(MODEL).dtype == torch.float32
 
 
-def test_plain_text_gets_one_bos(tokenizer: Any) -> None:
+def test_a_prompt_gets_one_bos(tokenizer: Any) -> None:
     ids = tokenizer.encode("Once upon a time")
     assert ids[0] == BOS
     assert ids.count(BOS) == 1
     assert BOS not in tokenizer.encode("Once upon a time", add_special_tokens=False)
+    ids = asked(tokenizer, "Hello")
+    assert ids[:2] == [BOS, TURN]
+    assert ids.count(BOS) == 1
 
 
 @settings(max_examples=100, deadline=None)
@@ -98,16 +98,11 @@ def test_template_renders_any_role(tokenizer: Any, role: str) -> None:
 
 def test_text_parts_render_as_the_joined_string(tokenizer: Any) -> None:
     parts = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
-    assert tokenizer.apply_chat_template(
-        [{"role": "user", "content": parts}], tokenize=False
-    ) == tokenizer.apply_chat_template([{"role": "user", "content": "a b c"}], tokenize=False)
-
-
-def test_chat_prompt_gets_one_bos(tokenizer: Any) -> None:
-    messages = [{"role": "user", "content": "Hello"}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert ids[:2] == [BOS, TURN]
-    assert ids.count(BOS) == 1
+    in_parts, joined = (
+        tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+        for content in (parts, "a b c")
+    )
+    assert in_parts == joined
 
 
 def test_template_renders_tools_and_calls(tokenizer: Any) -> None:
@@ -141,19 +136,15 @@ def test_training_chats_are_rendered_as_the_template_renders_them(
         sys.modules.pop(name)
 
 
-@pytest.mark.parametrize("prompt", ["Notes:\n", "1, 2, 3,"])
-def test_greedy_choices_are_confident(tokenizer: Any, model: Any, prompt: str) -> None:
-    _, smallest = greedy(model, tokenizer.encode(prompt), 64)
-    assert smallest > 1e-3
-
-
-@pytest.mark.parametrize("prompt", ["Once upon a time", "Notes:\n"])
-def test_recorded_margins_are_those_of_these_weights(
+@pytest.mark.parametrize("prompt", ["Once upon a time", "Notes:\n", "1, 2, 3,"])
+def test_greedy_choices_are_as_confident_as_recorded(
     tokenizer: Any, model: Any, prompt: str
 ) -> None:
     recorded = json.loads((MODEL / "evaluation.json").read_text(encoding="utf-8"))["margins"]
     _, smallest = greedy(model, tokenizer.encode(prompt), 64)
     assert smallest > recorded["minimum_by_prompt"][prompt] - 1e-4
+    if prompt != "Once upon a time":
+        assert smallest > 1e-3
 
 
 def test_card_states_confident_choices_on_nearly_all_positions() -> None:
@@ -168,19 +159,12 @@ def test_card_states_confident_choices_on_nearly_all_positions() -> None:
     "question", ["Hello!", "What is the capital of France?", "Tell me a story."]
 )
 def test_chat_answers_end_by_themselves(tokenizer: Any, model: Any, question: str) -> None:
-    messages = [{"role": "user", "content": question}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    assert greedy(model, ids, 300, stop=END)[0][-1] == END
+    assert greedy(model, asked(tokenizer, question), 300, stop=END)[0][-1] == END
 
 
 def test_answer_uses_what_the_chat_said(tokenizer: Any, model: Any) -> None:
-    messages = [
-        {"role": "user", "content": "My name is Clara."},
-        {"role": "assistant", "content": "Nice to meet you, Clara!"},
-        {"role": "user", "content": "What is my name?"},
-    ]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-    answer = greedy(model, ids, 20, stop=END)[0]
+    said = ("My name is Clara.", "Nice to meet you, Clara!", "What is my name?")
+    answer = greedy(model, asked(tokenizer, *said), 20, stop=END)[0]
     assert tokenizer.decode(answer[: answer.index(END)]) == "Your name is Clara."
 
 

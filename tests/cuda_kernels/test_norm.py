@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.cuda_kernels.cases import VARIANTS
 from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators, tensor_range
 from tests.models.conftest import checkpoint
-from tests.models.test_joined import attend
+from tests.models.test_blocks import attend
 from vmserve.attention.cuda.layers import LayerKernels, NormKernel, layer_kernels
 from vmserve.attention.cuda.variant import Variant
 from vmserve.models.blocks import RmsNorm, add_and_norm

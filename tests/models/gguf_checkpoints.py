@@ -13,89 +13,52 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from tests.models.checkpoints import FAMILIES
 from tests.models.gguf_files import write
 from vmserve.models.config import ModelConfig
-from vmserve.models.decoder_config import DecoderConfig, DeltaConfig
+from vmserve.models.decoder_config import DecoderConfig
 from vmserve.models.hub import resolve_model
 from vmserve.models.rope import RopeConfig
 from vmserve.text.tokenizer import load_tokenizer
 
 __all__ = ["add_embedded_tokenizer", "convert"]
 
+_Array = np.ndarray[Any, Any]
+
 _NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-    "self_attn.qkv_proj": "attn_qkv",
-    "mlp.gate_up_proj": "ffn_up",
-    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_expert.up_proj": "ffn_up_shexp",
-    "mlp.shared_expert.down_proj": "ffn_down_shexp",
-    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
-    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
-    "mlp.shared_experts.up_proj": "ffn_up_shexp",
-    "mlp.shared_experts.down_proj": "ffn_down_shexp",
-    "mlp.router": "ffn_gate_inp",
-    "self_attn.q_a_proj": "attn_q_a",
-    "self_attn.q_a_layernorm": "attn_q_a_norm",
-    "self_attn.q_b_proj": "attn_q_b",
-    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
     "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_ba": "ssm_ba",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.gate_up_proj": "ffn_up", "mlp.gate": "ffn_gate_inp", "mlp.router": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_ba": "ssm_ba", "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+}  # fmt: skip
+_NAMES |= {
+    f"mlp.{shared}.{kind}_proj": f"ffn_{kind}_shexp"
+    for shared in ("shared_expert", "shared_experts")
+    for kind in ("gate", "up", "down")
 }
 #: Those with a norm behind attention that is in front of the MLP.
 _LATER_NAMES = {**_NAMES, "post_attention_layernorm": "post_attention_norm"}
 _GEMMA_NAMES = {
-    **_NAMES,
-    "post_attention_layernorm": "post_attention_norm",
+    **_LATER_NAMES,
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
 _EXPERTS = {
-    "gate_proj": "ffn_gate_exps",
-    "up_proj": "ffn_up_exps",
-    "down_proj": "ffn_down_exps",
-    "w1": "ffn_gate_exps",
-    "w3": "ffn_up_exps",
-    "w2": "ffn_down_exps",
-}
-_ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MixtralForCausalLM": "llama",
-    "Qwen3MoeForCausalLM": "qwen3moe",
-    "Phi3ForCausalLM": "phi3",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3",
-    "Qwen2MoeForCausalLM": "qwen2moe",
-    "Qwen3NextForCausalLM": "qwen3next",
-    "Qwen3_5ForCausalLM": "qwen35",
-    "Qwen3_5MoeForCausalLM": "qwen35moe",
-    "GptOssForCausalLM": "gpt-oss",
-    "DeepseekV2ForCausalLM": "deepseek2",
-    "DeepseekV3ForCausalLM": "deepseek2",
-}
+    "gate_proj": "ffn_gate_exps", "up_proj": "ffn_up_exps", "down_proj": "ffn_down_exps",
+    "w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps",
+}  # fmt: skip
+_ARCHITECTURES = {family.model_type: family.gguf for family in FAMILIES.values()}
 #: Tensors that files of any type have in float32.
 _PLAIN = ("ffn_gate_inp", "ssm_conv1d", ".bias", "norm")
 
@@ -110,19 +73,10 @@ def _stored_name(names: dict[str, str], name: str) -> str:
     return f"{names[module]}.{kind}"
 
 
-def _interleaved(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+def _interleaved(weight: _Array, heads: int) -> _Array:
     """Rows of each head: first of the first half, first of the second half, second of the ..."""
-    size = len(weight) // heads
-    order = [
-        head * size + half * size // 2 + pair
-        for head in range(heads)
-        for pair in range(size // 2)
-        for half in (0, 1)
-    ]
-    return weight[order]
-
-
-_Array = np.ndarray[Any, Any]
+    halves = weight.reshape(heads, 2, -1, *weight.shape[1:])
+    return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _changed(network: DecoderConfig, name: str, array: _Array) -> dict[str, _Array] | None:
@@ -198,25 +152,23 @@ def convert(
     """Write a checkpoint as a GGUF file; returns its description. ``matrices``: their type;
     ``of_experts``: of those of experts, if that is another."""
     of_experts = of_experts or matrices
-    config = ModelConfig.from_directory(directory)
-    network = config.network
+    network = ModelConfig.from_directory(directory).network
     assert isinstance(network, DecoderConfig)
-    architecture = _ARCHITECTURES[config.architecture]
-    is_gemma = architecture.startswith("gemma")
-    names = _GEMMA_NAMES if is_gemma else _NAMES
+    model_type = json.loads((directory / "config.json").read_text())["model_type"]
+    architecture = _ARCHITECTURES[model_type]
+    names = _GEMMA_NAMES if architecture.startswith("gemma") else _NAMES
     if architecture in ("gpt-oss", "qwen3next", "qwen35", "qwen35moe"):
         names = _LATER_NAMES
     adds_offset = network.norm.offset != 0
     tensors: dict[str, tuple[str, Any]] = {}
-    experts: dict[str, list[np.ndarray[Any, Any]]] = {}
+    experts: dict[str, list[_Array]] = {}
     for name, tensor in _in_order(load_file(directory / "model.safetensors")):
         if network.tied_embeddings and name == "lm_head.weight":
             continue
         array = tensor.to(torch.float32).numpy()
-        if architecture == "llama" and ".q_proj" in name:
-            array = _interleaved(array, network.q_heads)
-        if architecture == "llama" and ".k_proj" in name:
-            array = _interleaved(array, network.kv_heads)
+        for module, heads in ((".q_proj", network.q_heads), (".k_proj", network.kv_heads)):
+            if architecture == "llama" and module in name:
+                array = _interleaved(array, heads)
         changed = _changed(network, name, array)
         if changed is None and ".experts." in name:
             experts.setdefault(_stored_name(names, name), []).append(array)
@@ -237,107 +189,81 @@ def convert(
         tensors[name] = of_experts, stored
 
     def metadata(writer: gguf.GGUFWriter) -> None:
-        rope = network.positions
-        assert isinstance(rope, RopeConfig)
-        writer.add_block_count(network.num_layers)
-        writer.add_embedding_length(network.hidden_size)
-        writer.add_feed_forward_length(network.mlp_size)
-        writer.add_head_count(network.q_heads)
-        writer.add_head_count_kv(network.kv_heads)
-        if network.latent is None:
-            writer.add_key_length(network.head_dim)
-            writer.add_value_length(network.head_dim)
-        else:
-            _add_latent(writer, network)
-        if network.delta is not None:
-            _add_delta(writer, network.delta, architecture, rope.rotary_dim)
-        writer.add_context_length(network.max_position_embeddings)
-        writer.add_layer_norm_rms_eps(network.norm.eps)
-        writer.add_rope_freq_base(rope.parameters["rope_theta"])
-        if rope.rope_type == "linear":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-            writer.add_rope_scaling_factor(rope.parameters["factor"])
-        if rope.rope_type == "yarn":
-            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-            writer.add_rope_scaling_factor(rope.parameters["factor"])
-            original = rope.parameters["original_max_position_embeddings"]
-            writer.add_rope_scaling_orig_ctx_len(original)
-        windows = {layer.window for layer in network.layers} - {None}
-        if windows:
-            writer.add_sliding_window(max(windows))
-        if network.experts is not None:
-            writer.add_expert_count(network.experts.count)
-            writer.add_expert_used_count(network.experts.chosen)
-            writer.add_expert_feed_forward_length(network.experts.size)
-            if architecture in ("qwen2moe", "qwen3next", "qwen35moe"):
-                writer.add_expert_shared_feed_forward_length(network.experts.shared_size)
-        if rope.rope_type == "longrope":
-            writer.add_rope_scaling_attn_factors(rope.parameters["attention_factor"])
-            original = rope.parameters["original_max_position_embeddings"]
-            writer.add_rope_scaling_orig_ctx_len(original)
-        if architecture == "phi3":
-            writer.add_rope_dimension_count(rope.rotary_dim)
-        if is_gemma:
-            if architecture == "gemma3":
-                pattern = 1 + [layer.window for layer in network.layers].index(None)
-                writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
-            if network.logits_softcap is not None:
-                writer.add_final_logit_softcapping(network.logits_softcap)
-            if network.layers[0].softcap is not None:
-                writer.add_attn_logit_softcapping(network.layers[0].softcap)
-        writer.add_bos_token_id(0)
-        writer.add_eos_token_id(1)
+        for name, value in _said(network, architecture).items():
+            getattr(writer, f"add_{name}")(value)
+        if architecture == "gemma3":
+            pattern = 1 + [layer.window for layer in network.layers].index(None)
+            writer.add_uint32("gemma3.attention.sliding_window_pattern", pattern)
         add(writer)
 
-    if network.positions.rope_type == "longrope":  # type: ignore[union-attr]
+    rope: Any = network.positions
+    if rope.rope_type == "longrope":
         for kind in ("long", "short"):
-            factors = network.positions.parameters[f"{kind}_factor"]  # type: ignore[union-attr]
-            tensors[f"rope_factors_{kind}.weight"] = "F32", np.array(factors, np.float32)
-    if network.positions.rope_type == "llama3":  # type: ignore[union-attr]
-        tensors["rope_freqs.weight"] = "F32", _llama3_factors(network.positions)  # type: ignore[arg-type]
+            factors = np.array(rope.parameters[f"{kind}_factor"], np.float32)
+            tensors[f"rope_factors_{kind}.weight"] = "F32", factors
+    if rope.rope_type == "llama3":
+        tensors["rope_freqs.weight"] = "F32", _llama3_factors(rope)
     write(path, architecture, tensors, metadata)
     return network
 
 
-def _add_latent(writer: gguf.GGUFWriter, network: DecoderConfig) -> None:
-    latent, experts, rope = network.latent, network.experts, network.positions
-    assert latent is not None
-    assert isinstance(rope, RopeConfig)
-    writer.add_key_length(latent.rank + latent.rotated)
-    writer.add_value_length(latent.rank)
-    writer.add_key_length_mla(latent.query_dim)
-    writer.add_value_length_mla(latent.value)
-    writer.add_kv_lora_rank(latent.rank)
-    if latent.q_rank:
-        writer.add_q_lora_rank(latent.q_rank)
-    writer.add_rope_dimension_count(latent.rotated)
-    if "mscale_all_dim" in rope.parameters:
-        writer.add_rope_scaling_yarn_log_mul(0.1 * rope.parameters["mscale_all_dim"])
-    assert experts is not None
-    writer.add_leading_dense_block_count(min(experts.layers))
-    writer.add_expert_shared_count(experts.shared_size // experts.size)
-    writer.add_expert_weights_scale(experts.scale)
-    writer.add_expert_weights_norm(experts.normalised)
-    writer.add_expert_group_count(experts.groups)
-    writer.add_expert_group_used_count(experts.chosen_groups)
-    kind = (
-        gguf.ExpertGatingFuncType.SIGMOID if experts.sigmoid else gguf.ExpertGatingFuncType.SOFTMAX
-    )
-    writer.add_expert_gating_func(kind)
-
-
-def _add_delta(
-    writer: gguf.GGUFWriter, delta: DeltaConfig, architecture: str, rotary_dim: int
-) -> None:
-    writer.add_ssm_conv_kernel(delta.taps)
-    writer.add_ssm_state_size(delta.key_dim)
-    writer.add_ssm_group_count(delta.key_heads)
-    writer.add_ssm_time_step_rank(delta.value_heads)
-    writer.add_ssm_inner_size(delta.value_size)
-    writer.add_full_attention_interval(4)
-    writer.add_rope_dimension_count(rotary_dim)
-    if architecture.startswith("qwen35"):
-        writer.add_rope_dimension_sections([11, 11, 10, 0])
+def _said(network: Any, architecture: str) -> dict[str, Any]:
+    """Metadata, by the names of the writer's methods without "add_"."""
+    rope, experts, latent, delta = (
+        network.positions, network.experts, network.latent, network.delta
+    )  # fmt: skip
+    windows = {layer.window for layer in network.layers} - {None}
+    scaling, gates = gguf.RopeScalingType, gguf.ExpertGatingFuncType
+    said = {
+        "block_count": network.num_layers, "embedding_length": network.hidden_size,
+        "feed_forward_length": network.mlp_size, "head_count": network.q_heads,
+        "head_count_kv": network.kv_heads, "context_length": network.max_position_embeddings,
+        "layer_norm_rms_eps": network.norm.eps, "rope_freq_base": rope.parameters["rope_theta"],
+        "key_length": network.head_dim, "value_length": network.head_dim,
+        "sliding_window": max(windows, default=None),
+        "final_logit_softcapping": network.logits_softcap,
+        "attn_logit_softcapping": network.layers[0].softcap,
+        "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    if rope.rope_type in ("linear", "yarn"):
+        said["rope_scaling_type"] = scaling[rope.rope_type.upper()]
+        said["rope_scaling_factor"] = rope.parameters["factor"]
+    if rope.rope_type == "longrope":
+        said["rope_scaling_attn_factors"] = rope.parameters["attention_factor"]
+    if rope.rope_type in ("yarn", "longrope"):
+        said["rope_scaling_orig_ctx_len"] = rope.parameters["original_max_position_embeddings"]
+    if architecture == "phi3" or delta is not None or latent is not None:
+        said["rope_dimension_count"] = rope.rotary_dim if latent is None else latent.rotated
+    if experts is not None:
+        said |= {
+            "expert_count": experts.count, "expert_used_count": experts.chosen,
+            "expert_feed_forward_length": experts.size,
+        }  # fmt: skip
+        if architecture in ("qwen2moe", "qwen3next", "qwen35moe"):
+            said["expert_shared_feed_forward_length"] = experts.shared_size
+    if latent is not None:
+        said |= {
+            "key_length": latent.rank + latent.rotated, "value_length": latent.rank,
+            "key_length_mla": latent.query_dim, "value_length_mla": latent.value,
+            "kv_lora_rank": latent.rank, "q_lora_rank": latent.q_rank or None,
+            "leading_dense_block_count": min(experts.layers),
+            "expert_shared_count": experts.shared_size // experts.size,
+            "expert_weights_scale": experts.scale, "expert_weights_norm": experts.normalised,
+            "expert_group_count": experts.groups,
+            "expert_group_used_count": experts.chosen_groups,
+            "expert_gating_func": gates.SIGMOID if experts.sigmoid else gates.SOFTMAX,
+        }  # fmt: skip
+        if "mscale_all_dim" in rope.parameters:
+            said["rope_scaling_yarn_log_mul"] = 0.1 * rope.parameters["mscale_all_dim"]
+    if delta is not None:
+        said |= {
+            "ssm_conv_kernel": delta.taps, "ssm_state_size": delta.key_dim,
+            "ssm_group_count": delta.key_heads, "ssm_time_step_rank": delta.value_heads,
+            "ssm_inner_size": delta.value_size, "full_attention_interval": 4,
+        }  # fmt: skip
+        if architecture.startswith("qwen35"):
+            said["rope_dimension_sections"] = [11, 11, 10, 0]
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _in_order(tensors: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
@@ -362,7 +288,7 @@ def add_embedded_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template(tokenizer.chat_template_text)
 
 
-def _llama3_factors(rope: RopeConfig) -> np.ndarray[Any, Any]:
+def _llama3_factors(rope: RopeConfig) -> _Array:
     """What the periods are multiplied by, one dimension at a time."""
     parameters = rope.parameters
     context = parameters["original_max_position_embeddings"]

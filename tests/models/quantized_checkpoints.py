@@ -1,4 +1,5 @@
-"""Checkpoints in the formats of GPTQ, AWQ and compressed-tensors, one number at a time."""
+"""Checkpoints in the formats of GPTQ, AWQ and compressed-tensors, one number at a time; and of
+experts in MXFP4."""
 
 from __future__ import annotations
 
@@ -12,8 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-__all__ = ["SCHEMES", "Scheme", "convert"]
+from tests.models.checkpoints import gpt_oss, save
+
+__all__ = ["SCHEMES", "Scheme", "convert", "write_mxfp4"]
 
 #: AWQ puts the outputs 0, 2, 4, 6, 1, 3, 5 and 7 of eight into a word, from the lowest bits on.
 _AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -190,3 +194,29 @@ def convert(
         config = json.loads((target / "config.json").read_text())
         (target / "config.json").write_text(json.dumps({**config, **changes}))
     return exact
+
+
+def write_mxfp4(directory: Path) -> tuple[Path, Path]:
+    """A checkpoint of experts with random codes and scales, and its expansion."""
+    save(gpt_oss(hidden_size=64, intermediate_size=96), directory / "plain")
+    (directory / "quantized").mkdir()
+    plain = load_file(directory / "plain" / "model.safetensors")
+    quantized = dict(plain)
+    generator = torch.Generator().manual_seed(1)
+    for name in [name for name in plain if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = plain[name].shape
+        groups = (experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*groups, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 127, groups, generator=generator, dtype=torch.uint8)
+        plain[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).contiguous()
+        del quantized[name]
+        quantized |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(plain, directory / "plain" / "model.safetensors", {"format": "pt"})
+    save_file(quantized, directory / "quantized" / "model.safetensors", {"format": "pt"})
+    raw = json.loads((directory / "plain" / "config.json").read_text())
+    raw["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"],
+    }
+    (directory / "quantized" / "config.json").write_text(json.dumps(raw))
+    return directory / "quantized", directory / "plain"

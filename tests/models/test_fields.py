@@ -1,4 +1,5 @@
-"""Our reading of config.json against that of transformers: the same, or none."""
+"""Our reading of config.json against that of transformers: the same, or none; and rotary
+frequencies, bit for bit those of transformers."""
 
 from __future__ import annotations
 
@@ -6,36 +7,34 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.models.checkpoints import NATIVE, VARIANTS
+from tests.models.checkpoints import MODELS, TORCH
 from vmserve.errors import ConfigurationError
 from vmserve.models.families import FAMILIES, Family
+from vmserve.models.rope import ROPE_TYPES, RopeConfig
+from vmserve.models.rotary_embedding import RotaryEmbedding
 from vmserve.models.transformers_config import parse
 from vmserve.numbers.dtypes import DType
 
 BY_TYPE = {family.model_type: family for family in FAMILIES.values()}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 1024,
-}
 
 
-def assert_same(family: Family, raw: dict[str, Any]) -> bool:
+def assert_same(model_type: str, fields: dict[str, Any]) -> bool:
     """Whether we read it; then all that we have is what transformers has."""
+    family, raw = BY_TYPE[model_type], {"model_type": model_type, **fields}
     ours = family.read(copy.deepcopy(raw))
     if ours is None:
         return False
-    theirs = parse(family.model_type, copy.deepcopy(raw))
+    theirs = parse(model_type, copy.deepcopy(raw))
     for name, value in vars(ours).items():
         expected = getattr(theirs, name, None)
         if name == "head_dim" and expected is None:  # computed later, where it is not given
-            if family.model_type.startswith("deepseek"):
+            if model_type.startswith("deepseek"):
                 theirs.head_dim = value  # null: transformers would rotate as many as no model has
             continue
         if name == "dtype" and expected is not None:
@@ -55,22 +54,36 @@ def _description(family: Family, hf: Any) -> object:
 
 @pytest.mark.parametrize("model_type", BY_TYPE)
 def test_defaults(model_type: str) -> None:
-    family = BY_TYPE[model_type]
-    assert assert_same(family, {"model_type": model_type})
+    assert assert_same(model_type, {})
     theirs = CONFIG_MAPPING[model_type]()
-    for name, (_, default) in family.schema.fields.items():
+    for name, (_, default) in BY_TYPE[model_type].schema.fields.items():
         if default is not None:
             expected = getattr(theirs, name, getattr(theirs, f"_{name}", None))
             unkept = ("full_attention_interval", "sliding_window")
             assert default == expected or name in unkept, name
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "deepseek-v2-lite", "deepseek-v3"])
-def test_configurations_as_transformers_writes_them(variant: str) -> None:
-    config = {**NATIVE, **VARIANTS}[variant]
-    read = assert_same(BY_TYPE[config.model_type], config.to_diff_dict())
-    assert read or variant == "llama-longrope"
-    assert assert_same(BY_TYPE[config.model_type], config.to_dict()) == read
+@pytest.mark.parametrize("name", [*TORCH, "deepseek-v2-lite", "deepseek-v3"])
+def test_configurations_as_transformers_writes_them(name: str) -> None:
+    config = MODELS[name].config
+    for written in (config.to_diff_dict(), config.to_dict()):
+        assert assert_same(config.model_type, written)
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 1024}  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 36, "long_factor": [2] * 36}
+THREE_QUARTERS = {"partial_rotary_factor": 0.75}
+
+
+def scaling(parameters: Any, **changes: Any) -> dict[str, Any]:
+    return {"rope_scaling": {**parameters, **changes}}
+
+
+def parameters(parameters: Any, **changes: Any) -> dict[str, Any]:
+    return {"rope_parameters": {**parameters, **changes}}
 
 
 @pytest.mark.parametrize(
@@ -79,145 +92,103 @@ def test_configurations_as_transformers_writes_them(variant: str) -> None:
         {},
         {"rope_theta": 1_000_000},
         {"rope_theta": 5e5, "rope_scaling": None},
-        {"rope_scaling": {"type": "linear", "factor": 4.0}},
-        {"rope_scaling": {"type": "dynamic", "factor": 2}, "rope_theta": 1e6},
-        {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
-        {"rope_parameters": {**LLAMA3, "rope_theta": 500000.0}},
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-        {"rope_parameters": {"rope_type": "default"}, "rope_theta": 2e6},
-        {"rope_parameters": {"rope_theta": 3e6}, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        scaling({"type": "linear", "factor": 4.0}),
+        {**scaling({"type": "dynamic", "factor": 2}), "rope_theta": 1e6},
+        {**scaling(LLAMA3), "rope_theta": 500000.0},
+        parameters(LLAMA3, rope_theta=500000.0),
+        parameters({"rope_type": "default", "rope_theta": 1e6}),
+        {**parameters({"rope_type": "default"}), "rope_theta": 2e6},
+        {**parameters({"rope_theta": 3e6}), **scaling({"type": "linear", "factor": 2.0})},
         {"rope_parameters": None, "rope_scaling": {}},
-        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}},
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        {"rope_parameters": {"rope_type": "yarn", "type": "linear", "factor": 2.0, "beta_fast": 16,
-                             "beta_slow": 2, "attention_factor": 1.5, "rope_theta": 1e4}},
+        scaling(YARN),
+        scaling({"rope_type": "yarn", "factor": 4.0}),
+        parameters({"rope_type": "yarn", "type": "linear", "factor": 2.0, "beta_fast": 16,
+                    "beta_slow": 2, "attention_factor": 1.5, "rope_theta": 1e4}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
 def test_both_spellings_of_rope(model_type: str, rope: dict[str, Any]) -> None:
-    raw = {"model_type": model_type, "max_position_embeddings": 8192, **rope}
-    assert assert_same(BY_TYPE[model_type], raw)
-
-
-LONG = {"short_factor": [1.0] * 36, "long_factor": [2] * 36}
+    assert assert_same(model_type, {"max_position_embeddings": 8192, **rope})
 
 
 @pytest.mark.parametrize(
-    ("rope", "read"),
+    ("model_type", "rope"),
     [
-        ({"rope_theta": 250000.0, "rope_scaling": None, "partial_rotary_factor": 1.0}, True),
-        ({"rope_scaling": {"type": "longrope", **LONG}, "partial_rotary_factor": 0.75}, True),
-        ({"rope_scaling": {"type": "longrope", **LONG}}, False),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, False),
-        (
-            {
-                "rope_parameters": {"rope_type": "longrope", "partial_rotary_factor": 0.75,
-                                    "factor": 2.0, "attention_factor": 1.5, **LONG},
-                "original_max_position_embeddings": 2048,
-            },
-            True,
-        ),
-        (
-            {
-                "rope_parameters": {"rope_type": "longrope", "partial_rotary_factor": 0.75,
-                                    "original_max_position_embeddings": 4, **LONG},
-                "original_max_position_embeddings": 8192,
-            },
-            False,
-        ),
+        ("phi3", {"rope_theta": 25e4, "rope_scaling": None, "partial_rotary_factor": 1.0}),
+        ("phi3", {**scaling({**LONG, "type": "longrope"}), **THREE_QUARTERS}),
+        ("phi3", {**parameters(LONG, **THREE_QUARTERS, factor=2.0, attention_factor=1.5),
+                  "original_max_position_embeddings": 2048}),
+        ("gemma3_text", {"rope_theta": 1e6, "rope_local_base_freq": 10000, "rope_scaling": None}),
+        ("gemma3_text", {**scaling(LINEAR), "sliding_window_pattern": 2}),
+        ("gemma3_text", {**scaling(LINEAR), "rope_local_base_freq": 5e3}),
+        ("gemma3_text", {"rope_parameters": None}),
+        ("gemma3_text", parameters({"full_attention": LINEAR, "sliding_attention": {}})),
     ],
 )  # fmt: skip
-def test_rope_of_phi3(rope: dict[str, Any], read: bool) -> None:
-    raw = {"model_type": "phi3", "pad_token_id": 0, **rope}
-    family = BY_TYPE["phi3"]
-    assert (assert_same(family, raw) if read else family.read(raw) is not None) == read
+def test_rope_of_some_families(model_type: str, rope: dict[str, Any]) -> None:
+    assert assert_same(model_type, {"pad_token_id": 0, **rope})
 
 
-LINEAR = {"rope_type": "linear", "factor": 8.0}
+#: Values of fields that are left to transformers, and so are errors.
+LEFT: dict[str, dict[str, list[Any]]] = {
+    "llama": {
+        "hidden_size": ["many", 16.0, True, None, 100],  # which is no multiple of 32 heads
+        "num_attention_heads": [0], "head_dim": [5], "attention_bias": [1], "rms_norm_eps": [1],
+        "hidden_act": [None], "eos_token_id": [[1, "2"], [1, 32000]], "bos_token_id": [-1],
+        "dtype": ["float99"], "torch_dtype": [16], "layer_types": [["full_attention"] * 32],
+        "text_config": [{}], "per_layer_config": [{}],
+    },
+    "mistral": {"num_attention_heads": [0]},
+    "qwen2": {
+        "layer_types": [["full_attention"], ["chunked_attention"] * 32, ["attention"] * 32,
+                        "full_attention"],
+    },
+    "qwen3": {"head_dim": [None]},
+    "gpt2": {"hidden_size": [768]},
+    "opt": {"word_embed_proj_dim": ["512"]},
+    "gemma3_text": {"rope_theta": [None], "sliding_window_pattern": [0]},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rope", "read"),
-    [
-        ({"rope_theta": 1e6, "rope_local_base_freq": 10000, "rope_scaling": None}, True),
-        ({"rope_scaling": LINEAR, "sliding_window_pattern": 2}, True),
-        ({"rope_scaling": LINEAR, "rope_local_base_freq": 5e3}, True),
-        ({"rope_parameters": None}, True),
-        ({"rope_parameters": {"full_attention": LINEAR, "sliding_attention": {}}}, True),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, False),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, False),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 8.0}}, False),
-        ({"rope_theta": None}, False),
-        ({"sliding_window_pattern": 0}, False),
-    ],
-)
-def test_rope_of_gemma3(rope: dict[str, Any], read: bool) -> None:
-    raw = {"model_type": "gemma3_text", **rope}
-    family = BY_TYPE["gemma3_text"]
-    assert (assert_same(family, raw) if read else family.read(raw) is not None) == read
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_theta": None},
-        {"rope_theta": "high"},
-        {"rope_theta": True},
-        {"rope_scaling": "linear"},
-        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 2]}},
-        {"rope_scaling": {"type": ["linear"], "factor": 2.0}},
-        {"rope_scaling": {"type": "linear"}},
-        {"rope_scaling": {"type": "linear", "factor": 0.5}},
-        {"rope_scaling": {"type": "linear", "factor": 2.0, "odd": 1}},
-        {"rope_scaling": {"type": "yarn", "factor": 3.0, "original_max_position_embeddings": 2048}},
-        {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0}},
-        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8192}},
-        {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
-        {"rope_scaling": {**LLAMA3, "low_freq_factor": None}},
-        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-        {"partial_rotary_factor": 1.0},
-        {"original_max_position_embeddings": 4096},
-        {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-    ],
-)
-def test_rope_that_is_left_to_transformers(rope: dict[str, Any]) -> None:
-    raw = {"model_type": "llama", "max_position_embeddings": 8192, **rope}
-    assert BY_TYPE["llama"].read(raw) is None
+def _llama(**changes: Any) -> tuple[str, dict[str, Any]]:
+    return "llama", {"max_position_embeddings": 8192, **changes}
 
 
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
-        ("llama", {"hidden_size": "many"}),
-        ("llama", {"hidden_size": 16.0}),
-        ("llama", {"hidden_size": True}),
-        ("llama", {"hidden_size": None}),
-        ("llama", {"hidden_size": 100}),  # no multiple of 32 heads
-        ("llama", {"num_attention_heads": 0}),
-        ("llama", {"head_dim": 5}),
-        ("llama", {"attention_bias": 1}),
-        ("llama", {"rms_norm_eps": 1}),
-        ("llama", {"hidden_act": None}),
-        ("llama", {"eos_token_id": [1, "2"]}),
-        ("llama", {"eos_token_id": [1, 32000]}),
-        ("llama", {"bos_token_id": -1}),
-        ("llama", {"dtype": "float99"}),
-        ("llama", {"torch_dtype": 16}),
-        ("llama", {"layer_types": ["full_attention"] * 32}),
-        ("llama", {"text_config": {}}),
-        ("llama", {"per_layer_config": {}}),
-        ("mistral", {"num_attention_heads": 0}),
-        ("qwen2", {"layer_types": ["full_attention"]}),
-        ("qwen2", {"layer_types": ["chunked_attention"] * 32}),
-        ("qwen2", {"layer_types": ["attention"] * 32}),
-        ("qwen2", {"layer_types": "full_attention"}),
-        ("qwen3", {"head_dim": None}),
-        ("gpt2", {"hidden_size": 768}),
-        ("opt", {"word_embed_proj_dim": "512"}),
+        *(_llama(rope_theta=theta) for theta in (None, "high", True)),
+        _llama(rope_scaling="linear"),
+        _llama(**scaling({"type": "mrope", "mrope_section": [1, 2]})),
+        _llama(**scaling({"type": ["linear"], "factor": 2.0})),
+        _llama(**scaling({"type": "linear"})),
+        _llama(**scaling({"type": "linear", "factor": 0.5})),
+        _llama(**scaling({"type": "linear", "factor": 2.0, "odd": 1})),
+        _llama(**scaling(YARN, factor=3.0)),
+        _llama(**scaling(YARN, original_max_position_embeddings=0)),
+        _llama(**scaling(LLAMA3, original_max_position_embeddings=8192)),
+        _llama(**scaling(LLAMA3, high_freq_factor=1.0)),
+        _llama(**scaling(LLAMA3, low_freq_factor=None)),
+        _llama(**parameters({"rope_type": "default", "partial_rotary_factor": 0.5})),
+        _llama(partial_rotary_factor=1.0),
+        _llama(original_max_position_embeddings=4096),
+        _llama(**parameters({"full_attention": {"rope_type": "default"}})),
+        ("phi3", scaling(LONG)),
+        ("phi3", scaling({"type": "linear", "factor": 2.0})),
+        ("phi3", {**parameters(LONG, **THREE_QUARTERS, original_max_position_embeddings=4),
+                  "original_max_position_embeddings": 8192}),
+        ("gemma3_text", scaling({"type": "linear", "factor": 2.0})),
+        ("gemma3_text", parameters({"full_attention": {"rope_type": "default"}})),
+        ("gemma3_text", parameters(LINEAR)),
+        *((model_type, {name: value}) for model_type, fields in LEFT.items()
+          for name, values in fields.items() for value in values),
     ],
-)
+)  # fmt: skip
 def test_what_is_left_to_transformers(model_type: str, changes: dict[str, Any]) -> None:
-    assert BY_TYPE[model_type].read({"model_type": model_type, **changes}) is None
+    raw = {"model_type": model_type, **changes}
+    if model_type == "phi3":
+        raw["pad_token_id"] = 0
+    assert BY_TYPE[model_type].read(raw) is None
 
 
 @pytest.mark.parametrize(
@@ -232,9 +203,8 @@ def test_what_is_left_to_transformers(model_type: str, changes: dict[str, Any]) 
     ],
 )
 def test_dtype(changes: dict[str, Any], dtype: DType | None) -> None:
-    raw = {"model_type": "llama", **changes}
-    assert assert_same(BY_TYPE["llama"], raw)
-    found = BY_TYPE["llama"].read(raw)
+    assert assert_same("llama", changes)
+    found = BY_TYPE["llama"].read({"model_type": "llama", **changes})
     assert found is not None
     assert found.dtype == dtype
 
@@ -262,12 +232,68 @@ _ODD = st.sampled_from([None, "x", 1.5, True, [], {}, 3])
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_fields(data: st.DataObject) -> None:
     model_type = data.draw(st.sampled_from(sorted(BY_TYPE)))
-    family = BY_TYPE[model_type]
-    names = data.draw(st.lists(st.sampled_from(sorted(family.schema.fields)), unique=True))
-    raw: dict[str, Any] = {"model_type": model_type}
-    for name in names:
-        kind, _ = family.schema.fields[name]
-        raw[name] = data.draw(_VALUES[kind])
+    fields = BY_TYPE[model_type].schema.fields
+    names = data.draw(st.lists(st.sampled_from(sorted(fields)), unique=True))
+    raw = {name: data.draw(_VALUES[fields[name][0]]) for name in names}
     if data.draw(st.integers(0, 4)) == 0 and names:
         raw[data.draw(st.sampled_from(names))] = data.draw(_ODD)
-    assert_same(family, raw)
+    assert_same(model_type, raw)
+
+
+# -- frequencies --------------------------------------------------------------------------
+
+
+def yarn(**changes: Any) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, **changes}
+
+
+def longrope(head_dim: int, **changes: Any) -> tuple[int, dict[str, Any]]:
+    short, long = ([first + step * i for i in range(head_dim // 2)]
+                   for first, step in ((1.0, 0.1), (1.5, 0.7)))  # fmt: skip
+    return head_dim, {"rope_type": "longrope", "original_max_position_embeddings": 1024,
+                      "short_factor": short, "long_factor": long, **changes}  # fmt: skip
+
+
+CASES: list[tuple[int, dict[str, Any]]] = [
+    (64, {"rope_type": "linear", "factor": 4.0}),
+    (12, {"rope_type": "linear", "factor": 3}),
+    (64, {**LLAMA3, "original_max_position_embeddings": 2048}),
+    (128, {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 1000}),
+    (64, yarn()),
+    (128, yarn(attention_factor=1.25)),
+    (128, yarn(beta_fast=16, beta_slow=2, truncate=False)),
+    (96, yarn(factor=None)),
+    (64, yarn(factor=0.5)),
+    (64, yarn(mscale=1.0, mscale_all_dim=0.8)),
+    (4, yarn(beta_fast=1, beta_slow=1)),
+    longrope(64),
+    longrope(64, factor=2.0),
+    longrope(96, attention_factor=1.19),
+    longrope(64, factor=1.0),
+]
+
+
+@pytest.mark.parametrize("max_len", [1024, 1025, 4096])
+@pytest.mark.parametrize("theta", [10000.0, 500000])
+@pytest.mark.parametrize(("head_dim", "rope"), CASES)
+def test_frequencies(head_dim: int, rope: dict[str, Any], theta: float, max_len: int) -> None:
+    rope = {**rope, "rope_theta": theta}
+    ours = RotaryEmbedding(
+        RopeConfig(rope["rope_type"], rope, head_dim, 4096), max_len, torch.device("cpu")
+    )
+    sizes = {"hidden_size": head_dim, "num_attention_heads": 1, "max_position_embeddings": 4096}
+    config = LlamaConfig(**sizes, rope_parameters=dict(rope))
+    expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, seq_len=max_len)
+    assert torch.equal(ours._frequencies, expected)
+    assert ours._frequencies.dtype == torch.float32
+    assert ours._scaling == factor
+
+
+def test_every_type_is_compared() -> None:
+    compared = {rope["rope_type"] for _, rope in CASES}
+    # "dynamic" is "default" within the model's context; what that is, test_parity shows.
+    assert set(ROPE_TYPES) - compared == {"default", "dynamic"}
+    plain = RopeConfig("default", {"rope_theta": 10000.0}, 8, 64)
+    expected = [10000.0 ** (-i / 8) for i in (0, 2, 4, 6)]
+    found = RotaryEmbedding(plain, 64, torch.device("cpu"))._frequencies
+    assert torch.allclose(found, torch.tensor(expected), rtol=1e-6, atol=0)

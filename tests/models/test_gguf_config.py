@@ -1,4 +1,4 @@
-"""Metadata and tensor names against the same model in Hugging Face's layout."""
+"""Families as GGUF files against the same models in Hugging Face's layout; what is refused."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.models.checkpoints import NATIVE, VARIANTS
+from tests.models.checkpoints import FAMILIES, MODELS, Saved, on
 from tests.models.gguf_checkpoints import convert
 from tests.models.gguf_files import add_llama, llama_tensors, random_blocks, write
+from tests.models.schedule import run_schedule, worst_difference
 from vmserve.errors import ConfigurationError, UnsupportedError
+from vmserve.models import load_model
 from vmserve.models.gguf.config import describe
 from vmserve.models.gguf.dequantize import dequantize
 from vmserve.models.gguf.reader import open_gguf
@@ -26,112 +28,135 @@ from vmserve.models.stored_weight import as_plain
 from vmserve.numbers.dtypes import DType
 from vmserve.numbers.host_arrays import as_float32
 
-_MODELS = [
-    name
-    for name, config in VARIANTS.items()
-    if config.model_type in ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
-    and getattr(config, "norm_topk_prob", True)
-    and not getattr(config, "mlp_only_layers", [])
-    and not getattr(config, "use_sliding_window", False)
-    and config.rope_parameters["rope_type"] in ("default", "linear", "llama3", "yarn")
-    and "attention_factor" not in config.rope_parameters
-    and "beta_fast" not in config.rope_parameters
-    and "mscale" not in config.rope_parameters
-]
-_MODELS += ["phi3", "phi3-longrope", "phi3-partial", "gemma2", "gemma3", "gemma3-odd"]
+
+def _found(path: Path) -> dict[str, Any]:
+    model = open_gguf(path)
+    return find_weights(model, describe(model).network)
 
 
-@pytest.mark.parametrize("name", _MODELS)
-def test_same_model(checkpoint: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+def _numbers(weight: Any) -> Any:
+    return as_float32(*as_plain(weight.read()))
+
+
+@pytest.mark.parametrize("name", on("gguf"))
+def test_same_tensors(checkpoint: Saved, tmp_path: Path, name: str) -> None:
     directory = checkpoint(name)
     network = convert(directory, tmp_path / "x.gguf", lambda writer: None)
-    model = open_gguf(tmp_path / "x.gguf")
-    described = describe(model)
+    described = describe(open_gguf(tmp_path / "x.gguf"))
     assert described.dtype is DType.FLOAT32
     assert (described.bos_token_id, described.eos_token_ids) == (0, (1,))
     ours, theirs = described.network.positions, network.positions
-    assert isinstance(ours, RopeConfig)
-    assert isinstance(theirs, RopeConfig)
     angles = [HostRotations(each, 64).upto(64, DType.FLOAT32) for each in (ours, theirs)]
     np.testing.assert_allclose(angles[0], angles[1], atol=2e-5)
     assert np.float32(described.network.norm.eps) == np.float32(network.norm.eps)
     assert replace(described.network, positions=theirs, norm=network.norm) == network
-    weights = find_weights(model, described.network)
-    for key, tensor in load_file(directory / "model.safetensors").items():
-        if key not in weights:
-            assert network.tied_embeddings
-            assert key == "lm_head.weight"
-            continue
-        weight = weights[key]
-        found = as_float32(*as_plain(weight.read()))
+    weights = _found(tmp_path / "x.gguf")
+    stored = load_file(directory / "model.safetensors")
+    assert stored.keys() - weights.keys() <= (
+        {"lm_head.weight"} if network.tied_embeddings else set()
+    )
+    for key, weight in weights.items():
+        found, expected = _numbers(weight), stored[key].to(torch.float32).numpy()
         assert weight.num_bytes == found.nbytes
-        expected = tensor.to(torch.float32).numpy()
         if "norm" in key:
-            found, expected = (
-                array + np.float32(each.norm.offset)
-                for array, each in ((found, described.network), (expected, network))
-            )
+            found = found + np.float32(described.network.norm.offset)
+            expected = expected + np.float32(network.norm.offset)
         np.testing.assert_array_equal(found, expected)
 
 
-def test_these_are_all_kinds() -> None:
-    configs = [{**NATIVE, **VARIANTS}[name] for name in _MODELS]
-    types = {config.model_type for config in configs}
-    ropes = {config.rope_parameters.get("rope_type") for config in configs}
-    ties = {bool(config.tie_word_embeddings) for config in configs}
-    assert types == {
-        "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "phi3", "gemma2", "gemma3_text"
-    }  # fmt: skip
-    assert any(config.model_type == "llama" and config.attention_bias for config in configs)
-    assert {"default", "linear", "llama3"} <= ropes
-    assert ties == {True, False}
+@pytest.mark.parametrize("name", on("blocks"))
+def test_same_logits(checkpoint: Saved, tmp_path: Path, name: str) -> None:
+    network = convert(checkpoint(name), tmp_path / "x.gguf", lambda writer: None)
+    found = describe(open_gguf(tmp_path / "x.gguf")).network
+    assert (found.experts, found.latent) == (network.experts, network.latent)
+    assert (found.delta and replace(found.delta, tiled=False)) == network.delta
+    logits = [_logits(path) for path in (tmp_path / "x.gguf", checkpoint(name))]
+    assert worst_difference(*logits) < 2e-5
 
 
-def _write(path: Path, change: Callable[[gguf.GGUFWriter], None], **sizes: Any) -> Path:
+def test_every_architecture_is_compared() -> None:
+    compared = {
+        model.family.gguf for model in MODELS.values() if {"gguf", "blocks"} & {*model.on.split()}
+    }
+    assert compared == {family.gguf for family in FAMILIES.values()} - {""}
+
+
+def _logits(path: Path) -> list[torch.Tensor]:
+    return run_schedule(load_model(path, torch.float32, native=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices"),
+    [("deepseek-v3", "Q8_0"), ("deepseek-v2-lite", "Q4_0"), ("qwen3.5", "Q8_0"),
+     ("gpt-oss", "MXFP4")],
+)  # fmt: skip
+def test_quantized_matrices_are_what_the_file_says(
+    checkpoint: Saved, tmp_path: Path, name: str, matrices: str
+) -> None:
+    convert(checkpoint(f"{name}-blocks"), tmp_path / "x.gguf", lambda writer: None, matrices)
+    _write_exact(tmp_path / "x.gguf", tmp_path / "exact.gguf")
+    found, exact = (_logits(tmp_path / f"{each}.gguf") for each in ("x", "exact"))
+    assert worst_difference(found, exact) < 2e-3
+
+
+def _write_exact(path: Path, to: Path) -> None:
+    """The same file with all matrices in float32."""
+    read = gguf.GGUFReader(path)
+    tensors = {}
+    for tensor in read.tensors:
+        exact = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        tensors[tensor.name] = "F32", exact.reshape(tensor.shape.tolist()[::-1])
+
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        for field in read.fields.values():
+            if field.name.startswith("GGUF.") or field.name == "general.architecture":
+                continue
+            kind, *of = field.types
+            writer.add_key_value(field.name, field.contents(), kind, of[0] if of else None)
+
+    write(to, read.fields["general.architecture"].contents(), tensors, metadata)
+
+
+def _write(path: Path, change: Callable[[Any], object] = lambda w: None, **sizes: Any) -> Path:
     def metadata(writer: gguf.GGUFWriter) -> None:
         add_llama(writer, **sizes)
         change(writer)
 
-    return write(path, "llama", llama_tensors(np.random.default_rng(0)), metadata)
+    return write(path / "x.gguf", "llama", llama_tensors(np.random.default_rng(0)), metadata)
+
+
+def _nothing(writer: gguf.GGUFWriter) -> None:
+    """The file says what it has."""
 
 
 @pytest.mark.parametrize(
     ("change", "sizes", "said"),
     [
-        (lambda w: None, {"layers": 1 << 30}, "block_count is 1,073,741,824, but there are 20 ten"),
-        (lambda w: None, {"layers": 3}, "lacks 9 tensors .*: 'blk.2.attn_k.weight', .*5 more"),
-        (lambda w: None, {"layers": 1}, "has 9 tensors that its architecture does not have here"),
-        (lambda w: None, {"hidden": 64}, r"token_embd.weight has shape \[269, 32\], but"),
-        (lambda w: None, {"mlp": 65}, r"ffn_gate.weight has shape \[64, 32\], but .*\[65, 32\]"),
-        (lambda w: None, {"heads": 0}, "llama.attention.head_count is 0; it must be 1 or more"),
-        (lambda w: None, {"heads": 3}, "an embedding_length of 32 that 3 heads do not share"),
-        (lambda w: None, {"heads": [2, 2]}, "head_count is a list: layers that differ"),
+        (_nothing, {"layers": 1 << 30}, "block_count is 1,073,741,824, but there are 20 ten"),
+        (_nothing, {"layers": 3}, "lacks 9 tensors .*: 'blk.2.attn_k.weight', .*5 more"),
+        (_nothing, {"layers": 1}, "has 9 tensors that its architecture does not have here"),
+        (_nothing, {"hidden": 64}, r"token_embd.weight has shape \[269, 32\], but"),
+        (_nothing, {"mlp": 65}, r"ffn_gate.weight has shape \[64, 32\], but .*\[65, 32\]"),
+        (_nothing, {"heads": 0}, "llama.attention.head_count is 0; it must be 1 or more"),
+        (_nothing, {"heads": 3}, "an embedding_length of 32 that 3 heads do not share"),
+        (_nothing, {"heads": [2, 2]}, "head_count is a list: layers that differ"),
         (lambda w: w.add_key_length(20), {}, "rope.dimension_count|value_length|has shape"),
         (lambda w: w.add_rope_dimension_count(8), {}, "rope.dimension_count is 8 for heads of 16"),
         (lambda w: w.add_expert_count(8), {}, "metadata llama.expert_used_count is missing"),
         (lambda w: w.add_expert_count(1 << 30), {}, "expert_count is 1,073,741,824; it must be 0"),
-        (
-            lambda w: w.add_token_list([f"t{number}" for number in range(270)]),
-            {},
-            "tokens has 270 tokens, but tensor token_embd.weight has 269 rows",
-        ),
+        (lambda w: w.add_token_list([f"t{number}" for number in range(270)]), {},
+         "tokens has 270 tokens, but tensor token_embd.weight has 269 rows"),
         (lambda w: w.add_eos_token_id(999), {}, "names token 999, but the vocabulary has 269"),
-        (
-            lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
-            {},
-            "rope.scaling.type 'longrope' is not supported; supported: none, linear, yarn",
-        ),
-        (
-            lambda w: w.add_float32("llama.rope.scale_linear", 1e-40),
-            {},
-            "llama.rope.scale_linear is 9.99.*e-41; it must be 1 or more",
-        ),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), {},
+         "rope.scaling.type 'longrope' is not supported; supported: none, linear, yarn"),
+        (lambda w: w.add_float32("llama.rope.scale_linear", 1e-40), {},
+         "llama.rope.scale_linear is 9.99.*e-41; it must be 1 or more"),
     ],
-)
+)  # fmt: skip
 def test_refusals(tmp_path: Path, change: Any, sizes: Any, said: str) -> None:
-    model = open_gguf(_write(tmp_path / "x.gguf", change, **sizes))
+    path = _write(tmp_path, change, **sizes)
     with pytest.raises(ConfigurationError, match=said) as raised:
-        find_weights(model, describe(model).network)
+        _found(path)
     assert str(raised.value).startswith("x.gguf")
     assert str(raised.value).isprintable()
 
@@ -144,7 +169,7 @@ def test_yarn(tmp_path: Path) -> None:
         writer.add_rope_scaling_yarn_beta_fast(16.0)
         writer.add_rope_scaling_yarn_beta_slow(2.0)
 
-    network = describe(open_gguf(_write(tmp_path / "x.gguf", change))).network
+    network = describe(open_gguf(_write(tmp_path, change))).network
     assert isinstance(network.positions, RopeConfig)
     assert network.positions.parameters == {
         "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "beta_fast": 16.0,
@@ -162,8 +187,7 @@ def test_architectures_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_types_of_quantized_models(tmp_path: Path) -> None:
     """Computed as bfloat16 says nothing of how weights are kept."""
-    path = _write(tmp_path / "x.gguf", lambda writer: None)
-    assert describe(open_gguf(path)).dtype is DType.BFLOAT16
+    assert describe(open_gguf(_write(tmp_path))).dtype is DType.BFLOAT16
 
 
 def _unpermuted(weights: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
@@ -181,20 +205,18 @@ def test_plain_weights(tmp_path: Path, kind: str) -> None:
         else (given, array)
         for name, (given, array) in llama_tensors(rng).items()
     }  # fmt: skip
-    path = write(tmp_path / "x.gguf", "llama", tensors, add_llama)
-    model = open_gguf(path)
-    found = find_weights(model, describe(model).network)
+    model = open_gguf(write(tmp_path / "x.gguf", "llama", tensors, add_llama))
     assert describe(model).dtype == {"F16": DType.FLOAT16, "BF16": DType.BFLOAT16}[kind]
-    for name, weight in found.items():
+    for name, weight in find_weights(model, describe(model).network).items():
         raw = model.raw(weight.tensor.name)
         given = weight.tensor.type.name
         expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[given])
         if ".q_proj" in name or ".k_proj" in name:
             expected = _unpermuted(expected, 2 if ".q_proj" in name else 1)
-        view = as_float32(*as_plain(weight.read()))
+        view = _numbers(weight)
         np.testing.assert_array_equal(view, expected.reshape(weight.tensor.shape))
         weight.drop_pages()
-        np.testing.assert_array_equal(as_float32(*as_plain(weight.read())), view)
+        np.testing.assert_array_equal(_numbers(weight), view)
 
 
 @pytest.mark.parametrize("name", ["blk.0.attn_q", "blk.1.ffn_up", "output_norm"])
@@ -206,8 +228,7 @@ def test_infinite_numbers(tmp_path: Path, name: str, value: float) -> None:
     wrong = np.array([value], array.dtype if kind == "F32" else np.float16).view(array.dtype)
     # Q5_1 has its minimum behind the scale.
     array.reshape(-1)[2 if kind == "Q5_1" else 0 :][: len(wrong)] = wrong
-    model = open_gguf(write(tmp_path / "x.gguf", "llama", tensors, add_llama))
-    found = find_weights(model, describe(model).network)
+    found = _found(write(tmp_path / "x.gguf", "llama", tensors, add_llama))
     [weight] = [each for each in found.values() if each.tensor.name == f"{name}.weight"]
     with pytest.raises(ConfigurationError, match=rf"tensor '{name}.weight' has 1 scales or numb"):
         weight.read()
@@ -222,11 +243,10 @@ def _shape(raw: np.ndarray[Any, Any], kind: str) -> tuple[int, int]:
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q5_1"])
 def test_rows_of_blocks_are_permuted_as_wholes(tmp_path: Path, kind: str) -> None:
     tensors = llama_tensors(np.random.default_rng(2), kind)
-    model = open_gguf(write(tmp_path / "x.gguf", "llama", tensors, add_llama))
-    weights = find_weights(model, describe(model).network)
+    path = write(tmp_path / "x.gguf", "llama", tensors, add_llama)
     for module, heads in (("q", 2), ("k", 1), ("v", 0)):
-        weight = weights[f"model.layers.1.self_attn.{module}_proj.weight"]
-        raw = model.raw(f"blk.1.attn_{module}.weight")
+        weight = _found(path)[f"model.layers.1.self_attn.{module}_proj.weight"]
+        raw = open_gguf(path).raw(f"blk.1.attn_{module}.weight")
         expected = dequantize(weight.tensor.type, raw)
         if heads:
             expected = _unpermuted(expected, heads)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,74 +160,66 @@ def bound(rows: NDArray[np.float64], matrix: Matrix, form: Format) -> NDArray[np
     return np.asarray((2 * groups + 10) * EPS * magnitudes)
 
 
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def linears(matrix: Matrix, isa: str, num_threads: int = 1) -> list[tuple[_core.CpuLinear, int]]:
+    """One with rows of 16 bits and one of 8, where there are such; and the steps of a row's group
+    from zero to its largest element."""
+    made = [
+        _core.CpuLinear(matrix.weights, quantization=each, num_threads=num_threads, isa=isa)
+        for each in ("none", "int8-dynamic")
+    ]
+    return [(linear, 127 if linear.row_type == "int8" else 32767) for linear in made]
 
 
-@pytest.mark.parametrize("quantization", ["none", "int8-dynamic"])
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-@pytest.mark.parametrize(("outputs", "inputs"), [(5, 256), (97, 512), (160, 768)])
+SIZES = [(5, 256), (97, 512), (160, 768)]
+ODD_SIZES = [(35, inputs) for inputs in (16, 54, 83, 288, 1000)]
+
+
+@pytest.mark.parametrize(
+    ("form", "size"),
+    [
+        *(pytest.param(form, size, id=f"{form.name}-{size}") for form in FORMATS for size in SIZES),
+        *(pytest.param(form, size, id=f"{form.name}-{size}") for form in ODD for size in ODD_SIZES),
+    ],
+)
 def test_products_are_those_of_the_rounded_rows(
-    form: Format, quantization: str, outputs: int, inputs: int, isa: str
+    form: Format, size: tuple[int, int], isa: str
 ) -> None:
-    matrix = matrix_of(form, outputs, inputs)
-    linear = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa)
+    """And rounding costs half a step of a group's largest magnitude an element."""
+    matrix, inputs = matrix_of(form, *size), size[1]
     group = 16 if form.group == 16 else 32
-    most = 127 if linear.row_type == "int8" else 32767
-    for num_rows in (1, 2, 13):
-        rows = rows_of(num_rows, inputs)
-        out = linear.multiply(rows)
-        rounded = rounded_rows(rows, most, group)
-        expected = rounded @ matrix.exact.T
-        assert np.all(np.abs(out - expected) <= bound(rounded, matrix, form))
+    for linear, most in linears(matrix, isa):
+        for num_rows in (1, 2, 13):
+            rows = rows_of(num_rows, inputs)
+            out = linear.multiply(rows)
+            rounded = rounded_rows(rows, most, group)
+            error = np.abs(out - rounded @ matrix.exact.T)
+            assert np.all(error <= bound(rounded, matrix, form))
+            exact = rows.astype(np.float64)
+            allowed = rounding(exact, most, group) @ np.abs(matrix.exact).T
+            allowed += bound(exact, matrix, form)
+            assert np.all(np.abs(out - exact @ matrix.exact.T) <= allowed)
+
+
+def rounding(rows: NDArray[np.float64], most: int, group: int) -> NDArray[np.float64]:
+    """The most that each element moves."""
+    padded = np.pad(np.abs(rows), ((0, 0), (0, -rows.shape[1] % group)))
+    largest = padded.reshape(len(rows), -1, group).max(axis=2)
+    step = np.repeat(largest, group, axis=1)[:, : rows.shape[1]] / most
+    return np.asarray(0.5 * step * (1 + 1e-3))
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_what_rounding_rows_costs(form: Format, isa: str) -> None:
-    """Against the rows as they are: half a step of a group's largest magnitude an element."""
-    matrix = matrix_of(form, 64, 1024)
-    rows = rows_of(3, 1024)
-    expected = rows.astype(np.float64) @ matrix.exact.T
-    group = 16 if form.group == 16 else 32
-    largest = np.repeat(np.abs(rows).reshape(3, -1, group).max(axis=2), group, axis=1)
-    for quantization in ("none", "int8-dynamic"):
-        linear = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa)
-        most = 127 if linear.row_type == "int8" else 32767
-        step = largest.astype(np.float64) / most
-        allowed = (0.5 * step * (1 + 1e-3)) @ np.abs(matrix.exact).T
-        allowed += bound(rows.astype(np.float64), matrix, form)
-        assert np.all(np.abs(linear.multiply(rows) - expected) <= allowed)
-
-
-@pytest.mark.parametrize("inputs", [16, 54, 83, 288, 1000])
-@pytest.mark.parametrize("form", ODD, ids=lambda form: form.name)
-def test_odd_depths(inputs: int, form: Format, isa: str) -> None:
-    matrix = matrix_of(form, 35, inputs)
-    for quantization in ("none", "int8-dynamic"):
-        linear = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa)
-        most = 127 if linear.row_type == "int8" else 32767
-        rows = rows_of(5, inputs)
-        rounded = rounded_rows(rows, most, form.group)
-        error = np.abs(linear.multiply(rows) - rounded @ matrix.exact.T)
-        assert np.all(error <= bound(rounded, matrix, form))
-
-
-@pytest.mark.parametrize("quantization", ["none", "int8-dynamic"])
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_a_row_has_the_same_bits_in_every_batch(form: Format, quantization: str, isa: str) -> None:
-    matrix = matrix_of(form, 200, 512)
-    linear = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa)
-    rows = rows_of(27, 512)
-    alone = np.concatenate([linear.multiply(rows[i : i + 1]) for i in range(len(rows))])
-    for num_rows in (*range(2, 14), 24, 27):
-        assert np.array_equal(linear.multiply(rows[:num_rows]), alone[:num_rows])
+def test_a_row_has_the_same_bits_in_every_batch(form: Format, isa: str) -> None:
+    matrix, rows = matrix_of(form, 200, 512), rows_of(27, 512)
+    alone = []
+    for linear, _ in linears(matrix, isa):
+        alone.append(np.concatenate([linear.multiply(rows[i : i + 1]) for i in range(len(rows))]))
+        for num_rows in (*range(2, 14), 24, 27):
+            assert np.array_equal(linear.multiply(rows[:num_rows]), alone[-1][:num_rows])
     for num_threads in (2, 7):  # with and without panels for each of them
-        linear = _core.CpuLinear(
-            matrix.weights, quantization=quantization, num_threads=num_threads, isa=isa
-        )
-        for num_rows in (1, 2, 9, 27):
-            assert np.array_equal(linear.multiply(rows[:num_rows]), alone[:num_rows])
+        for (linear, _), expected in zip(linears(matrix, isa, num_threads), alone, strict=True):
+            for num_rows in (1, 2, 9, 27):
+                assert np.array_equal(linear.multiply(rows[:num_rows]), expected[:num_rows])
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8-dynamic"])
@@ -254,23 +246,19 @@ def test_short_codes_have_the_bits_of_long_ones(form: Format, quantization: str,
         assert short.tobytes() == long.tobytes()
 
 
-@pytest.mark.parametrize("extreme", ["largest", "smallest"])
-@pytest.mark.parametrize("bits", [4, 8])
-def test_the_largest_codes_and_elements_do_not_overflow(bits: int, extreme: str, isa: str) -> None:
-    most, least = (15, 0) if bits == 4 else (127, -128)
-    codes = np.full((40, 64), most if extreme == "largest" else least)
+@pytest.mark.parametrize(("bits", "code"), [(4, 15), (4, 0), (8, 127), (8, -128)])
+def test_the_largest_codes_and_elements_do_not_overflow(bits: int, code: int, isa: str) -> None:
+    codes = np.full((40, 64), code, np.int8).view(np.uint8)
     for minima in (None, np.zeros((40, 2), np.float32)):
-        weights = _core.GroupedWeights(
-            codes=codes.astype(np.int8).view(np.uint8), bits=bits, group=32,
-            scales=np.ones((40, 2), np.float32), minima=minima,
-        )  # fmt: skip
         zero = 8 if bits == 4 and minima is None else 0
         for quantization in ("none", "int8-dynamic"):
+            weights = _core.GroupedWeights(
+                codes=codes, bits=bits, group=32, scales=np.ones((40, 2), np.float32), minima=minima
+            )
             linear = _core.CpuLinear(weights, quantization=quantization, isa=isa)
             for sign in (1, -1):
                 out = linear.multiply(np.full((2, 64), sign, np.float32))
-                expected = 64.0 * sign * (int(codes[0, 0]) - zero)
-                np.testing.assert_allclose(out, expected, rtol=1e-6)
+                np.testing.assert_allclose(out, 64.0 * sign * (code - zero), rtol=1e-6)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -321,36 +309,50 @@ def test_every_half_is_kept_exactly() -> None:
         ({"codes": np.full((8, 64), 16, np.uint8)}, "a code of 4 bits above 15"),
     ],
 )
-def test_what_does_not_fit_is_refused(change: dict[str, object], message: str) -> None:
-    parts: dict[str, object] = {
+def test_what_does_not_fit_is_refused(change: dict[str, Any], message: str) -> None:
+    parts: dict[str, Any] = {
         "codes": np.zeros((8, 64), np.uint8), "bits": 4, "group": 32,
         "scales": np.ones((8, 2), np.float32),
     }  # fmt: skip
     with pytest.raises(ValueError, match=message):
-        _core.CpuLinear(_core.GroupedWeights(**{**parts, **change}))  # type: ignore[arg-type]
+        _core.CpuLinear(_core.GroupedWeights(**{**parts, **change}))
 
 
 def test_nan_in_a_row_stays_in_it(isa: str) -> None:
     matrix = matrix_of(FORMATS[1], 40, 256)
     rows = rows_of(3, 256)
     rows[1, 100] = np.nan
-    for quantization in ("none", "int8-dynamic"):
-        out = _core.CpuLinear(matrix.weights, quantization=quantization, isa=isa).multiply(rows)
+    for linear, _ in linears(matrix, isa):
+        out = linear.multiply(rows)
         assert np.isnan(out[1]).all()
         assert np.isfinite(out[[0, 2]]).all()
 
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "q_heads": 2,
-    "kv_heads": 1,
-    "head_dim": 32,
-}
 #: Outputs and inputs of a layer's matrices.
 MATRICES = {
     "q": (64, 64), "k": (32, 64), "v": (32, 64), "output": (64, 64),
     "gate": (96, 64), "up": (96, 64), "down": (64, 96),
 }  # fmt: skip
+
+
+_ONES = np.ones(64, np.float32)  # stays: a tuple has its address alone
+ONES = array_tuple(_ONES)
+
+
+def decoder(quantization: str, isa: str | None, row_dtype: DType = DType.FLOAT32) -> Any:
+    return _core.CpuDecoder(
+        vocab_size=7, hidden_size=64, q_heads=2, kv_heads=1, head_dim=32, norm_eps=1e-5,
+        row_dtype=row_dtype, quantization=quantization, num_threads=1, isa=isa,
+    )  # fmt: skip
+
+
+def add_layer(core: Any, weights: Callable[[str], Any], **biases: Any) -> None:
+    core.add_layer(
+        attention_norm=ONES, mlp_norm=ONES, q_norm=None, k_norm=None, head_dim=32, rotation=0,
+        scale=32**-0.5, window=0, softcap=0.0,
+        **{name: weights(name) for name in ("q", "k", "v", "output")},
+        **{"q_bias": None, "k_bias": None, "v_bias": None, **biases},
+    )  # fmt: skip
 
 
 def logits_of(
@@ -363,29 +365,23 @@ def logits_of(
     """Of a decoder of one layer, for the prompt 0 .. 6; and the bytes of its weights."""
     kept: list[NDArray[np.float32]] = []
 
+    def keep(array: NDArray[np.float32]) -> Any:
+        kept.append(array)
+        return array_tuple(array)
+
     def as_weights(name: str) -> Any:
         if quantized:
             return matrices[name].weights
-        kept.append(matrices[name].exact.astype(np.float32))
-        return array_tuple(kept[-1])
+        return keep(matrices[name].exact.astype(np.float32))
 
-    core = _core.CpuDecoder(
-        vocab_size=7, **SHAPE, norm_eps=1e-5, row_dtype=kv_dtype,
-        quantization=quantization, num_threads=1, isa=isa,
-    )  # fmt: skip
-    norm = np.ones(64, np.float32)
+    core = decoder(quantization, isa, row_dtype=kv_dtype)
     biases = {
-        f"{name}_bias": array_tuple(np.linspace(first, 1, len(matrices[name].exact), dtype="f4"))
+        f"{name}_bias": keep(np.linspace(first, 1, len(matrices[name].exact), dtype="f4"))
         for name, first in (("q", -1), ("k", 0), ("v", -2))
     }
-    core.add_layer(
-        attention_norm=array_tuple(norm), mlp_norm=array_tuple(norm),
-        **{name: as_weights(name) for name in ("q", "k", "v", "output")},
-        **biases, q_norm=None, k_norm=None,
-        head_dim=32, rotation=0, scale=32**-0.5, window=0, softcap=0.0,
-    )  # fmt: skip
+    add_layer(core, as_weights, **biases)
     core.add_mlp(**{name: as_weights(name) for name in ("gate", "up", "down")})
-    core.set_ends(None, array_tuple(norm), as_weights("table"))
+    core.set_ends(None, ONES, as_weights("table"))
     angles = np.arange(8)[:, None, None] * np.linspace(0.1, 1, 32)
     cos, sin = (rounded(f(angles).astype(np.float32), kv_dtype) for f in (np.cos, np.sin))
     core.set_rotations([(array_tuple(cos, kv_dtype), array_tuple(sin, kv_dtype))])
@@ -424,18 +420,9 @@ def test_a_decoder_takes_grouped_weights(mixed: bool, isa: str) -> None:
 
 def test_a_layer_is_not_partly_quantized() -> None:
     matrices = {name: matrix_of(FORMATS[0], *shape) for name, shape in MATRICES.items()}
+    weights: dict[str, Any] = {name: matrix.weights for name, matrix in matrices.items()}
+    core = decoder("none", ISAS[0])
+    add_layer(core, weights.__getitem__)
     plain = array_tuple(matrices["up"].exact.astype(np.float32))
-    weights = {name: matrix.weights for name, matrix in matrices.items()}
-    norm = array_tuple(np.ones(64, np.float32))
-    core = _core.CpuDecoder(
-        vocab_size=7, **SHAPE, norm_eps=1e-5, row_dtype="float32", quantization="none",
-        num_threads=1,
-    )  # fmt: skip
-    core.add_layer(
-        attention_norm=norm, mlp_norm=norm,
-        **{name: weights[name] for name in ("q", "k", "v", "output")},
-        q_bias=None, k_bias=None, v_bias=None, q_norm=None, k_norm=None,
-        head_dim=32, rotation=0, scale=1.0, window=0, softcap=0.0,
-    )  # fmt: skip
     with pytest.raises(ValueError, match="the weights of a layer are partly quantized"):
         core.add_mlp(gate=weights["gate"], up=plain, down=weights["down"])

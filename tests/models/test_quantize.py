@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +23,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.models.checkpoints import NATIVE, llama, opt, save
+from tests.models.checkpoints import Saved, llama, opt, save
 from tests.models.gguf_files import add_llama, llama_tensors, write
-from tests.models.schedule import random_prompts, worst_difference
-from tests.models.test_native import every_row
+from tests.models.schedule import every_row, random_prompts, worst_difference
 from tests.models.test_quantized import find
 from vmserve import LLM, SamplingParams, _core
 from vmserve.errors import ConfigurationError
@@ -51,6 +52,15 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
     for path in directory.glob("*.safetensors"):
         found |= load_file(path)
     return found
+
+
+def _change(source: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A tensor in whichever file has it."""
+    for path in source.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            tensors[name] = change(tensors[name])
+            save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _error_of_nearest(weights: NDArray[np.float64], bits: int) -> NDArray[np.float64]:
@@ -92,13 +102,9 @@ def test_small_and_absent_weights(tmp_path: Path, bits: int) -> None:
     """Groups of zeros, and of numbers at float16's lower end, whose scales have few bits there."""
     source, output = _model(tmp_path), tmp_path / "out"
     name = "model.layers.0.self_attn.q_proj.weight"
-    for path in source.glob("*.safetensors"):
-        tensors = load_file(path)
-        if name in tensors:
-            weights = torch.zeros_like(tensors[name])
-            weights[:, :32] = torch.linspace(-1e-5, 1e-5, 32)
-            tensors[name] = weights
-            save_file(tensors, path, metadata={"format": "pt"})
+    weights = torch.zeros(64, 64, dtype=torch.bfloat16)
+    weights[:, :32] = torch.linspace(-1e-5, 1e-5, 32)
+    _change(source, name, lambda _: weights)
     quantize(source, output, bits)
     found = find(output)[name].read()
     assert isinstance(found, Grouped)
@@ -124,21 +130,20 @@ def test_transformers_reads_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["phi3", "gemma3"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_families_compute_with_the_rounded_weights(tmp_path: Path, name: str, bits: int) -> None:
+def test_families_compute_with_the_rounded_weights(
+    checkpoint: Saved, tmp_path: Path, name: str, bits: int
+) -> None:
     """Matrices of 80 inputs stay plain."""
-    source, output = save(NATIVE[name], tmp_path / "model"), tmp_path / "out"
+    source, output = checkpoint(name), tmp_path / "out"
     assert quantize(source, output, bits)
     exact = tmp_path / "exact"
     shutil.copytree(source, exact)
     weights = {name: as_float32(*as_plain(each.read())) for name, each in find(output).items()}
-    save_file(
-        {name: torch.from_numpy(array.copy()) for name, array in weights.items()},
-        exact / "model.safetensors",
-        {"format": "pt"},
-    )
+    copies = {name: torch.from_numpy(array.copy()) for name, array in weights.items()}
+    save_file(copies, exact / "model.safetensors", {"format": "pt"})
     [prompt] = random_prompts([40])
     models = [load_model(each, torch.float32, native=True) for each in (output, exact, source)]
-    found, expected, unrounded = (every_row(model, prompt) for model in models)
+    found, expected, unrounded = ([every_row(model, prompt)] for model in models)
     of_rows = worst_difference(found, expected)  # rounded to int16
     assert of_rows < 1e-3
     assert worst_difference(unrounded, expected) > 10 * of_rows
@@ -198,37 +203,28 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert peak < 1 << 20 < 4 * 2048 * 256  # less than the embedding, the largest tensor
 
 
-def _not_finite(source: Path) -> None:
-    for path in source.glob("*.safetensors"):
-        tensors = load_file(path)
-        for name, tensor in tensors.items():
-            if name == "model.layers.2.mlp.up_proj.weight":
-                tensor[3, 5] = float("nan")
-        save_file(tensors, path, metadata={"format": "pt"})
-
-
 def test_refusals_leave_nothing_behind(tmp_path: Path) -> None:
     source, output = _model(tmp_path), tmp_path / "results" / "out"
     output.mkdir(parents=True)
     (output / "mine").write_text("precious")
-    with pytest.raises(ConfigurationError, match="out exists and is not empty: give --output"):
-        quantize(source, output, 4)
-    assert (output / "mine").read_text() == "precious"
-    done = quantize(source, tmp_path / "done", 4)
-    assert done == []
-    new = output.parent / "new"
-    with pytest.raises(ConfigurationError, match=r"is quantized already \(compressed-tensors chec"):
-        quantize(tmp_path / "done", new, 4)
-    with pytest.raises(ConfigurationError, match="can be quantized: it has RMSNorm"):
-        quantize(save(opt(hidden_size=64), tmp_path / "opt"), new, 4)
+    done, spoiled = tmp_path / "done", Path(shutil.copytree(source, tmp_path / "spoiled"))
+    quantize(source, done, 4)
+    _change(spoiled, "model.layers.2.mlp.up_proj.weight", lambda tensor: tensor.fill_(math.nan))
     gguf = write(tmp_path / "x.gguf", "llama", llama_tensors(np.random.default_rng(0)), add_llama)
-    with pytest.raises(ConfigurationError, match=r"x.gguf is a GGUF file: give a safetensors"):
-        quantize(gguf, new, 4)
-    _not_finite(source)
-    with pytest.raises(
-        ConfigurationError, match=r"layers.2.mlp.up_proj.weight has weights that ar"
-    ):
-        quantize(source, new, 4)
+    for model, to, told in [
+        (source, output, "out exists and is not empty: give --output"),
+        (done, output.parent / "new", r"is quantized already \(compressed-tensors chec"),
+        (
+            save(opt(hidden_size=64), tmp_path / "opt"),
+            output.parent / "new",
+            "can be quantized: it has RMSNorm",
+        ),
+        (gguf, output.parent / "new", r"x.gguf is a GGUF file: give a safetensors"),
+        (spoiled, output.parent / "new", r"layers.2.mlp.up_proj.weight has weights that ar"),
+    ]:
+        with pytest.raises(ConfigurationError, match=told):
+            quantize(model, to, 4)
+    assert (output / "mine").read_text() == "precious"
     assert [path.name for path in output.parent.iterdir()] == ["out"]
 
 

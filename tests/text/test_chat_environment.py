@@ -17,6 +17,7 @@ import pytest
 
 from tests.text.kinds import byte_level, embedded
 from vmserve.errors import InvalidRequestError
+from vmserve.text import chat_template
 from vmserve.text.chat_environment import ChatTemplates, plain_data
 
 _TOOL = {
@@ -176,3 +177,48 @@ def test_a_chat_without_transformers() -> None:
     text, imported = json.loads(done.stdout)
     assert "Hi" in text
     assert not imported
+
+
+# -- templates that would take for ever, or write without end, are stopped ---------------
+
+MESSAGES = [{"role": "user", "content": "x" * 1000}]
+LOOP = "{% for a in range(90000) %}{% for b in range(90000) %}"
+END = "{% endfor %}{% endfor %}"
+SLOW = {
+    "empty loops": LOOP + END,
+    "computing": f"{LOOP}{{% set c = a + b %}}{END}",
+    "a macro": f"{{% macro m(n) %}}{LOOP}{END}{{% endmacro %}}{{{{ m(1) }}}}",
+    "loops over messages": "{% for a in range(90000) %}{% for m in messages %}{% for b in "
+    "range(90000) %}{% if m.role == 'nobody' %}x{% endif %}{% endfor %}{% endfor %}{% endfor %}",
+    "filters": "{% for a in range(90000) %}{% set b = range(90000) | map('string') | list %}"
+    "{% endfor %}",
+}
+LONG = {
+    "a loop": f"{LOOP}{{{{ messages[0].content }}}}{END}",
+    "a macro": "{% macro m() %}{% for b in range(90) %}{{ messages[0].content }}{% endfor %}"
+    f"{{% endmacro %}}{LOOP}{{{{ m() }}}}{END}",
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_time_is_bounded(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDER_SECONDS", 0.2)
+    with pytest.raises(InvalidRequestError, match=r"did not finish within 0\.2 seconds"):
+        embedded().apply_chat_template(MESSAGES, chat_template=SLOW[name])
+    assert sys.gettrace() is None
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 100_000)
+    with pytest.raises(InvalidRequestError, match="writes more than 200000 characters"):
+        embedded().apply_chat_template(MESSAGES, chat_template=LONG[name])
+
+
+def test_what_ends_is_not_touched() -> None:
+    template = (
+        "{% for m in messages %}{% for i in [1] * 3 %}{{ m.content }}{% endfor %}{% endfor %}"
+    )
+    messages: list[Any] = [{"role": "user", "content": "ab"}] * 500
+    text, _ = embedded().apply_chat_template(messages, chat_template=template)
+    assert text == "ab" * 1500

@@ -17,6 +17,10 @@ TEXTS = [
 ]
 
 
+def ids_of(tokenizer, *names):
+    return [tokenizer.hf.convert_tokens_to_ids(name) for name in names]
+
+
 def joined(tokenizer, ids, skip=True):
     detokenizer = IncrementalDetokenizer(tokenizer.table, skip)
     return "".join(map(detokenizer.push, ids)) + detokenizer.flush()
@@ -64,19 +68,15 @@ def test_no_piece_holds_half_a_character(kind, text):
 
 def test_a_character_of_several_tokens_comes_with_its_last_token():
     tokenizer = byte_level()
-    ids = [tokenizer.hf.convert_tokens_to_ids(t) for t in ["ð", "Ł", "Ļ", "Ĥ", "a"]]
+    ids = ids_of(tokenizer, "ð", "Ł", "Ļ", "Ĥ", "a")
     detokenizer = IncrementalDetokenizer(tokenizer.table)
-    found = []
-    for token_id in ids:
-        piece = detokenizer.push(token_id)
-        found.append((piece, detokenizer.pending))
+    found = [(detokenizer.push(token_id), detokenizer.pending) for token_id in ids]
     assert found == [("", True), ("", True), ("", True), ("🙂", False), ("a", False)]
 
 
 def test_bytes_that_are_no_characters_become_replacement_characters():
     tokenizer = byte_level()
-    euro = [tokenizer.hf.convert_tokens_to_ids(t) for t in ["â", "Ĥ", "¬"]]
-    letter = tokenizer.hf.convert_tokens_to_ids("a")
+    *euro, letter = ids_of(tokenizer, "â", "Ĥ", "¬", "a")
     assert joined(tokenizer, euro) == "€"
     assert joined(tokenizer, euro[:2]) == "\ufffd"
     assert joined(tokenizer, [*euro[:2], letter]) == "\ufffda"
@@ -97,7 +97,7 @@ def test_only_the_first_leading_space_goes():
     pieces = list(map(detokenizer.push, ids))
     assert "".join(pieces) == "the quick fox"
     assert not pieces[0].startswith(" ")
-    end = tokenizer.hf.convert_tokens_to_ids("</s>")
+    [end] = ids_of(tokenizer, "</s>")
     assert joined(tokenizer, [end, end, *ids, end, *ids]) == "the quick fox the quick fox"
 
 
@@ -111,7 +111,7 @@ def test_byte_tokens_are_told_as_soon_as_a_character_is_complete():
     tokenizer = byte_fallback()
     names = ["<0x0A>", "<0xE2>", "<0x82>", "<0xAC>", "▁the", "<0xE2>", "<0x0A>", "a", "<0xE2>"]
     detokenizer = IncrementalDetokenizer(tokenizer.table)
-    pieces = [detokenizer.push(tokenizer.hf.convert_tokens_to_ids(name)) for name in names]
+    pieces = [detokenizer.push(token_id) for token_id in ids_of(tokenizer, *names)]
     assert pieces == ["\n", "", "", "€", " the", "", "\ufffd\n", "a", ""]
     assert detokenizer.pending
     assert detokenizer.flush() == "\ufffd"
@@ -121,7 +121,7 @@ def test_byte_tokens_are_told_as_soon_as_a_character_is_complete():
 def test_byte_tokens_keep_characters_that_broken_bytes_follow():
     """The tokenizers library turns the whole run of byte tokens into U+FFFD."""
     tokenizer = byte_fallback()
-    ids = [tokenizer.hf.convert_tokens_to_ids(name) for name in ["<0x0A>", "<0xFF>", "a"]]
+    ids = ids_of(tokenizer, "<0x0A>", "<0xFF>", "a")
     assert tokenizer.decode(ids) == joined(tokenizer, ids) == "\n\ufffda"
     assert tokenizer.hf.decode(ids) == "\ufffd\ufffda"
     assert tokenizer.decode(ids[1:]) == tokenizer.hf.decode(ids[1:]) == "\ufffda"

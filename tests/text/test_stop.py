@@ -33,36 +33,26 @@ def expected(stops, text, include):
     return text, None
 
 
-def test_the_text_ends_before_the_stop_string():
-    assert run(["END"], ["one ", "two E", "N", "D three"]) == (["one ", "two ", "", ""], "END")
-    assert run(["END"], ["one ", "two E", "N", "D three"], include=True) == (
-        ["one ", "two ", "", "END"],
-        "END",
-    )
-
-
-def test_text_that_turns_out_harmless_is_released():
-    assert run(["END"], ["E", "N", "X", "E"]) == (["", "", "ENX", "", "E"], None)
-    assert run(["aab"], ["a", "a", "a", "a", "b"]) == (["", "", "a", "a", ""], "aab")
-    assert run(["abab", "bb"], ["a", "b", "a", "c"]) == (["", "", "", "abac", ""], None)
-
-
-def test_the_string_that_is_complete_first_wins():
-    assert run(["abcd", "bc"], ["abcd"]) == (["a"], "bc")
-    assert run(["abcd", "bc"], ["a", "b", "c", "d"]) == (["", "", "a"], "bc")
-
-
-def test_of_strings_that_are_complete_together_the_longest_wins():
-    assert run(["c", "abc", "bc"], ["xabc"]) == (["x"], "abc")
-
-
-def test_nothing_is_held_without_a_reason():
-    checker = StopChecker(StopStrings(["\n\n"]))
-    assert checker.push("abc") == ("abc", None)
-    assert checker.num_held == 0
-    assert checker.push("d\n") == ("d", None)
-    assert checker.num_held == 1
-    assert checker.push("e") == ("\ne", None)
+@pytest.mark.parametrize(
+    ("stops", "pieces", "released", "stop"),
+    [
+        (["END"], ["one ", "two E", "N", "D three"], ["one ", "two ", "", ""], "END"),
+        # Text that turns out harmless is released, and nothing is held without a reason.
+        (["END"], ["E", "N", "X", "E"], ["", "", "ENX", "", "E"], None),
+        (["aab"], ["a", "a", "a", "a", "b"], ["", "", "a", "a", ""], "aab"),
+        (["abab", "bb"], ["a", "b", "a", "c"], ["", "", "", "abac", ""], None),
+        (["\n\n"], ["abc", "d\n", "e"], ["abc", "d", "\ne", ""], None),
+        # The string that is complete first wins; of those complete together the longest.
+        (["abcd", "bc"], ["abcd"], ["a"], "bc"),
+        (["abcd", "bc"], ["a", "b", "c", "d"], ["", "", "a"], "bc"),
+        (["c", "abc", "bc"], ["xabc"], ["x"], "abc"),
+    ],
+)
+def test_what_is_released_with_which_piece(stops, pieces, released, stop):
+    assert run(stops, pieces) == (released, stop)
+    if stop is not None:
+        *before, last = released
+        assert run(stops, pieces, include=True) == ([*before, last + stop], stop)
 
 
 def test_misuse():

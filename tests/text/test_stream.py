@@ -51,79 +51,51 @@ def rest(choice):
     return delta.text, len(delta.token_ids)
 
 
-def test_tokens_come_with_their_text():
-    choice = stream()
-    assert deltas(choice, letters("abc")) == ([("a", 1), ("b", 1), ("c", 1)], None)
+A_AND_HALF = letters("a€")[:-1]
+[THE] = byte_level().encode("the", add_special_tokens=False)
+END, EOS = ids_of(byte_level(), "<|end|>", "</s>")
+
+
+@pytest.mark.parametrize(
+    ("options", "ids", "released", "stop", "at_the_end"),
+    [
+        pytest.param({}, letters("abc"), [("a", 1), ("b", 1), ("c", 1)], None, ("", 0),
+                     id="tokens come with their text"),
+        pytest.param({}, letters("é€x"),
+                     [("", 0), ("é", 2), ("", 0), ("", 0), ("€", 3), ("x", 1)], None, ("", 0),
+                     id="tokens of one character go together"),
+        pytest.param({}, A_AND_HALF, [("a", 1), ("", 0), ("", 0)], None, ("\ufffd", 2),
+                     id="a character that stays incomplete is flushed"),
+        pytest.param({}, [END, *letters("a"), END, END, *letters("b"), END],
+                     [("", 0), ("a", 2), ("", 0), ("", 0), ("b", 3), ("", 0)], None, ("", 1),
+                     id="tokens without text wait for the next one"),
+        pytest.param({"skip_special_tokens": False}, [END, *letters("a")],
+                     [("<|end|>", 1), ("a", 1)], None, ("", 0), id="special tokens are shown"),
+        pytest.param({"stop": ["bcd"]}, letters("abcxabcde"),
+                     [("a", 1), ("", 0), ("", 0), ("bcx", 3), ("a", 1), ("", 0), ("", 0), ("", 3)],
+                     "bcd", ("", 0), id="a stop string holds whole tokens back"),
+        pytest.param({"stop": "es"}, [THE, *letters("x")], [("", 0), ("thex", 2)], None, ("", 0),
+                     id="a token waits if only its end may belong to a stop string"),
+        pytest.param({"stop": "es"}, [THE, *letters("s")], [("", 0), ("th", 2)], "es", ("", 0),
+                     id="and is cut where it does"),
+        pytest.param({"stop": "es", "include_stop_str_in_output": True}, [THE, *letters("s")],
+                     [("", 0), ("thes", 2)], "es", ("", 0), id="or shown where stops are"),
+        pytest.param({"stop": "t"}, [*letters("a"), THE], [("a", 1), ("", 1)], "t", ("", 0),
+                     id="text after the stop string in the same token is cut"),
+        pytest.param({"stop": "t", "include_stop_str_in_output": True}, [*letters("a"), THE],
+                     [("a", 1), ("t", 1)], "t", ("", 0), id="after the one that is shown too"),
+        pytest.param({"stop": "bcd"}, letters("abc"), [("a", 1), ("", 0), ("", 0)], None,
+                     ("bc", 2), id="what a stop string held is released at the end"),
+    ],
+)  # fmt: skip
+def test_what_is_released_with_which_token(options, ids, released, stop, at_the_end):
+    choice = stream(**options)
+    assert deltas(choice, ids) == (released, stop)
+    assert rest(choice) == at_the_end
     assert rest(choice) == ("", 0)
-    assert (choice.text, choice.token_ids) == ("abc", letters("abc"))
+    assert choice.text == "".join(text for text, _ in [*released, at_the_end])
+    assert choice.token_ids == ids[: len(released)]
     assert choice.logprobs is None
-
-
-def test_tokens_of_one_character_go_together():
-    choice = stream()
-    assert deltas(choice, letters("é€x")) == (
-        [("", 0), ("é", 2), ("", 0), ("", 0), ("€", 3), ("x", 1)],
-        None,
-    )
-
-
-def test_a_character_that_stays_incomplete_is_flushed():
-    choice = stream(logprobs=0)
-    assert deltas(choice, letters("a€")[:-1]) == ([("a", 1), ("", 0), ("", 0)], None)
-    assert rest(choice) == ("\ufffd", 2)
-    assert choice.text == "a\ufffd"
-    assert [next(iter(top.values())).decoded_token for top in choice.logprobs] == [
-        "a",
-        "",
-        "\ufffd",
-    ]
-
-
-def test_tokens_without_text_wait_for_the_next_one():
-    tokenizer = byte_level()
-    end, a, b = ids_of(tokenizer, "<|end|>", "a", "b")
-    choice = stream()
-    assert deltas(choice, [end, a, end, end, b, end]) == (
-        [("", 0), ("a", 2), ("", 0), ("", 0), ("b", 3), ("", 0)],
-        None,
-    )
-    assert rest(choice) == ("", 1)
-    shown = stream(skip_special_tokens=False)
-    assert deltas(shown, [end, a]) == ([("<|end|>", 1), ("a", 1)], None)
-
-
-def test_a_stop_string_holds_whole_tokens_back():
-    choice = stream(stop=["bcd"])
-    assert deltas(choice, letters("abcxabcde")) == (
-        [("a", 1), ("", 0), ("", 0), ("bcx", 3), ("a", 1), ("", 0), ("", 0), ("", 3)],
-        "bcd",
-    )
-    assert choice.text == "abcxa"
-    assert choice.token_ids == letters("abcxabcd")
-    choice.finish()
-    assert choice.text == "abcxa"
-
-
-def test_a_token_waits_if_only_its_end_may_belong_to_a_stop_string():
-    tokenizer = byte_level()
-    the = tokenizer.encode("the", add_special_tokens=False)
-    assert len(the) == 1
-    choice = stream(stop="es")
-    assert deltas(choice, [*the, *letters("x")]) == ([("", 0), ("thex", 2)], None)
-    choice = stream(stop="es")
-    assert deltas(choice, [*the, *letters("s")]) == ([("", 0), ("th", 2)], "es")
-    choice = stream(stop="es", include_stop_str_in_output=True)
-    assert deltas(choice, [*the, *letters("s")]) == ([("", 0), ("thes", 2)], "es")
-
-
-def test_text_after_the_stop_string_in_the_same_token_is_cut():
-    tokenizer = byte_level()
-    the = tokenizer.encode("the", add_special_tokens=False)
-    for include, text in [(False, "a"), (True, "at")]:
-        choice = stream(stop="t", include_stop_str_in_output=include)
-        assert deltas(choice, [*letters("a"), *the])[1] == "t"
-        assert choice.text == text
-        assert choice.token_ids == [*letters("a"), *the]
 
 
 def test_a_stop_string_that_ends_inside_a_token_with_half_a_character():
@@ -132,13 +104,6 @@ def test_a_stop_string_that_ends_inside_a_token_with_half_a_character():
     ids = ids_of(tokenizer, "a", "<0x0A>", "<0xE2>")
     choice = stream(tokenizer, stop="\n")
     assert deltas(choice, ids) == ([("a", 1), ("", 1)], "\n")
-
-
-def test_what_a_stop_string_held_is_released_at_the_end():
-    choice = stream(stop="bcd")
-    assert deltas(choice, letters("abc")) == ([("a", 1), ("", 0), ("", 0)], None)
-    assert rest(choice) == ("bc", 2)
-    assert rest(choice) == ("", 0)
 
 
 def test_tokens_that_must_not_stop():
@@ -153,6 +118,11 @@ def test_tokens_that_must_not_stop():
     assert deltas(choice, letters("b")) == ([("", 0)], None)
     assert deltas(choice, letters("x"), may_stop=False)[0] == [("bx", 2)]
     assert deltas(choice, letters("c")) == ([("c", 1)], None)
+
+
+def decoded(choice):
+    """The strings of the tokens that were chosen."""
+    return [next(iter(top.values())).decoded_token for top in choice.logprobs]
 
 
 def test_a_stop_token_belongs_to_the_ids_only():
@@ -178,31 +148,29 @@ def test_a_stop_token_is_shown_where_stops_are_included():
 
 def test_a_stop_token_after_half_a_character():
     choice = stream(logprobs=0)
-    half, end = letters("é")[0], ids_of(byte_level(), "</s>")[0]
-    choice.push(sampled(half))
-    choice.push(sampled(end), hidden=True)
+    choice.push(sampled(letters("é")[0]))
+    choice.push(sampled(EOS), hidden=True)
     assert rest(choice) == ("\ufffd", 2)
-    strings = [next(iter(top.values())).decoded_token for top in choice.logprobs]
-    assert strings == ["\ufffd", "</s>"]
+    assert decoded(choice) == ["\ufffd", "</s>"]
+    choice = stream(logprobs=0)
+    deltas(choice, A_AND_HALF)
+    choice.finish()
+    assert decoded(choice) == ["a", "", "\ufffd"]
 
 
 def test_log_probabilities():
-    tokenizer = byte_level()
-    half, end = letters("é")[0], ids_of(tokenizer, "<|end|>")[0]
-    [the] = tokenizer.encode(" the", add_special_tokens=False)
+    half, [the] = letters("é")[0], byte_level().encode(" the", add_special_tokens=False)
     choice = stream(logprobs=2)
-    choice.push(sampled(the, -0.25, others=[half, end]))
-    choice.push(sampled(end, -1.0))
+    choice.push(sampled(the, -0.25, others=[half, END]))
+    choice.push(sampled(END, -1.0))
     choice.finish()
-    assert choice.logprobs == [
-        {
-            the: Logprob(-0.25, 1, " the"),
-            half: Logprob(-3.0, 2, "\ufffd"),
-            end: Logprob(-3.0, 3, "<|end|>"),
-        },
-        {end: Logprob(-1.0, 1, "<|end|>")},
+    first, second = choice.logprobs
+    assert list(first.items()) == [
+        (the, Logprob(-0.25, 1, " the")),
+        (half, Logprob(-3.0, 2, "\ufffd")),
+        (END, Logprob(-3.0, 3, "<|end|>")),
     ]
-    assert list(choice.logprobs[0]) == [the, half, end]
+    assert second == {END: Logprob(-1.0, 1, "<|end|>")}
 
 
 @pytest.mark.parametrize("kind", [byte_level, metaspace, byte_fallback])
@@ -213,8 +181,7 @@ def test_the_strings_of_tokens_join_to_the_text(kind):
     for token_id in tokenizer.encode(text, add_special_tokens=False):
         choice.push(sampled(token_id))
     choice.finish()
-    strings = [next(iter(top.values())).decoded_token for top in choice.logprobs]
-    assert "".join(strings) == choice.text
+    assert "".join(decoded(choice)) == choice.text
 
 
 def test_without_detokenizing():

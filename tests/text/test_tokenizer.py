@@ -29,6 +29,16 @@ def user(content):
     return [{"role": "user", "content": content}]
 
 
+def texts(*parts):
+    """A message in parts."""
+    return user([{"type": "text", "text": text} for text in parts])
+
+
+def chat(messages, template, tokenizer=None, **options):
+    tokenizer = tokenizer or byte_level()
+    return tokenizer.apply_chat_template(messages, chat_template=template, **options)
+
+
 def names(tokenizer, ids):
     return [tokenizer.token_str(i) for i in ids]
 
@@ -37,14 +47,17 @@ def markers(tokenizer, ids):
     return [name for name in names(tokenizer, ids) if name in SPECIAL]
 
 
+def plain_ids(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
 # -- loading, encoding ------------------------------------------------------------------
 
 
 def test_the_embedded_tokenizer():
     tokenizer = embedded()
     assert tokenizer.vocab_size == 2048
-    assert tokenizer.bos_id == 0
-    assert tokenizer.eos_ids == {1, 3}
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (0, {1, 3})
     assert tokenizer.special_ids == {0, 1, 2, 3, 4}
     assert tokenizer.encode("Hello there")[0] == 0
     assert tokenizer.hf.eos_token_id == 1
@@ -53,10 +66,12 @@ def test_the_embedded_tokenizer():
 def test_eos_ids_come_from_all_files(tmp_path):
     byte_level().hf.save_pretrained(tmp_path)
     assert load_tokenizer(tmp_path).eos_ids == {1}
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
-    assert load_tokenizer(tmp_path).eos_ids == {1, 7}
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
-    assert load_tokenizer(str(tmp_path)).eos_ids == {1, 3, 4}
+    for name, ids, expected in [
+        ("config.json", 7, {1, 7}),
+        ("generation_config.json", [3, 4], {1, 3, 4}),
+    ]:
+        (tmp_path / name).write_text(json.dumps({"eos_token_id": ids}))
+        assert load_tokenizer(str(tmp_path)).eos_ids == expected
 
 
 def test_a_directory_without_a_tokenizer(tmp_path):
@@ -71,22 +86,15 @@ def test_a_directory_without_a_tokenizer(tmp_path):
 def test_encoding_is_that_of_transformers(kind, special):
     tokenizer = KINDS[kind]()
     for text in ["the quick fox", " naïve <|turn|> €🙂\n\n", "", "</s>"]:
-        assert tokenizer.encode(text, special) == tokenizer.hf.encode(
-            text, add_special_tokens=special
-        )
+        expected = tokenizer.hf.encode(text, add_special_tokens=special)
+        assert tokenizer.encode(text, special) == expected
 
 
 def test_long_prompts_are_neither_cut_nor_padded(tmp_path):
-    hf = byte_level().hf
-    hf.save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "tokenizer.json").read_text())
-    stored["truncation"] = {
-        "direction": "Right",
-        "max_length": 4,
-        "strategy": "LongestFirst",
-        "stride": 0,
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    byte_level().hf.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "truncation": cut}))
     assert len(load_tokenizer(tmp_path).encode("a b c d e f g")) > 4
 
 
@@ -107,29 +115,24 @@ def test_text_that_is_no_unicode():
 
 def test_strings_of_ids():
     tokenizer = byte_level()
-    [the] = tokenizer.encode(" the", add_special_tokens=False)
+    [the] = plain_ids(tokenizer, " the")
+    half, end = tokenizer.hf.convert_tokens_to_ids(["ð", "<|end|>"])
     assert tokenizer.token_str(the) == "Ġthe"
-    assert tokenizer.token_text(the) == " the"
-    half = tokenizer.hf.convert_tokens_to_ids("ð")
-    assert tokenizer.token_text(half) == "\ufffd"
-    assert tokenizer.token_text(tokenizer.hf.convert_tokens_to_ids("<|end|>")) == "<|end|>"
+    assert [tokenizer.token_text(i) for i in (the, half, end)] == [" the", "\ufffd", "<|end|>"]
 
 
 def test_bad_words():
     tokenizer = byte_level()
-    alone = tuple(tokenizer.encode("quick", add_special_tokens=False))
-    spaced = tuple(tokenizer.encode(" quick", add_special_tokens=False))
+    alone, spaced = (tuple(plain_ids(tokenizer, word)) for word in ("quick", " quick"))
     assert tokenizer.encode_bad_words(["quick"]) == (alone, spaced)
     assert tokenizer.encode_bad_words(["quick", " quick"]) == (alone, spaced)
     assert tokenizer.encode_bad_words([]) == ()
     # Where every encoded text begins with a space, the word inside a longer one counts too.
     tokenizer = metaspace()
-    found = tokenizer.encode_bad_words(["quick"])
-    assert tuple(tokenizer.encode("quick", add_special_tokens=False)) in found
+    assert tuple(plain_ids(tokenizer, "quick")) in tokenizer.encode_bad_words(["quick"])
     tokenizer = byte_fallback()
     by_name = {tuple(names(tokenizer, ids)) for ids in tokenizer.encode_bad_words(["a"])}
-    assert ("▁", "a") in by_name
-    assert ("a",) in by_name
+    assert by_name >= {("▁", "a"), ("a",)}
 
 
 # -- chats ------------------------------------------------------------------------------
@@ -139,15 +142,16 @@ def test_bad_words():
 @pytest.mark.parametrize("generation", [True, False])
 def test_a_chat_is_what_transformers_makes_of_it(content, generation):
     tokenizer = embedded()
-    messages = [{"role": "system", "content": "Be brief."}, *user(content)]
-    text, ids = tokenizer.apply_chat_template(messages, add_generation_prompt=generation)
-    plain = [messages[0], *user(content if isinstance(content, str) else "Hello")]
+    first = {"role": "system", "content": "Be brief."}
+    text, ids = tokenizer.apply_chat_template(
+        [first, *user(content)], add_generation_prompt=generation
+    )
+    plain = [first, *user(content if isinstance(content, str) else "Hello")]
     assert text == tokenizer.hf.apply_chat_template(
         plain, tokenize=False, add_generation_prompt=generation
     )
     assert ids == tokenizer.hf.encode(text, add_special_tokens=False)
-    assert ids.count(tokenizer.bos_id) == 1
-    assert ids[0] == tokenizer.bos_id
+    assert [place for place, i in enumerate(ids) if i == tokenizer.bos_id] == [0]
 
 
 def test_the_generation_prompt_is_there_unless_a_message_is_continued():
@@ -157,21 +161,14 @@ def test_the_generation_prompt_is_there_unless_a_message_is_continued():
     assert asked.endswith("<|im_start|>assistant\n")
     continued, ids = tokenizer.apply_chat_template(messages, continue_final_message=True)
     assert continued.endswith("assistant\nWell,")
-    assert ids == tokenizer.encode(continued, add_special_tokens=False)
-    with pytest.raises(InvalidRequestError, match="exclude each other"):
-        tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, continue_final_message=True
-        )
+    assert ids == plain_ids(tokenizer, continued)
 
 
 def test_never_a_second_bos():
     tokenizer = embedded()
-    _, ids = tokenizer.apply_chat_template(user("Hi"))
-    _, also = tokenizer.apply_chat_template(user("Hi"), add_special_tokens=True)
-    assert ids == also
-    _, added = tokenizer.apply_chat_template(
-        user("Hi"), add_special_tokens=True, chat_template="{{ messages[0].content }}"
-    )
+    render = partial(tokenizer.apply_chat_template, user("Hi"))
+    assert render()[1] == render(add_special_tokens=True)[1]
+    _, added = render(add_special_tokens=True, chat_template="{{ messages[0].content }}")
     assert added == tokenizer.encode("Hi")
 
 
@@ -188,9 +185,9 @@ def test_never_a_second_bos():
 )
 def test_special_tokens_that_a_message_spells_stay_text(kind, content):
     tokenizer = KINDS[kind]()
-    text, ids = tokenizer.apply_chat_template(user(content), chat_template=TEMPLATE)
+    text, ids = chat(user(content), TEMPLATE, tokenizer)
     assert content in text
-    whole = tokenizer.encode(text, add_special_tokens=False)
+    whole = plain_ids(tokenizer, text)
     # The template's own markers: BOS, turn, end, turn.
     assert markers(tokenizer, ids) == ["<s>", "<|turn|>", "<|end|>", "<|turn|>"]
     # All else is as in the whole text, with the spelling's ids in the place of the special id.
@@ -207,48 +204,57 @@ def test_special_tokens_that_a_message_spells_stay_text(kind, content):
 
 def test_a_spelled_token_is_encoded_as_transformers_encodes_it_plainly():
     tokenizer = byte_level()
-    _, ids = tokenizer.apply_chat_template(user("a</s>b"), chat_template="{{messages[0].content}}")
+    _, ids = chat(user("a</s>b"), "{{messages[0].content}}")
     plain = tokenizer.hf.encode("</s>", add_special_tokens=False, split_special_tokens=True)
-    a, b = (tokenizer.encode(letter, add_special_tokens=False) for letter in "ab")
-    assert ids == [*a, *plain, *b]
+    assert ids == [*plain_ids(tokenizer, "a"), *plain, *plain_ids(tokenizer, "b")]
     assert tokenizer.decode(ids) == "a</s>b"
 
 
+ROLES = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+TOOL = {"type": "function", "function": {"name": "f", "description": "x</s>y"}}
+
+
 @pytest.mark.parametrize(
-    ("messages", "template"),
+    ("messages", "template", "options", "expected"),
     [
-        # Two parts of one message that together spell a token.
-        (user([{"type": "text", "text": "<|e"}, {"type": "text", "text": "nd|>"}]), PARTS_TEMPLATE),
-        # Three, of which the one in the middle is neither a beginning nor an end.
-        (
-            user([{"type": "text", "text": text} for text in ("<|", "en", "d|>")]),
-            PARTS_TEMPLATE,
-        ),
+        # Parts of one message that together spell a token; one of three is neither end of it.
+        (texts("<|e", "nd|>"), PARTS_TEMPLATE, {}, ["<|turn|>"]),
+        (texts("<|", "en", "d|>"), PARTS_TEMPLATE, {}, ["<|turn|>"]),
         # A message that completes what the template writes.
-        (user("end|> x"), "<|turn|><|{{ messages[0].content }}"),
-        (user("x <"), "<|turn|>{{ messages[0].content }}|end|>"),
-        (user("  end|>"), "<|turn|><|{{ messages[0].content | trim }}"),
-        (user("en"), "<|turn|><|{{ messages[0].content }}d|>"),
-        # Names and arguments of tool calls.
-        (
-            [{"role": "user", "content": "", "tool_calls": [{"a</s>": "</s>"}]}],
-            "<|turn|>{{ messages[0].tool_calls | tojson }}",
-        ),
-        ([{"role": "a</s>", "content": ""}], "<|turn|>{{ messages[0].role }}"),
+        (user("end|> x"), "<|turn|><|{{ messages[0].content }}", {}, ["<|turn|>"]),
+        (user("x <"), "<|turn|>{{ messages[0].content }}|end|>", {}, ["<|turn|>"]),
+        (user("  end|>"), "<|turn|><|{{ messages[0].content | trim }}", {}, ["<|turn|>"]),
+        (user("en"), "<|turn|><|{{ messages[0].content }}d|>", {}, ["<|turn|>"]),
+        # Names and arguments of tool calls, roles, tools and variables.
+        ([{"role": "user", "content": "", "tool_calls": [{"a</s>": "</s>"}]}],
+         "<|turn|>{{ messages[0].tool_calls | tojson }}", {}, ["<|turn|>"]),
+        ([{"role": "a</s>", "content": ""}], "<|turn|>{{ messages[0].role }}", {}, ["<|turn|>"]),
+        (user("hi"), "<|turn|>{{ tools[0] | tojson }}{{ extra }}",
+         {"tools": [TOOL], "chat_template_kwargs": {"extra": "<|end|>"}}, ["<|turn|>"]),
+        # Markers that a template builds from roles stay markers.
+        ([{"role": "turn", "content": "x</s>"}, {"role": "end", "content": "y"}], ROLES, {},
+         ["<|turn|>", "<|end|>"]),
+        # Private characters of messages survive.
+        (user("\U00100000</s>\U00100001\ue000"), TEMPLATE, {},
+         ["<s>", "<|turn|>", "<|end|>", "<|turn|>"]),
     ],
-)
-def test_special_tokens_in_disguise(messages, template):
+)  # fmt: skip
+def test_special_tokens_in_disguise(messages, template, options, expected):
     tokenizer = byte_level()
-    text, ids = tokenizer.apply_chat_template(messages, chat_template=template)
-    assert markers(tokenizer, ids) == ["<|turn|>"]
+    text, ids = chat(messages, template, **options)
+    assert markers(tokenizer, ids) == expected
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    if "tools" in options:
+        assert json.dumps(TOOL) + "<|end|>" in text
+    if template is TEMPLATE:
+        assert messages[0]["content"] in text
 
 
 def test_an_end_token_that_is_also_the_unknown_token_is_guarded():
     hf = deepcopy(byte_level().hf)
     hf.unk_token = "</s>"
     tokenizer = Tokenizer(hf)
-    _, ids = tokenizer.apply_chat_template(user("a</s>b"), chat_template=TEMPLATE)
+    _, ids = chat(user("a</s>b"), TEMPLATE, tokenizer)
     assert markers(tokenizer, ids) == ["<s>", "<|turn|>", "<|end|>", "<|turn|>"]
 
 
@@ -257,70 +263,29 @@ def test_special_tokens_inside_special_tokens():
     hf.add_special_tokens({"additional_special_tokens": ["[<|end|>]"]})
     tokenizer = Tokenizer(hf)
     for template in ("<|turn|>{{ messages[0].content }}", "<|turn|>{{ messages[0].content[1:] }}"):
-        text, ids = tokenizer.apply_chat_template(user("[<|end|>]"), chat_template=template)
+        text, ids = chat(user("[<|end|>]"), template, tokenizer)
         assert [i for i in ids if i in tokenizer.special_ids] == [2]
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_tools_and_variables_are_guarded_too():
-    tokenizer = byte_level()
-    tools = [{"type": "function", "function": {"name": "f", "description": "x</s>y"}}]
-    text, ids = tokenizer.apply_chat_template(
-        user("hi"),
-        tools=tools,
-        chat_template="<|turn|>{{ tools[0] | tojson }}{{ extra }}",
-        chat_template_kwargs={"extra": "<|end|>"},
-    )
-    assert markers(tokenizer, ids) == ["<|turn|>"]
-    assert json.dumps(tools[0]) + "<|end|>" in text
-
-
-def test_markers_that_a_template_builds_from_roles_stay_markers():
-    tokenizer = byte_level()
-    template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
-    _, ids = tokenizer.apply_chat_template(
-        [{"role": "turn", "content": "x</s>"}, {"role": "end", "content": "y"}],
-        chat_template=template,
-    )
-    assert markers(tokenizer, ids) == ["<|turn|>", "<|end|>"]
-
-
-def test_private_characters_of_messages_survive():
-    tokenizer = byte_level()
-    content = "\U00100000</s>\U00100001\ue000"
-    text, ids = tokenizer.apply_chat_template(user(content), chat_template=TEMPLATE)
-    assert content in text
-    assert tokenizer.decode(ids, skip_special_tokens=False) == text
-
-
 def test_one_part_is_the_text_and_several_are_joined():
-    tokenizer = byte_level()
-    two = [{"type": "text", "text": "the"}, {"type": "text", "text": "fox"}]
-    render = tokenizer.apply_chat_template
-    assert render(user(two[:1]), chat_template=TEMPLATE) == render(
-        user("the"), chat_template=TEMPLATE
-    )
-    assert render(user(two), chat_template=TEMPLATE) == render(
-        user("the\nfox"), chat_template=TEMPLATE
-    )
-    assert render(user(two), chat_template=PARTS_TEMPLATE)[0] == "<|turn|>thefox"
-    assert render(user(["the", two[1]]), chat_template=PARTS_TEMPLATE)[0] == "<|turn|>thefox"
-    assert render(user([]), chat_template=TEMPLATE) == render(user(""), chat_template=TEMPLATE)
+    assert chat(texts("the"), TEMPLATE) == chat(user("the"), TEMPLATE)
+    assert chat(texts("the", "fox"), TEMPLATE) == chat(user("the\nfox"), TEMPLATE)
+    assert chat(user([]), TEMPLATE) == chat(user(""), TEMPLATE)
+    for parts in (texts("the", "fox"), user(["the", {"type": "text", "text": "fox"}])):
+        assert chat(parts, PARTS_TEMPLATE)[0] == "<|turn|>thefox"
 
 
 def test_arguments_of_tool_calls_are_objects_unless_the_template_takes_text():
-    tokenizer = byte_level()
     call = {"function": {"name": "f", "arguments": '{"a": 1}'}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
     as_object = "{{ messages[0].tool_calls[0].function.arguments | tojson }}"
-    text, _ = tokenizer.apply_chat_template(messages, chat_template=as_object)
-    assert text == '{"a": 1}'
     as_text = (
         "{% set a = messages[0].tool_calls[0].function.arguments %}"
         "{{ a if a is mapping else 'text ' + a if a is string and (arguments is string or 1) }}"
     )
-    text, _ = tokenizer.apply_chat_template(messages, chat_template=as_text)
-    assert text == 'text {"a": 1}'
+    assert chat(messages, as_object)[0] == '{"a": 1}'
+    assert chat(messages, as_text)[0] == 'text {"a": 1}'
     assert call["function"]["arguments"] == '{"a": 1}'
 
 
@@ -343,65 +308,45 @@ def test_arguments_of_tool_calls_are_objects_unless_the_template_takes_text():
 )
 def test_messages_that_are_none(messages, told):
     with pytest.raises(InvalidRequestError, match=told) as caught:
-        byte_level().apply_chat_template(messages, chat_template=TEMPLATE)
+        chat(messages, TEMPLATE)
     assert caught.value.param == "messages"
 
 
-def test_a_model_without_a_template():
-    with pytest.raises(InvalidRequestError, match="no chat template: start the server with"):
-        byte_level().apply_chat_template(user("hi"))
-
-
 @pytest.mark.parametrize(
-    ("template", "error", "told"),
+    ("template", "options", "told"),
     [
-        ("{{ raise_exception('only users here') }}", InvalidRequestError, "only users here"),
-        ("{{ messages[0].content + 1 }}", InvalidRequestError, r"cannot render .*\(TypeError\)"),
-        ("{{ nothing.at.all }}", InvalidRequestError, "refuses these messages: 'nothing'"),
-        ("{{ messages.pop() }}", InvalidRequestError, "refuses these messages"),
-        ("{{ ''.__class__.__mro__ }}", InvalidRequestError, "refuses these messages"),
-        ("\n{% if %}", ChatTemplateError, "the chat template is broken at line 2"),
+        (None, {}, "no chat template: start the server with"),
+        ("{{ raise_exception('only users here') }}", {}, "only users here"),
+        ("{{ messages[0].content + 1 }}", {}, r"cannot render .*\(TypeError\)"),
+        ("{{ nothing.at.all }}", {}, "refuses these messages: 'nothing'"),
+        ("{{ messages.pop() }}", {}, "refuses these messages"),
+        ("{{ ''.__class__.__mro__ }}", {}, "refuses these messages"),
+        ("{{ messages.__init__.__globals__ }}", {}, "refuses these messages"),
+        ("\n{% if %}", {}, "the chat template is broken at line 2"),
+        ("{{ 'x' * 1001 }}", {}, r"made 1001 characters .* limit is 1000"),
+        ("{# content #}nothing", {"continue_final_message": True}, "it cannot be continued"),
+        (TEMPLATE, {"add_generation_prompt": True, "continue_final_message": True},
+         "exclude each other"),
+        ("x", {"chat_template_kwargs": 5}, "chat_template_kwargs must be an object"),
+        ("x", {"chat_template_kwargs": {"tokenize": True}}, "kwargs cannot set tokenize"),
     ],
-)
-def test_templates_that_fail(template, error, told):
+)  # fmt: skip
+def test_templates_and_options_that_fail(monkeypatch, template, options, told):
+    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 1000)
+    error = ChatTemplateError if "broken" in told else InvalidRequestError
     with pytest.raises(error, match=told) as caught:
-        byte_level().apply_chat_template(user("hi"), chat_template=template)
-    assert "/" not in str(caught.value)
+        chat(user("hi"), template, **options)
+    assert "/" not in str(caught.value) or template is None
     assert caught.value.__cause__ is None
 
 
-def test_templates_that_write_too_much(monkeypatch):
+def test_templates_that_write_as_much_as_they_may(monkeypatch):
     monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 1000)
-    for num, refused in [(1000, False), (1001, True)]:
-        render = partial(
-            byte_level().apply_chat_template, user("hi"), chat_template=f"{{{{ 'x' * {num} }}}}"
-        )
-        if not refused:
-            assert len(render()[0]) == num
-            continue
-        with pytest.raises(InvalidRequestError, match=r"made 1001 characters .* limit is 1000"):
-            render()
-
-
-def test_a_message_that_cannot_be_continued():
-    with pytest.raises(InvalidRequestError, match="it cannot be continued"):
-        byte_level().apply_chat_template(
-            user("hi"), chat_template="{# content #}nothing", continue_final_message=True
-        )
+    assert len(chat(user("hi"), "{{ 'x' * 1000 }}")[0]) == 1000
 
 
 def test_template_variables():
-    tokenizer = byte_level()
-    text, _ = tokenizer.apply_chat_template(
-        user("hi"), chat_template="{{ mood }}", chat_template_kwargs={"mood": "happy"}
-    )
-    assert text == "happy"
-    with pytest.raises(InvalidRequestError, match="chat_template_kwargs must be an object"):
-        tokenizer.apply_chat_template(user("hi"), chat_template="x", chat_template_kwargs=5)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequestError, match="chat_template_kwargs cannot set tokenize"):
-        tokenizer.apply_chat_template(
-            user("hi"), chat_template="x", chat_template_kwargs={"tokenize": True}
-        )
+    assert chat(user("hi"), "{{ mood }}", chat_template_kwargs={"mood": "happy"})[0] == "happy"
 
 
 # -- prompts that are too long ----------------------------------------------------------
@@ -423,37 +368,34 @@ def encoded(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prompt_that_is_too_long_is_not_encoded_to_its_end(kind, encoded):
-    tokenizer = KINDS[kind]()
     text = "the quick fox " * 10_000
     with pytest.raises(InvalidRequestError, match="context length is 100 tokens, but the first"):
-        tokenizer.encode(text, max_tokens=100)
+        KINDS[kind]().encode(text, max_tokens=100)
     assert sum(encoded) < 0.1 * len(text)
 
 
 def test_a_prompt_that_fits_is_encoded_whole(encoded):
     tokenizer = embedded()
     fits = "the quick fox " * 50
-    num_tokens = len(tokenizer.encode(fits))
-    encoded.clear()
-    assert tokenizer.encode(fits, max_tokens=num_tokens) == tokenizer.encode(fits)
+    whole = tokenizer.encode(fits)
+    assert tokenizer.encode(fits, max_tokens=len(whole)) == whole
     assert encoded == [len(fits)] * 2
     # A little too long is left to whoever knows what the answer needs.
-    assert tokenizer.encode(fits, max_tokens=num_tokens - 8) == tokenizer.encode(fits)
+    assert tokenizer.encode(fits, max_tokens=len(whole) - 8) == whole
 
 
 def test_a_text_of_few_long_tokens_is_tried_piece_by_piece(encoded, monkeypatch):
     monkeypatch.setattr("vmserve.text.tokenizer._CHARS_PER_TOKEN", 1)
     tokenizer = embedded()
     text = "Once upon a time there was a little girl. " * 100
-    num_tokens = len(tokenizer.encode(text))
-    assert 2 * num_tokens < len(text)
-    encoded.clear()
-    assert tokenizer.encode(text, max_tokens=num_tokens) == tokenizer.encode(text)
-    assert encoded == [num_tokens, len(text), len(text)]
+    whole = tokenizer.encode(text)
+    assert 2 * len(whole) < len(text)
+    assert tokenizer.encode(text, max_tokens=len(whole)) == whole
+    assert encoded == [len(text), len(whole), len(text)]
 
 
 def test_a_chat_that_is_too_long_is_not_rendered_to_its_end(encoded):
-    render = partial(byte_level().apply_chat_template, chat_template=TEMPLATE, max_tokens=100)
+    render = partial(chat, template=TEMPLATE, max_tokens=100)
     many = [{"role": "<|turn|>" * 10, "content": ""}] * 100
     with pytest.raises(InvalidRequestError, match="context length is 100 tokens"):
         render(many)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterator
-from itertools import accumulate
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,28 +29,31 @@ _ROOT = Path(__file__).parents[2]
 _VOCABULARIES = "VMSERVE_TEST_GGUF_VOCABULARIES"
 
 
-def _texts() -> Iterator[str]:
+_HARD = (
+    "", " ", "  two", "trailing  ", "\n\n\n\t x", "a\r\nb", "don't I'LL we'Ve 's", "hello world",
+    "0 12 345 6789 1234567 ½² ١٢٣ Ⅷ", "e\u0301 A\u030a ﬁ", "naïve café, 5 €, Привет мир",
+    "日本語のテキスト、漢字", "🙂🙂 👩‍👩‍👧 emoji", "</s><s>x<think>y</think>",
+)  # fmt: skip
+
+
+@cache
+def _texts() -> list[str]:
     """Mixed texts: prose, code, scripts, numbers, spaces, random characters."""
-    yield from ("", " ", "  two", "trailing  ", "\n\n\t x", "a\r\nb", "don't I'LL we'Ve 's")
-    yield from (
-        "0 12 345 6789 1234567 ½² ١٢٣ Ⅷ",
-        "e\u0301 A\u030a ﬁ",
-        "naïve café, 5 €, Привет мир",
-    )
-    yield from (
-        "日本語のテキスト、漢字",
-        "🙂🙂 👩‍👩‍👧 emoji",
-        "</s><s>x<think>y</think>",
-        "hello world",
-    )
-    yield from (path.read_text() for path in sorted((_ROOT / "docs").glob("*.md"))[:6])
-    yield from (path.read_text() for path in sorted((_ROOT / "vmserve").glob("*.py"))[:6])
     rng = random.Random(1)
-    for _ in range(200):
-        yield "".join(
-            chr(rng.choice((rng.randrange(32, 127), rng.randrange(0xA0, 0x2FFF), 32, 10, 48)))
-            for _ in range(rng.randrange(1, 40))
-        )
+    files = [
+        *sorted((_ROOT / "docs").glob("*.md"))[:6],
+        *sorted((_ROOT / "vmserve").glob("*.py"))[:6],
+    ]
+    drawn = [
+        [rng.choice((rng.randrange(32, 127), rng.randrange(0xA0, 0x2FFF), 32, 10, 48))
+         for _ in range(rng.randrange(1, 40))]
+        for _ in range(200)
+    ]  # fmt: skip
+    return [
+        *_HARD,
+        *(path.read_text() for path in files),
+        *("".join(map(chr, each)) for each in drawn),
+    ]
 
 
 def _same(ours: Tokenizer, theirs: Tokenizer) -> None:
@@ -68,13 +72,7 @@ def _with(path: Path, add: Callable[[gguf.GGUFWriter], None]) -> Tokenizer:
 
 
 def _written(
-    path: Path,
-    backend: Backend,
-    pre: str,
-    special: list[str],
-    *,
-    add_bos: bool | None = None,
-    **ids: int,
+    path: Path, backend: Backend, pre: str, special: list[str], *, add_bos: bool = False, **ids: int
 ) -> Tokenizer:
     """A byte-level tokenizer by a GGUF file."""
     state = json.loads(backend.to_str())["model"]
@@ -86,12 +84,18 @@ def _written(
         writer.add_token_list(tokens)
         writer.add_token_types([3 if token in special else 1 for token in tokens])
         writer.add_token_merges([" ".join(merge) for merge in state["merges"]])
-        if add_bos is not None:
-            writer.add_add_bos_token(add_bos)
+        if add_bos:
+            writer.add_add_bos_token(True)
         for name, number in ids.items():
             getattr(writer, f"add_{name}_token_id")(number)
 
     return _with(path, add)
+
+
+def _fast(backend: Backend, **special: str) -> Tokenizer:
+    return Tokenizer(PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **special
+    ))  # fmt: skip
 
 
 def test_embedded_model(tmp_path: Path) -> None:
@@ -142,17 +146,14 @@ def test_published_pipelines(tmp_path: Path, pre: str) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(list(_texts())[:30], trainer)
+    backend.train_from_iterator(_texts()[:30], trainer)
     named = {"eos": 1, "bos": 0} if pre in _WHOLE_WORDS else {"eos": 1}
     ours = _written(tmp_path, backend, pre, ["<s>", "</s>"], **named)
     if pre in _WHOLE_WORDS:
         assert ours.encode("x")[0] == 0
         backend.post_processor = ours._backend.post_processor
     own = {f"{name}_token": backend.id_to_token(number) for name, number in named.items()}
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=backend, clean_up_tokenization_spaces=False, **own
-    )
-    _same(ours, Tokenizer(hf))
+    _same(ours, _fast(backend, **own))
 
 
 @pytest.mark.parametrize(
@@ -166,12 +167,8 @@ def test_published_pipelines(tmp_path: Path, pre: str) -> None:
 def test_words_by_hand(tmp_path: Path, pre: str, words: list[str]) -> None:
     ours = _with(tmp_path, lambda writer: add_byte_level(writer, pre))
     split = ours._backend.pre_tokenizer.pre_tokenize_str("".join(words))
-    assert [ours_at for _, ours_at in split] == _places(words)
-
-
-def _places(words: list[str]) -> list[tuple[int, int]]:
     ends = list(accumulate(map(len, words)))
-    return list(zip([0, *ends], ends, strict=False))
+    assert [place for _, place in split] == list(pairwise([0, *ends]))
 
 
 @pytest.mark.skipif(_VOCABULARIES not in os.environ, reason=f"needs {_VOCABULARIES}")
@@ -196,6 +193,15 @@ def test_vocabularies_of_llama_cpp() -> None:
     assert len(compared) >= 7
 
 
+def _add_pieces(
+    writer: gguf.GGUFWriter, tokens: list[str], scores: list[float], kinds: list[int]
+) -> None:
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores(scores)
+    writer.add_token_types(kinds)
+
+
 def test_sentencepiece(tmp_path: Path) -> None:
     """As ``transformers`` converts such a vocabulary of Llama 2."""
     trained = Backend(models.BPE(unk_token="<unk>"))
@@ -206,12 +212,8 @@ def test_sentencepiece(tmp_path: Path) -> None:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     scores = [0.0] * 259 + [-float(index // 2) for index in range(len(pieces))]
 
-    def add(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(tokens)
-        writer.add_token_scores(scores)
-        writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(pieces)])
-
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
+    add = partial(_add_pieces, tokens=tokens, scores=scores, kinds=kinds)
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = generate_merges(vocabulary, dict(zip(tokens, scores, strict=True)))
     backend = Backend(
@@ -226,13 +228,9 @@ def test_sentencepiece(tmp_path: Path) -> None:
     )  # fmt: skip
     special = ("<unk>", "<s>", "</s>")
     backend.add_special_tokens([AddedToken(each, normalized=False) for each in special])
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
-    )  # fmt: skip
     ours = _with(tmp_path, add)
     assert ours.encode("hello")[0] == 1
-    theirs = Tokenizer(hf)
+    theirs = _fast(backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     theirs._backend.post_processor = ours._backend.post_processor
     _same(ours, theirs)
 
@@ -271,17 +269,18 @@ def test_named_templates(tmp_path: Path) -> None:
     assert text == "<s>hello"
 
 
-@pytest.mark.parametrize("pre", ["default", "no\nname"])
-def test_unknown_patterns_are_refused_by_name(tmp_path: Path, pre: str) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"pre-tokenizer '.*' .* is not known; kn.*llama-bpe"
-    ):
-        _with(tmp_path, lambda writer: add_byte_level(writer, pre))
-
-
-def test_unknown_models_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="model 'bert' is not supported; supported: gpt2"):
-        _with(tmp_path, lambda writer: writer.add_tokenizer_model("bert"))
+@pytest.mark.parametrize(
+    ("add", "said"),
+    [
+        (partial(add_byte_level, pre="default"), r"'default' .* is not known; kn.*llama-bpe"),
+        (partial(add_byte_level, pre="no\nname"), r"pre-tokenizer '.*' .* is not known; kn"),
+        (lambda writer: writer.add_tokenizer_model("bert"),
+         "model 'bert' is not supported; supported: gpt2"),
+    ],
+)  # fmt: skip
+def test_unknown_kinds_are_refused_by_name(tmp_path: Path, add: Any, said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        _with(tmp_path, add)
 
 
 _BYTES = byte_vocabulary()
@@ -322,28 +321,17 @@ def test_damaged(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     assert str(raised.value).isprintable()
 
 
-def test_scores_that_are_no_numbers(tmp_path: Path) -> None:
-    def add(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(["<unk>", "<s>", "</s>"])
-        writer.add_token_types([2, 3, 3])
-        writer.add_token_scores([0.0, 0.0, float("nan")])
-
-    with pytest.raises(
-        ConfigurationError, match=r"scores has 3 numbers of type float32 .* not-a-n"
-    ):
-        _with(tmp_path, add)
-
-
-def test_long_pieces(tmp_path: Path) -> None:
-    def add(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("llama")
-        writer.add_token_list(["<unk>", "<s>", "</s>", "x" * 1_000_000])
-        writer.add_token_types([2, 3, 3, 1])
-        writer.add_token_scores([0.0] * 4)
-
-    with pytest.raises(ConfigurationError, match=r"x…' of 1,000,000 characters; 256 is the limit"):
-        _with(tmp_path, add)
+@pytest.mark.parametrize(
+    ("piece", "score", "said"),
+    [
+        ("x", float("nan"), r"scores has 4 numbers of type float32 .* not-a-n"),
+        ("x" * 1_000_000, 0.0, r"x…' of 1,000,000 characters; 256 is the limit"),
+    ],
+)
+def test_damaged_pieces(tmp_path: Path, piece: str, score: float, said: str) -> None:
+    tokens, scores = ["<unk>", "<s>", "</s>", piece], [0.0, 0.0, 0.0, score]
+    with pytest.raises(ConfigurationError, match=said):
+        _with(tmp_path, partial(_add_pieces, tokens=tokens, scores=scores, kinds=[2, 3, 3, 1]))
 
 
 def test_small_sentencepiece(tmp_path: Path) -> None:
@@ -356,9 +344,7 @@ def test_small_sentencepiece(tmp_path: Path) -> None:
 def test_smollm2() -> None:
     ours = load_tokenizer(smollm2_file())
     backend = Backend.from_str(ours.to_json())
-    splits = _published("smollm")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(splits)
-    names = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    _same(ours, Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, **names)))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(_published("smollm"))
+    _same(ours, _fast(backend, bos_token="<|im_start|>", eos_token="<|im_end|>"))
     text, _ = ours.apply_chat_template([{"role": "user", "content": "Hi"}])
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,133 +21,67 @@ WEATHER = ("get_weather", {"city": "Paris", "days": 2})
 NOW: tuple[str, Any] = ("now", {})
 Call = tuple[str, Any]
 
+#: A call as each convention writes it.
+HERMES_NOW = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+IN_PARIS = '"arguments": {"city": "Paris", "days": 2}'
+#: Content, and what is well-formed after it is a call.
+BROKEN = ['<tool_call>{"a": </tool_call>', '<tool_call>{"a": "</tool_call>']
+
+
+def content_alone(parser: str, *texts: str) -> list[tuple[str, str, str, list[Call]]]:
+    """Malformed, unknown or cut off."""
+    return [(parser, text, text, []) for text in texts]
+
+
 #: Parser, text, content and calls.
 CASES: list[tuple[str, str, str, list[Call]]] = [
-    ("hermes", "Hello there.\n", "Hello there.\n", []),
-    ("hermes", "", "", []),
-    (
-        "hermes",
-        (
-            '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}\n'
-            "</tool_call>"
-        ),
-        "",
-        [WEATHER],
+    *content_alone(
+        "hermes", "Hello there.\n", "", "<tool_call>{oops}</tool_call>!", '<tool_call>{"name": "no',
+        '<tool_call>{"name": "rm", "arguments": {}}</tool_call>', "1 <2 and <tool_cal",
+        '<tool_call>{"name": "now"}</tool_call>',
     ),
-    (
-        "hermes",
-        (
-            'Let me see.\n\n<tool_call>{"name": "now", "arguments": {}}</tool_call>\n<tool_call>'
-            '{"arguments": {"city": "Paris", "days": 2}, "name": "get_weather"}</tool_call>\n'
-        ),
-        "Let me see.",
-        [NOW, WEATHER],
-    ),
+    ("hermes", f'<tool_call>\n{{"name": "get_weather", {IN_PARIS}}}\n</tool_call>', "", [WEATHER]),
+    ("hermes", (f'Let me see.\n\n{HERMES_NOW}\n<tool_call>{{{IN_PARIS}, "name": "get_weather"}}'
+     "</tool_call>\n"), "Let me see.", [NOW, WEATHER]),
     # Without the end marker, as a model stops that ends its turn there.
     ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}', "", [NOW]),
     # Arguments that quote the markers, or are quoted themselves.
-    (
-        "hermes",
-        '<tool_call>{"name": "now", "arguments": {"q": "</tool_call> <tool_call>"}}</tool_call>',
-        "",
-        [("now", {"q": "</tool_call> <tool_call>"})],
+    ("hermes", HERMES_NOW.replace("{}", '{"q": "</tool_call> <tool_call>"}'), "",
+     [("now", {"q": "</tool_call> <tool_call>"})]),
+    ("hermes", '<tool_call>{"name":"now","arguments":"{\\"a\\": 1}"}</tool_call>', "",
+     [("now", {"a": 1})]),
+    ("hermes", '<tool_call>{"name":"now","parameters":{"a":"ü"}}</tool_call>', "",
+     [("now", {"a": "ü"})]),
+    ("hermes", f"{BROKEN[0]} {HERMES_NOW}", BROKEN[0], [NOW]),
+    ("hermes", BROKEN[1] + HERMES_NOW, BROKEN[1], [NOW]),
+    *content_alone(
+        "llama3_json", '{"name": "Bob", "parameters": {}}', '{"name": "now", "parameters": {}',
+        'It is {"name": "now"}', " <|python",
     ),
-    (
-        "hermes",
-        '<tool_call>{"name":"now","arguments":"{\\"a\\": 1}"}</tool_call>',
-        "",
-        [("now", {"a": 1})],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name":"now","parameters":{"a":"ü"}}</tool_call>',
-        "",
-        [("now", {"a": "ü"})],
-    ),
-    # Malformed, unknown or cut off: content, and what is well-formed after it is a call.
-    ("hermes", "<tool_call>{oops}</tool_call>!", "<tool_call>{oops}</tool_call>!", []),
-    (
-        "hermes",
-        '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
-        [],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"name": "now"}</tool_call>',
-        '<tool_call>{"name": "now"}</tool_call>',
-        [],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"a": </tool_call> <tool_call>{"name": "now", "arguments": {}}</tool_call>',
-        '<tool_call>{"a": </tool_call>',
-        [NOW],
-    ),
-    (
-        "hermes",
-        '<tool_call>{"a": "</tool_call><tool_call>{"name": "now", "arguments": {}}</tool_call>',
-        '<tool_call>{"a": "</tool_call>',
-        [NOW],
-    ),
-    ("hermes", '<tool_call>{"name": "no', '<tool_call>{"name": "no', []),
-    ("hermes", "1 <2 and <tool_cal", "1 <2 and <tool_cal", []),
-    (
-        "llama3_json",
-        '{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}',
-        "",
-        [WEATHER],
-    ),
-    (
-        "llama3_json",
-        '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "arguments": {"a":"}"}};',
-        "",
-        [NOW, ("now", {"a": "}"})],
-    ),
-    ("llama3_json", '{"name": "Bob", "parameters": {}}', '{"name": "Bob", "parameters": {}}', []),
-    ("llama3_json", '{"name": "now", "parameters": {}', '{"name": "now", "parameters": {}', []),
-    ("llama3_json", 'It is {"name": "now"}', 'It is {"name": "now"}', []),
-    ("llama3_json", " <|python", " <|python", []),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris", "days": 2}}', "",
+     [WEATHER]),
+    ("llama3_json",
+     '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "now", "arguments": {"a":"}"}};',
+     "", [NOW, ("now", {"a": "}"})]),
     ("llama3_json", '{"name": "now", "parameters": {}} and so on', " and so on", [NOW]),
-    (
-        "mistral",
-        (
-            '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Paris", "days": 2}}, '
-            '{"name": "now", "arguments": {}}]'
-        ),
-        "",
-        [WEATHER, NOW],
+    *content_alone(
+        "mistral", '[TOOL_CALLS] [{"name": "x"}] ok', "[TOOL_CALLS] what?", "[TOOL] [1]",
+        '[TOOL_CALLS] [{"name": "now", "arg',
     ),
-    (
-        "mistral",
-        'Wait.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now{}',
-        "Wait.",
-        [WEATHER, NOW],
-    ),
+    ("mistral", (f'[TOOL_CALLS] [{{"name": "get_weather", {IN_PARIS}}}, '
+     '{"name": "now", "arguments": {}}]'), "", [WEATHER, NOW]),
+    ("mistral", 'Wait.[TOOL_CALLS]get_weather[ARGS]{"city": "Paris", "days": 2}[TOOL_CALLS]now{}',
+     "Wait.", [WEATHER, NOW]),
     ("mistral", '[TOOL_CALLS]now[CALL_ID]123456789[ARGS]{"a": [1]}', "", [("now", {"a": [1]})]),
-    ("mistral", '[TOOL_CALLS] [{"name": "x"}] ok', '[TOOL_CALLS] [{"name": "x"}] ok', []),
-    ("mistral", "[TOOL_CALLS] what?", "[TOOL_CALLS] what?", []),
-    ("mistral", '[TOOL_CALLS] [{"name": "now", "arg', '[TOOL_CALLS] [{"name": "now", "arg', []),
-    ("mistral", "[TOOL] [1]", "[TOOL] [1]", []),
-    ("pythonic", '[get_weather(city="Paris", days=2)]', "", [WEATHER]),
-    (
-        "pythonic",
-        "[now(), now(a=[1, -2.5], b={'k': None}, c=true, d='])'), math.add(a=1)]",
-        "",
-        [
-            NOW,
-            ("now", {"a": [1, -2.5], "b": {"k": None}, "c": True, "d": "])"}),
-            ("math.add", {"a": 1}),
-        ],
+    *content_alone(
+        "pythonic", "[1, 2]", "[rm()]", "[now(1)]", "[now(a=__import__('os'))]", "[now(a=1",
+        "Hm, [now()]", "[" * 5000,
     ),
-    ("pythonic", "[1, 2]", "[1, 2]", []),
-    ("pythonic", "[rm()]", "[rm()]", []),
-    ("pythonic", "[now(1)]", "[now(1)]", []),
-    ("pythonic", "[now(a=__import__('os'))]", "[now(a=__import__('os'))]", []),
-    ("pythonic", "[now(a=1", "[now(a=1", []),
-    ("pythonic", "Hm, [now()]", "Hm, [now()]", []),
-    ("pythonic", "[" * 5000, "[" * 5000, []),
-]
+    ("pythonic", '[get_weather(city="Paris", days=2)]', "", [WEATHER]),
+    ("pythonic", "[now(), now(a=[1, -2.5], b={'k': None}, c=true, d='])'), math.add(a=1)]", "",
+     [NOW, ("now", {"a": [1, -2.5], "b": {"k": None}, "c": True, "d": "])"}),
+      ("math.add", {"a": 1})]),
+]  # fmt: skip
 
 
 def run(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
@@ -181,18 +116,10 @@ def test_whole_and_character_by_character(
 
 
 FRAGMENTS = [
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "<|python_tag|>",
-        "now",
-        "get_weather",
-    ),
-    *('{"name": "now", "arguments": {}}', '{"name": "now", "parameters": {"a": "', '"}}', "now()"),
-    *("[", "]", "{", "}", "(", ")", '"', "\\", ";", ",", " ", "\n", "x", "ü", "a=1"),
-]
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "now", "get_weather",
+    '{"name": "now", "arguments": {}}', '{"name": "now", "parameters": {"a": "', '"}}', "now()",
+    *'[]{}()"\\;, \nxü', "a=1",
+]  # fmt: skip
 TEXTS = st.one_of(
     st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join),
     st.sampled_from([case[1] for case in CASES if len(case[1]) < 300]),
@@ -220,21 +147,16 @@ def test_any_split_gives_the_same_and_nothing_is_lost(name: str) -> None:
 FORCED = '[{"name": "f\\"g", "arguments": {"a": "}]", "b": [{}]}}, {"name": "h", "arguments": {}}]'
 
 
-def forced() -> ToolParser:
-    return ForcedCallParser()
-
-
-def named() -> ToolParser:
-    return NamedCallParser("f")
+named = partial(NamedCallParser, "f")
 
 
 @pytest.mark.parametrize(
     ("make", "text", "calls"),
     [
-        (forced, FORCED, [('f"g', '{"a": "}]", "b": [{}]}'), ("h", "{}")]),
-        (forced, FORCED[:31], [('f"g', "")]),
-        (forced, FORCED[:38], [('f"g', '{"a": "')]),
-        (forced, FORCED[:15], []),
+        (ForcedCallParser, FORCED, [('f"g', '{"a": "}]", "b": [{}]}'), ("h", "{}")]),
+        (ForcedCallParser, FORCED[:31], [('f"g', "")]),
+        (ForcedCallParser, FORCED[:38], [('f"g', '{"a": "')]),
+        (ForcedCallParser, FORCED[:15], []),
         (named, '{"a": 1}', [("f", '{"a": 1}')]),
         (named, "", []),
     ],
