@@ -83,35 +83,6 @@ def test_beside_answers_and_after_a_prefix_hit(prompts: Prompts, states: States)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
-def test_through_preemption(prompts: Prompts, states: States) -> None:
-    """Answers push the pool over its edge; no state is counted twice."""
-    given = prompts(6, 300, 5)
-    answers = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    pool = SamplingParams(max_tokens=0, pooling="mean", detokenize=False)
-    with LLM(
-        **(OPTIONS | {"kv_cache_memory": "2MiB", "max_model_len": 512}),
-        max_num_batched_tokens=32,
-        enable_prefix_caching=False,
-    ) as llm:
-        engine = llm.engine
-        for index, prompt in enumerate(given):
-            engine.add_request(f"a{index}", prompt[:100], answers)
-            engine.add_request(f"e{index}", prompt, pool)
-        found = {}
-        while engine.has_unfinished:
-            result = engine.step()
-            assert not result.failures
-            found |= {output.request_id: output for output in result.outputs}
-        preempted = engine.stats()["num_preemptions_total"]
-    assert preempted > 0
-    for index, prompt in enumerate(given):
-        packed = found[f"e{index}"].embedding
-        assert packed is not None
-        state = np.frombuffer(packed, np.float32)
-        assert found[f"e{index}"].outputs[0].token_ids == []
-        np.testing.assert_allclose(state, states(prompt).mean(axis=0), rtol=1e-3, atol=1e-3)
-
-
 def test_through_two_processes(states: States) -> None:
     async def run() -> NDArray[np.float32]:
         engine = ProcessClient(**OPTIONS)

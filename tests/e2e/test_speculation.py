@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from tests.drafting import drafting_engines
+from tests.support.engines import each_step, seen, tokens_of
 from vmserve import (
     LLM,
     BeamSearchParams,
-    RequestOutput,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -52,24 +52,6 @@ CERTAIN: list[tuple[dict[str, Any], str]] = [
 ]
 #: What each of a crowd asks for, so that a small pool runs out whatever the answers are.
 LONG = SamplingParams(temperature=0.0, seed=0, max_tokens=40, ignore_eos=True)
-
-
-def seen(result: RequestOutput) -> list[Any]:
-    """Everything of an answer, and of its prompt, that a caller sees."""
-    return [
-        [
-            (
-                tuple(choice.token_ids),
-                choice.text,
-                choice.finish_reason,
-                choice.stop_reason,
-                choice.cumulative_logprob,
-                [{t: (e.logprob, e.rank) for t, e in row.items()} for row in choice.logprobs or []],
-            )
-            for choice in result.outputs
-        ],
-        result.prompt_logprobs and [row and dict(row) for row in result.prompt_logprobs],
-    ]
 
 
 def any_params(rng: random.Random, seed: int) -> SamplingParams:
@@ -119,15 +101,13 @@ def any_engine(rng: random.Random) -> dict[str, Any]:
 
 def converting(llm: LLM, rng: random.Random) -> None:
     """Let each step change the regime of some requests."""
-    step = llm.engine.step
 
-    def changed_step() -> object:
-        for request_id in llm.engine.request_ids:
+    def change(engine: LLMEngine, step: int) -> None:
+        for request_id in engine.request_ids:
             if rng.random() < 0.2:
-                llm.engine.convert(request_id, rng.choice(list(Regime)))
-        return step()
+                engine.convert(request_id, rng.choice(list(Regime)))
 
-    llm.engine.step = changed_step  # type: ignore[method-assign, assignment]
+    each_step(llm, before=change)
 
 
 def drafted_and_accepted(llm: LLM) -> Counter[str]:
@@ -136,11 +116,11 @@ def drafted_and_accepted(llm: LLM) -> Counter[str]:
     return Counter(accepted=accepted, rejected=drafted - accepted)
 
 
-def small_pool() -> int:
-    """Room for one of the longest requests and little beside."""
+def small_pool(num_memories: int = 1) -> int:
+    """Room for one of the longest requests and little beside, in each of equal memories."""
     with LLM(max_model_len=256) as llm:
         stats = llm.stats()
-    return int(288 // stats["page_tokens"] * stats["page_bytes"])
+    return int(num_memories * (288 // stats["page_tokens"]) * stats["page_bytes"])
 
 
 @pytest.fixture(scope="module")
@@ -206,14 +186,14 @@ def test_steps_that_may_have_drafts_wait_for_tokens(prompts: Prompts) -> None:
         llm = LLM(max_model_len=256, max_num_seqs=8, async_scheduling="on", dtype="float32")
     [drafting] = made
     with llm:
-        expected = [list(result.outputs[0].token_ids) for result in llm.generate(asked, params)]
+        expected = tokens_of(llm.generate(asked, params))
         stats = llm.stats()
         assert (stats["steps_overlapped_total"] > 0, drafting.num_known) == (True, 0)
         assert stats["steps_synchronous_speculation_total"] == 0
-        for prompt, one, answer in zip(asked, params, expected, strict=True):
+        for prompt, one, [answer] in zip(asked, params, expected, strict=True):
             drafting.tell(prompt, one.seed or 0, 0, answer)
         drafting.is_on = True
-        found = [list(result.outputs[0].token_ids) for result in llm.generate(asked, params)]
+        found = tokens_of(llm.generate(asked, params))
         counters, stats = llm.engine.counters, llm.stats()
     assert found == expected
     assert counters.accepted_tokens > 0

@@ -1,0 +1,413 @@
+"""Every family by every path with every feature: an answer depends on its request alone.
+
+Rows cover all pairs of what :data:`AXES` has. A row computes the requests of a feature together, by
+a path, and compares them with each request alone in a roomy engine, whose prompt is one chunk: bit
+for bit in the native decoder, token for token where torch multiplies. Counters prove that the path
+was taken, and no page is left. Pairs that no row can have are refused, as rules say.
+
+``VMSERVE_ROWS=SEED`` gives other rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.lives.pairs import Row, covering_rows, pairs_of
+from tests.models import gguf_checkpoints, quantized_checkpoints
+from tests.models.checkpoints import (
+    DEEPSEEK_ROPE,
+    deepseek_v3,
+    gemma3,
+    gpt_oss,
+    phi3,
+    qwen3_moe,
+    qwen3_next,
+    save,
+)
+from tests.support.engines import (
+    change_regimes,
+    each_step,
+    greedy,
+    measure_nothing,
+    seen,
+    tokens_of,
+)
+from vmserve import LLM, BeamSearchParams, KVPool, RequestOutput, SamplingParams
+from vmserve.config import EngineConfig
+from vmserve.engine.engine import LLMEngine
+from vmserve.errors import ConfigurationError
+from vmserve.models import ModelConfig
+from vmserve.models.config import DecoderConfig
+from vmserve.models.hub import resolve_model
+from vmserve.models.slices import refusal_of_ranks
+from vmserve.options import rules
+from vmserve.types import RequestTerms
+
+import torch  # isort: skip
+from transformers import AutoModelForCausalLM, PreTrainedConfig  # isort: skip
+
+Prompts = Callable[[int, int, int], list[list[int]]]
+_ids = itertools.count()
+Asked = list[tuple[list[int], SamplingParams | BeamSearchParams]]
+
+SEED = int(os.environ.get("VMSERVE_ROWS", "0"))
+EMBEDDED = str(resolve_model(None))
+#: Small random models with the vocabulary of the embedded one.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 64,
+    "max_position_embeddings": 512,
+}
+_WINDOWS = {"num_hidden_layers": 4, "sliding_window": 24}
+
+
+class Family(NamedTuple):
+    """A model, as the engine computes it. ``config`` None: the embedded one."""
+
+    config: PreTrainedConfig | None = None
+    options: dict[str, Any] = {"dtype": "bfloat16"}  # noqa: RUF012  none changes them
+    #: The embedded model as another kind of file.
+    stored: str = ""
+
+    @property
+    def is_exact(self) -> bool:
+        """Torch multiplies batches of other shapes in another order."""
+        return self.options.get("linear_backend") != "torch"
+
+
+TORCH = {"dtype": "float32", "linear_backend": "torch"}
+FAMILIES = {
+    "embedded": Family(),
+    "float32": Family(options={"dtype": "float32"}),
+    "int8": Family(options={"dtype": "bfloat16", "quantization": "int8"}),
+    "int8-dynamic": Family(options={"dtype": "bfloat16", "quantization": "int8-dynamic"}),
+    "kv-int8": Family(options={"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+    "q4": Family(stored="gguf"),
+    "gptq": Family(stored="gptq"),
+    "phi3": Family(phi3(**_SIZES, partial_rotary_factor=0.75)),
+    "gpt-oss": Family(gpt_oss(**_SIZES)),
+    "qwen3-moe": Family(qwen3_moe(**_SIZES, num_experts=9, num_experts_per_tok=4)),
+    "qwen3-next": Family(qwen3_next(**_SIZES, num_experts=6, moe_intermediate_size=48)),
+    "deepseek-v3": Family(deepseek_v3(**_SIZES, rope_parameters=DEEPSEEK_ROPE)),
+    "gemma3": Family(gemma3(**_SIZES, **_WINDOWS, final_logit_softcapping=20.0)),
+    "embedded torch": Family(options=TORCH),
+    "gemma3 torch": Family(gemma3(**_SIZES, **_WINDOWS), TORCH),
+    "gpt-oss torch": Family(gpt_oss(**_SIZES, **_WINDOWS), TORCH),
+    "qwen3-next torch": Family(qwen3_next(**_SIZES, num_experts=4, num_experts_per_tok=2), TORCH),
+    "deepseek-v3 torch": Family(deepseek_v3(**_SIZES), TORCH),
+}
+
+
+def make_room(engine: LLMEngine, step: int) -> None:
+    """Windows leave so much room that nobody would have to go."""
+    if step % 8 == 7:
+        engine.scheduler.make_room()
+
+
+class Way(NamedTuple):
+    """A path through memory and scheduler: options, and the counters that it moves."""
+
+    options: dict[str, Any]
+    moves: tuple[str, ...] = ()
+    before_step: Callable[[LLMEngine, int], object] = lambda engine, step: None
+
+
+_ALONE = {"enable_prefix_caching": False}
+_SHORT = {**_ALONE, "kv_cache_memory": "least"}
+_SWAP = {"preemption": "swap", "swap_space": "64MiB"}
+PATHS = {
+    "together": Way(_ALONE),
+    "hits": Way({}, ("prefix_hit_blocks_total",)),
+    "recompute": Way({**_SHORT, "preemption": "recompute"}, ("num_preemptions_total",), make_room),
+    "swap": Way(
+        {**_SHORT, **_SWAP}, ("swapped_out_blocks_total", "swapped_in_blocks_total"), make_room
+    ),
+    "convert": Way(
+        {**_ALONE, "kv_regime": "auto"},
+        ("converted_to_paged_total", "converted_to_virtual_total"),
+        change_regimes,
+    ),
+    "lookup": Way({"speculative": "prompt-lookup"}, ("spec_decode_num_accepted_tokens_total",)),
+    "draft": Way(
+        {"speculative": "draft-model", "speculative_model": "vmserve-embedded"},
+        ("spec_decode_num_draft_tokens_total",),
+    ),
+    "overlap": Way({**_ALONE, "async_scheduling": "on"}, ("steps_overlapped_total",)),
+    "persist": Way({"kv_persist": "a folder"}, ("persist_restored_blocks_total",)),
+    "lent": Way({"kv_cache_memory": None}),
+    "ranks": Way(
+        {"tensor_parallel_size": 2, "speculative": "prompt-lookup"},
+        ("prefix_hit_blocks_total", "spec_decode_num_accepted_tokens_total"),
+    ),
+}
+
+
+def _drawn(seed: int, **options: Any) -> SamplingParams:
+    given = {"temperature": 0.9, "max_tokens": 24, "ignore_eos": True, **options}
+    return SamplingParams(seed=seed, **given)
+
+
+#: What requests ask for beside a greedy answer and two drawn ones with log-probabilities.
+FEATURES: dict[str, list[SamplingParams | BeamSearchParams]] = {
+    "drawn": [_drawn(1, n=3), _drawn(2, top_p=0.9, top_k=50), _drawn(3, min_p=0.02, logprobs=0)],
+    "shaped": [
+        _drawn(1, repetition_penalty=1.2, presence_penalty=0.5, bad_words=[" the"]),
+        _drawn(2, frequency_penalty=0.6, logit_bias={7: 2.5, 90: -4.0}, logprobs=1),
+        _drawn(3, n=2, stop=["e", "an"], min_tokens=8, ignore_eos=False),
+    ],
+    "structured": [
+        _drawn(1, n=2, structured_outputs={"regex": r"[a-z]{5}-[0-9]{8,30}"}),
+        _drawn(2, structured_outputs={"regex": r"(la ){3,9}!"}, logprobs=1),
+    ],
+    "beams": [
+        BeamSearchParams(beam_width=3, max_tokens=16, ignore_eos=True, logprobs=1),
+        BeamSearchParams(beam_width=2, max_tokens=12, length_penalty=0.0),
+    ],
+    "scored": [
+        SamplingParams(max_tokens=0, pooling="mean", detokenize=False),
+        SamplingParams(max_tokens=0, pooling="last", detokenize=False),
+        greedy(4, prompt_logprobs=2),
+    ],
+}
+AXES: dict[str, list[Any]] = {
+    "family": list(FAMILIES),
+    "path": list(PATHS),
+    "feature": list(FEATURES),
+    "regime": ["virtual", "paged", "auto"],
+    "budget": [16, 37, 50, 512],
+    "mapper": ["thread", "off"],
+    "threads": [1, 2],
+}
+
+
+# -- what is refused ----------------------------------------------------------------------
+
+
+def options_of(row: Row) -> dict[str, Any]:
+    family, way = FAMILIES[row["family"]], PATHS[row["path"]]
+    options = {
+        "kv_cache_memory": "64MiB",
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "kv_regime": row["regime"],
+        "max_num_batched_tokens": row["budget"],
+        "kv_mapper": row["mapper"],
+        **family.options,
+        **way.options,
+    }
+    if not family.is_exact and options["kv_regime"] != "auto":
+        backends = {"virtual": "sdpa", "paged": "cpu" if family.config else "reference"}
+        options["attention_backend"] = backends[options["kv_regime"]]
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@cache
+def _facts_of(family: str) -> dict[str, Any]:
+    """What rules ask of a model."""
+    config = FAMILIES[family].config
+    with TemporaryDirectory() as folder:
+        if config is not None:
+            config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+            config.save_pretrained(folder)
+        model = ModelConfig.from_directory(folder if config is not None else EMBEDDED)
+    assert isinstance(model.network, DecoderConfig)
+    refusal = refusal_of_ranks(model.network, 2)
+    return {"state_bytes": model.state_bytes, "ranks_refusal": refusal}
+
+
+@cache
+def _refusal(family: str, path: str, regime: str) -> ConfigurationError | None:
+    row = {"family": family, "path": path, "regime": regime, "budget": 64, "mapper": "off"}
+    try:
+        rules.check({**vars(EngineConfig()), **options_of(row), **_facts_of(family)})
+    except ConfigurationError as refused:
+        return refused
+    return None
+
+
+def refusal_of(row: Row) -> ConfigurationError | None:
+    """What rules say of a row; the other axes are in none of them."""
+    return _refusal(row["family"], row["path"], row["regime"])
+
+
+# -- who computes -------------------------------------------------------------------------
+
+
+@cache
+def checkpoint(family: str, folder: Path) -> str | None:
+    made, path = FAMILIES[family], folder / family.replace(" ", "-")
+    if made.config is not None:
+        save(made.config, path)
+    elif made.stored == "gptq":
+        scheme = quantized_checkpoints.SCHEMES["gptq-asymmetric"]
+        quantized_checkpoints.convert(Path(EMBEDDED), path, folder / "plain", scheme)
+    elif made.stored == "gguf":
+        path = path.with_suffix(".gguf")
+        add = gguf_checkpoints.add_embedded_tokenizer
+        gguf_checkpoints.convert(Path(EMBEDDED), path, add, "Q4_1")
+    else:
+        return None
+    return str(path)
+
+
+class Rows:
+    """Runs rows, whose checkpoints are in ``folder``."""
+
+    def __init__(self, folder: Path, prompts: Prompts) -> None:
+        self._folder = folder
+        head, *tails = prompts(6, 170, 21)
+        # Lengths of whole blocks and one token more: after a hit, one row is left to compute.
+        self._prompts = [head, [*head[:64], *tails[0][:1]], [*head[:48], *tails[1][:40]]]
+        self._prompts += [[*tail, *head][: 16 * i + 1] for i, tail in enumerate(tails[2:], 1)]
+
+    def asked(self, feature: str) -> Asked:
+        plain = [greedy(40, logprobs=2), _drawn(5, n=2, logprobs=2), _drawn(6)]
+        return list(zip(self._prompts, [*plain, *FEATURES[feature]], strict=False))
+
+    @contextmanager
+    def llm(self, family: str, **options: Any) -> Iterator[LLM]:
+        model = checkpoint(family, self._folder)
+        if model is not None and not FAMILIES[family].stored:
+            options["tokenizer"] = EMBEDDED
+        with LLM(model, **options) as llm:
+            yield llm
+
+    @cache  # noqa: B019  one object a module
+    def alone(self, family: str, feature: str) -> list[RequestOutput]:
+        options = {**FAMILIES[family].options, **_ALONE, "max_model_len": 256}
+        with self.llm(family, kv_cache_memory="64MiB", **options) as llm:
+            return [_together(llm, [one])[0] for one in self.asked(feature)]
+
+    def run(self, row: Row, folder: Path) -> None:
+        way, family, options = PATHS[row["path"]], FAMILIES[row["family"]], options_of(row)
+        asked = self.asked(row["feature"])
+        expected = self.alone(row["family"], row["feature"])
+        if row["path"] == "persist":
+            options["kv_persist"] = str(folder)
+            with self.llm(row["family"], **options) as llm:
+                _together(llm, asked)
+        if row["path"] == "lent":
+            options["kv_pool"] = KVPool("64MiB")
+        with self.llm(row["family"], **options) as llm:
+            limits, num_mixed = [llm.engine.memory.limit_pages], 0
+            if options.get("kv_cache_memory") == "least":
+                llm.engine.set_kv_cache_memory(int(1.5 * llm.engine.kv_bounds()[1]))
+
+            def look(engine: LLMEngine, step: int) -> None:
+                nonlocal num_mixed
+                limits.append(engine.memory.limit_pages)
+                now = engine.memory.stats()
+                num_mixed += now.virtual_seqs > 0 and now.paged_seqs > 0
+
+            each_step(llm, before=way.before_step, after=look)
+            found = _together(llm, asked)
+            if row["path"] in ("hits", "ranks"):
+                _compare(row, family, found, expected)
+                found = _together(llm, asked)
+            stats = llm.stats()
+            llm.engine.memory.wait()
+            llm.engine.memory.check()
+            left = llm.stats()
+            pids = llm.engine.ranks.pids if row["path"] == "ranks" else []
+            windows = {kind.window for kind in llm.engine.memory.kinds}
+        _compare(row, family, found, expected)
+        assert all(stats[name] > 0 for name in way.moves), {name: stats[name] for name in way.moves}
+        assert left["num_seqs"] == left["used_pages"] == left["swap_blocks"] == 0
+        # A sibling whose window has left the prompt gives none of it.
+        assert stats["forks_total"] > 0 or windows != {None}
+        if row["path"] == "recompute":
+            assert stats["swapped_in_blocks_total"] == 0
+        if row["path"] == "convert":
+            assert num_mixed > 3
+            assert stats["converted_zero_copy_total"] >= stats["converted_to_paged_total"]
+        if row["path"] == "persist":
+            cached = [result.metrics.num_cached_tokens for result in found]
+            assert cached[:3] == [(len(prompt) - 1) // 16 * 16 for prompt, _ in asked[:3]]
+        if row["path"] == "lent":
+            assert max(limits) > limits[0]
+        if row["path"] == "ranks":
+            assert (stats["tensor_parallel_size"], len(pids)) == (2, 1)
+            assert not any(map(psutil.pid_exists, pids))
+        if row["path"] in ("together", "convert"):
+            chunks = max(result.metrics.num_prefill_chunks for result in found)
+            assert (chunks > 2) == (row["budget"] <= 50)
+        if options["kv_regime"] != "auto":
+            assert {result.metrics.kv_regime for result in found} == {row["regime"]}
+
+
+def _together(llm: LLM, asked: Asked) -> list[RequestOutput]:
+    """Beams among the others, which ``generate`` does not take."""
+
+    def works() -> list[Any]:
+        opened = [
+            llm._client.open(prompt, one, request_id=str(next(_ids)), terms=RequestTerms())
+            for prompt, one in asked
+        ]
+        return [llm._complete(each, lambda num_tokens: None) for each in opened]
+
+    return llm._driver.run(works)
+
+
+def _compare(
+    row: Row, family: Family, found: list[RequestOutput], expected: list[RequestOutput]
+) -> None:
+    # Steps that overlap draw by torch or not, in which log-probabilities are rounded otherwise.
+    to_the_bit = family.is_exact and row["path"] != "overlap"
+    differing = []
+    for index, (one, alone) in enumerate(zip(found, expected, strict=True)):
+        if to_the_bit:
+            same = seen(one) == seen(alone)
+        else:
+            same = tokens_of([one]) == tokens_of([alone])
+            if alone.embedding is not None:
+                np.testing.assert_allclose(one.embedding, alone.embedding, rtol=1e-3, atol=1e-3)
+        differing += [] if same else [index]
+    assert not differing, f"{len(differing)} of {len(found)} differ: {differing}"
+
+
+# -- rows ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory, prompts: Prompts) -> Rows:
+    return Rows(tmp_path_factory.mktemp("rows"), prompts)
+
+
+ROWS = covering_rows(AXES, lambda row: refusal_of(row) is None, SEED)
+ROWS.sort(key=lambda row: list(FAMILIES).index(row["family"]))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
+def test_as_alone(row: Row, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_nothing(monkeypatch)
+    torch.set_num_threads(row["threads"])  # a fixture sets it back
+    rows.run(row, tmp_path)
+
+
+def test_pairs_that_no_row_has_are_refused_as_rules_say(rows: Rows) -> None:
+    met = set().union(*map(pairs_of, ROWS))
+    wanted = {
+        ((a, x), (b, y))
+        for (a, xs), (b, ys) in itertools.combinations(AXES.items(), 2)
+        for x, y in itertools.product(xs, ys)
+    }
+    missing = sorted(wanted - met)
+    for pair in missing:
+        row = {**ROWS[0], **dict(pair)}
+        refused = refusal_of(row)
+        assert refused is not None, pair
+        with pytest.raises(type(refused)) as caught, rows.llm(row["family"], **options_of(row)):
+            pass
+        assert str(caught.value) == str(refused)
+    assert {path for _, (_, path) in missing} == {"lookup", "draft", "overlap", "ranks"}
