@@ -32,8 +32,9 @@ class Served:
         self.engine = llm.engine
         self.tokens: dict[str, list[list[int]]] = {}
 
-    def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
-        self.engine.add_request(name, prompt, params, RequestTerms(tenant=name))
+    def add(self, name: str, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
+        terms = RequestTerms(tenant=name, priority=priority)
+        self.engine.add_request(name, prompt, params, terms)
 
     def step(self) -> None:
         result = self.engine.step()
@@ -62,30 +63,45 @@ def one_token() -> tuple[list[int], SamplingParams]:
     return list(range(500, 530)), SamplingParams(max_tokens=1, temperature=0)
 
 
-@pytest.mark.parametrize("regime", ["virtual", "paged"])
-@pytest.mark.parametrize("swap", [{}, {"swap_space": "64MiB", "preemption": "swap"}])
-def test_one_token_beside_a_flood_takes_a_step(regime: str, swap: dict[str, Any]) -> None:
-    with LLM(**settings(regime, **swap)) as llm:
-        alone = Served(llm)
-        alone.add("other", *one_token())
-        alone.steps_until("other")
-        alone.add("flood", *flood())
-        alone.steps_until("flood")
-        assert llm.stats()["num_fairness_preemptions_total"] == 0
+SWAP = {"swap_space": "64MiB", "preemption": "swap"}
+PRIORITY = {"fair_sharing": False, "scheduling_policy": "priority"}
 
-    with LLM(**settings(regime, **swap)) as llm:
+
+@pytest.mark.parametrize(
+    ("regime", "options", "reason"),
+    [
+        ("virtual", {}, "fairness"),
+        ("paged", {}, "fairness"),
+        ("virtual", SWAP, "fairness"),
+        ("paged", SWAP, "fairness"),
+        ("virtual", PRIORITY, "priority"),
+        ("paged", PRIORITY, "priority"),
+    ],
+)
+def test_one_token_beside_a_flood_takes_a_step(
+    regime: str, options: dict[str, Any], reason: str
+) -> None:
+    """Of another tenant, or of a request that is more urgent."""
+    preemptions = f"num_{reason}_preemptions_total"
+    with LLM(**settings(regime, **options)) as llm:
+        alone = Served(llm)
+        for name, asked in (("other", one_token()), ("flood", flood())):
+            alone.add(name, *asked)
+            alone.steps_until(name)
+        assert llm.stats()[preemptions] == 0
+    with LLM(**settings(regime, **options)) as llm:
         served = Served(llm)
-        served.add("flood", *flood())
+        served.add("flood", *flood(), priority=7)
         for _ in range(20):
             served.step()
         assert llm.stats()["num_requests_running"] == MAX_NUM_SEQS
-        served.add("other", *one_token())
+        served.add("other", *one_token(), priority=-1)
         assert served.steps_until("other") == 1
         served.steps_until("flood")
         stats = llm.stats()
     assert served.tokens == alone.tokens
-    assert stats["num_fairness_preemptions_total"] == stats["num_preemptions_total"] == 1
-    assert stats["num_swapped_out_total"] == len(swap) // 2
+    assert stats[preemptions] == stats["num_preemptions_total"] == 1
+    assert stats["num_swapped_out_total"] == (options is SWAP)
     assert stats["used_pages"] == 0
 
 
@@ -100,23 +116,3 @@ def test_with_steps_that_overlap_it_takes_one_more() -> None:
         assert served.steps_until("other") <= 3
         assert llm.stats()["num_fairness_preemptions_total"] == 1
         served.engine.abort("flood")
-
-
-@pytest.mark.parametrize("regime", ["virtual", "paged"])
-def test_an_urgent_request_beside_others_that_take_all_places(regime: str) -> None:
-    options = settings(regime, fair_sharing=False, scheduling_policy="priority")
-    with LLM(**options) as llm:
-        alone = Served(llm)
-        alone.add("flood", *flood())
-        alone.steps_until("flood")
-    with LLM(**options) as llm:
-        served = Served(llm)
-        llm.engine.add_request("flood", *flood(), RequestTerms(priority=7))
-        for _ in range(20):
-            served.step()
-        llm.engine.add_request("urgent", *one_token(), RequestTerms(priority=-1))
-        assert served.steps_until("urgent") == 1
-        served.steps_until("flood")
-        stats = llm.stats()
-    assert served.tokens["flood"] == alone.tokens["flood"]
-    assert stats["num_priority_preemptions_total"] == stats["num_preemptions_total"] == 1

@@ -44,26 +44,18 @@ def pooled(states: NDArray[np.float32], pooling: str) -> NDArray[np.float32]:
     return state / np.linalg.norm(state)
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_regime": "virtual"},
-        {"kv_regime": "paged", "max_num_batched_tokens": 24},
-        {"kv_regime": "virtual", "linear_backend": "torch", "max_num_batched_tokens": 24},
-    ],
-    ids=["whole", "in chunks", "torch"],
-)
-def test_the_states_of_transformers(
-    prompts: Prompts, states: States, options: dict[str, str], pooling: str
-) -> None:
+@pytest.mark.parametrize("layers", ["native", "torch"])
+def test_the_states_of_transformers(prompts: Prompts, states: States, layers: str) -> None:
+    """In chunks; on other paths they are the same: ``test_rows.py``."""
     given = prompts(6, 200, 3)
-    with LLM(**OPTIONS, **options) as llm:
-        results = llm.embed(given, pooling=pooling)
-    assert [result.prompt_token_ids for result in results] == given
-    for result, prompt in zip(results, given, strict=True):
-        assert result.embedding.dtype == np.float32
-        np.testing.assert_allclose(result.embedding, pooled(states(prompt), pooling), atol=2e-5)
+    with LLM(**OPTIONS, linear_backend=layers, max_num_batched_tokens=24) as llm:
+        for pooling in ("last", "mean"):
+            results = llm.embed(given, pooling=pooling)
+            assert [result.prompt_token_ids for result in results] == given
+            for result, prompt in zip(results, given, strict=True):
+                assert result.embedding.dtype == np.float32
+                expected = pooled(states(prompt), pooling)
+                np.testing.assert_allclose(result.embedding, expected, atol=2e-5)
 
 
 def test_beside_answers_and_after_a_prefix_hit(prompts: Prompts, states: States) -> None:

@@ -78,20 +78,6 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_generate_reads_what_an_earlier_run_computed(tmp_path: Path) -> None:
-    def generate() -> Any:
-        done = command(
-            *("generate", "--prompt", "Once upon a time " * 20, "--max-tokens", "8"),
-            *("--temperature", "0", "--format", "json", "--kv-persist", str(tmp_path)),
-        )
-        return json.loads(done.stdout)
-
-    first, again = generate(), generate()
-    assert first["metrics"]["num_cached_tokens"] == 0
-    assert again["metrics"]["num_cached_tokens"] == (len(first["prompt_token_ids"]) - 1) // 16 * 16
-    assert again["outputs"] == first["outputs"]
-
-
 @pytest.mark.parametrize("size", ["1", pytest.param("2", marks=TWO_CORES)])
 def test_a_batch_reads_what_an_earlier_one_computed(tmp_path: Path, size: str) -> None:
     """And what another engine of the same batch has written."""

@@ -14,13 +14,12 @@ import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
-import psutil
 import pytest
 
 from tests.lives.pairs import Row, covering_rows, pairs_of
@@ -35,31 +34,21 @@ from tests.models.checkpoints import (
     qwen3_next,
     save,
 )
-from tests.support.engines import (
-    change_regimes,
-    each_step,
-    greedy,
-    measure_nothing,
-    seen,
-    tokens_of,
-)
-from vmserve import LLM, BeamSearchParams, KVPool, RequestOutput, SamplingParams
+from tests.support.engines import greedy, measure_nothing, seen, tokens_of
+from tests.support.paths import ALONE, PATHS, Asked, serve, together
+from vmserve import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from vmserve.config import EngineConfig
-from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError
 from vmserve.models import ModelConfig
 from vmserve.models.config import DecoderConfig
 from vmserve.models.hub import resolve_model
 from vmserve.models.slices import refusal_of_ranks
 from vmserve.options import rules
-from vmserve.types import RequestTerms
 
 import torch  # isort: skip
 from transformers import AutoModelForCausalLM, PreTrainedConfig  # isort: skip
 
 Prompts = Callable[[int, int, int], list[list[int]]]
-_ids = itertools.count()
-Asked = list[tuple[list[int], SamplingParams | BeamSearchParams]]
 
 SEED = int(os.environ.get("VMSERVE_ROWS", "0"))
 EMBEDDED = str(resolve_model(None))
@@ -106,50 +95,6 @@ FAMILIES = {
     "gpt-oss torch": Family(gpt_oss(**_SIZES, **_WINDOWS), TORCH),
     "qwen3-next torch": Family(qwen3_next(**_SIZES, num_experts=4, num_experts_per_tok=2), TORCH),
     "deepseek-v3 torch": Family(deepseek_v3(**_SIZES), TORCH),
-}
-
-
-def make_room(engine: LLMEngine, step: int) -> None:
-    """Windows leave so much room that nobody would have to go."""
-    if step % 8 == 7:
-        engine.scheduler.make_room()
-
-
-class Way(NamedTuple):
-    """A path through memory and scheduler: options, and the counters that it moves."""
-
-    options: dict[str, Any]
-    moves: tuple[str, ...] = ()
-    before_step: Callable[[LLMEngine, int], object] = lambda engine, step: None
-
-
-_ALONE = {"enable_prefix_caching": False}
-_SHORT = {**_ALONE, "kv_cache_memory": "least"}
-_SWAP = {"preemption": "swap", "swap_space": "64MiB"}
-PATHS = {
-    "together": Way(_ALONE),
-    "hits": Way({}, ("prefix_hit_blocks_total",)),
-    "recompute": Way({**_SHORT, "preemption": "recompute"}, ("num_preemptions_total",), make_room),
-    "swap": Way(
-        {**_SHORT, **_SWAP}, ("swapped_out_blocks_total", "swapped_in_blocks_total"), make_room
-    ),
-    "convert": Way(
-        {**_ALONE, "kv_regime": "auto"},
-        ("converted_to_paged_total", "converted_to_virtual_total"),
-        change_regimes,
-    ),
-    "lookup": Way({"speculative": "prompt-lookup"}, ("spec_decode_num_accepted_tokens_total",)),
-    "draft": Way(
-        {"speculative": "draft-model", "speculative_model": "vmserve-embedded"},
-        ("spec_decode_num_draft_tokens_total",),
-    ),
-    "overlap": Way({**_ALONE, "async_scheduling": "on"}, ("steps_overlapped_total",)),
-    "persist": Way({"kv_persist": "a folder"}, ("persist_restored_blocks_total",)),
-    "lent": Way({"kv_cache_memory": None}),
-    "ranks": Way(
-        {"tensor_parallel_size": 2, "speculative": "prompt-lookup"},
-        ("prefix_hit_blocks_total", "spec_decode_num_accepted_tokens_total"),
-    ),
 }
 
 
@@ -285,85 +230,28 @@ class Rows:
 
     @cache  # noqa: B019  one object a module
     def alone(self, family: str, feature: str) -> list[RequestOutput]:
-        options = {**FAMILIES[family].options, **_ALONE, "max_model_len": 256}
+        options = {**FAMILIES[family].options, **ALONE, "max_model_len": 256}
         with self.llm(family, kv_cache_memory="64MiB", **options) as llm:
-            return [_together(llm, [one])[0] for one in self.asked(feature)]
+            return [together(llm, [one])[0] for one in self.asked(feature)]
 
     def run(self, row: Row, folder: Path) -> None:
-        way, family, options = PATHS[row["path"]], FAMILIES[row["family"]], options_of(row)
         asked = self.asked(row["feature"])
-        expected = self.alone(row["family"], row["feature"])
-        if row["path"] == "persist":
-            options["kv_persist"] = str(folder)
-            with self.llm(row["family"], **options) as llm:
-                _together(llm, asked)
-        if row["path"] == "lent":
-            options["kv_pool"] = KVPool("64MiB")
-        with self.llm(row["family"], **options) as llm:
-            limits, num_mixed = [llm.engine.memory.limit_pages], 0
-            if options.get("kv_cache_memory") == "least":
-                llm.engine.set_kv_cache_memory(int(1.5 * llm.engine.kv_bounds()[1]))
-
-            def look(engine: LLMEngine, step: int) -> None:
-                nonlocal num_mixed
-                limits.append(engine.memory.limit_pages)
-                now = engine.memory.stats()
-                num_mixed += now.virtual_seqs > 0 and now.paged_seqs > 0
-
-            each_step(llm, before=way.before_step, after=look)
-            found = _together(llm, asked)
-            if row["path"] in ("hits", "ranks"):
-                _compare(row, family, found, expected)
-                found = _together(llm, asked)
-            stats = llm.stats()
-            llm.engine.memory.wait()
-            llm.engine.memory.check()
-            left = llm.stats()
-            pids = llm.engine.ranks.pids if row["path"] == "ranks" else []
-            windows = {kind.window for kind in llm.engine.memory.kinds}
-        _compare(row, family, found, expected)
-        assert all(stats[name] > 0 for name in way.moves), {name: stats[name] for name in way.moves}
-        assert left["num_seqs"] == left["used_pages"] == left["swap_blocks"] == 0
+        llm_of = partial(self.llm, row["family"])
+        served = serve(llm_of, row["path"], options_of(row), asked, folder)
+        for found in served.found:
+            _compare(row, found, self.alone(row["family"], row["feature"]))
         # A sibling whose window has left the prompt gives none of it.
-        assert stats["forks_total"] > 0 or windows != {None}
-        if row["path"] == "recompute":
-            assert stats["swapped_in_blocks_total"] == 0
-        if row["path"] == "convert":
-            assert num_mixed > 3
-            assert stats["converted_zero_copy_total"] >= stats["converted_to_paged_total"]
-        if row["path"] == "persist":
-            cached = [result.metrics.num_cached_tokens for result in found]
-            assert cached[:3] == [(len(prompt) - 1) // 16 * 16 for prompt, _ in asked[:3]]
-        if row["path"] == "lent":
-            assert max(limits) > limits[0]
-        if row["path"] == "ranks":
-            assert (stats["tensor_parallel_size"], len(pids)) == (2, 1)
-            assert not any(map(psutil.pid_exists, pids))
-        if row["path"] in ("together", "convert"):
-            chunks = max(result.metrics.num_prefill_chunks for result in found)
+        assert served.stats["forks_total"] > 0 or served.windows != {None}
+        if PATHS[row["path"]].options.items() >= ALONE.items():
+            chunks = max(result.metrics.num_prefill_chunks for result in served.found[0])
             assert (chunks > 2) == (row["budget"] <= 50)
-        if options["kv_regime"] != "auto":
-            assert {result.metrics.kv_regime for result in found} == {row["regime"]}
+        if row["path"] != "convert" and row["regime"] != "auto":
+            assert {each.metrics.kv_regime for each in served.found[-1]} == {row["regime"]}
 
 
-def _together(llm: LLM, asked: Asked) -> list[RequestOutput]:
-    """Beams among the others, which ``generate`` does not take."""
-
-    def works() -> list[Any]:
-        opened = [
-            llm._client.open(prompt, one, request_id=str(next(_ids)), terms=RequestTerms())
-            for prompt, one in asked
-        ]
-        return [llm._complete(each, lambda num_tokens: None) for each in opened]
-
-    return llm._driver.run(works)
-
-
-def _compare(
-    row: Row, family: Family, found: list[RequestOutput], expected: list[RequestOutput]
-) -> None:
+def _compare(row: Row, found: list[RequestOutput], expected: list[RequestOutput]) -> None:
     # Steps that overlap draw by torch or not, in which log-probabilities are rounded otherwise.
-    to_the_bit = family.is_exact and row["path"] != "overlap"
+    to_the_bit = FAMILIES[row["family"]].is_exact and row["path"] != "overlap"
     differing = []
     for index, (one, alone) in enumerate(zip(found, expected, strict=True)):
         if to_the_bit:
