@@ -18,8 +18,6 @@ LONG: Final[Mapping[str, Mapping[str, int | tuple[str, ...]]]] = {
     },
     "batch/test_batch.py": {
         "test_the_command_is_interrupted_and_goes_on": 0,
-    },
-    "batch/test_engines.py": {
         "test_kills_of_the_command_and_of_an_engine_lose_and_repeat_no_line": 0,
     },
     "bench/test_papers_real.py": {

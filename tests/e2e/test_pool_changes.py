@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.clients import ProcessClient
+from tests.support.engines import greedy
 from vmserve import LLM, AsyncLLM, ConfigurationError, SamplingParams
 from vmserve.client.messages import Ask, ToEngine
 from vmserve.config import EngineConfig
@@ -25,7 +26,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 8,
 }
-PARAMS = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+PARAMS = greedy(120)
 PROMPTS = [[5 + index] * (100 + 7 * index) for index in range(6)]
 
 
@@ -115,12 +116,11 @@ def test_a_cache_that_is_cleared_under_running_requests() -> None:
 
 
 def test_a_cleared_cache_has_no_hits_and_what_is_pinned_is_computed_again() -> None:
-    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(**OPTIONS) as llm:
 
         def hits() -> float:
             before = llm.stats()["prefix_cache_hits_total"]
-            llm.generate([PROMPTS[0]], short)
+            llm.generate([PROMPTS[0]], greedy(2))
             return llm.stats()["prefix_cache_hits_total"] - before
 
         assert (hits(), hits()) == (0, 96)

@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM  # isort: skip
 
 from tests.lives.pairs import covering_rows
 from tests.profiles import write_profile
-from tests.support.engines import drain, greedy, measure_nothing, tokens_of
+from tests.support.engines import drain, greedy, measure_nothing, seen, tokens_of
+from tests.support.paths import together
 from vmserve.errors import InvalidRequestError
 from vmserve.memory.base import Regime
 
@@ -208,24 +209,17 @@ def test_whoever_shares_a_prefix_takes_the_batch_along(
     assert done["3"].metrics.num_cached_tokens == 48
 
 
-@pytest.mark.parametrize(
-    ("preemption", "swap_space"), [("recompute", 0), ("swap", "64MiB"), ("auto", "512KiB")]
-)
 @pytest.mark.parametrize("regime", REGIMES)
-def test_forks_and_beams_through_a_full_pool(
-    regime: str,
-    preemption: str,
-    swap_space: str | int,
-    prompts: Prompts,
-    reference: Reference,
-    monkeypatch: pytest.MonkeyPatch,
+def test_forks_and_beams_are_swapped_as_far_as_there_is_room(
+    regime: str, prompts: Prompts, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Preempted groups come back from host memory, or compute again: one the prompt, the others
-    as forks of it."""
+    as forks of it. Swapping alone, and computing again: ``test_rows.py``."""
     measure_nothing(monkeypatch)
     batch = prompts(6, 90, 16)
     drawn = SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
     beams = BeamSearchParams(beam_width=4, max_tokens=60, ignore_eos=True)
+    asked = list(zip(batch, [drawn, drawn, drawn, beams, beams, greedy(100)], strict=True))
     options: dict[str, Any] = {
         "dtype": "float32",
         "kv_regime": regime,
@@ -234,36 +228,18 @@ def test_forks_and_beams_through_a_full_pool(
         "enable_prefix_caching": False,
     }
     with LLM(kv_cache_memory="64MiB", **options) as llm:
-        roomy = llm.generate(batch[:3], drawn)
-        roomy_beams = llm.beam_search(batch[3:5], beams)
-        llm.generate(batch[5:], greedy(100))
+        expected = tokens_of(together(llm, asked))
         assert llm.stats()["num_preemptions_total"] == 0
-        alone_tokens = llm.stats()["tokens_computed_total"]
-    options |= {"preemption": preemption, "swap_space": swap_space}
-    with LLM(kv_cache_memory="4MiB", **options) as llm:
-        for index, prompt in enumerate(batch):
-            params = [drawn, drawn, drawn, beams, beams, greedy(100)][index]
-            llm.engine.add_request(str(index), prompt, params)
-        done = drain(llm.engine)
+    with LLM(kv_cache_memory="4MiB", swap_space="512KiB", **options) as llm:
+        found = together(llm, asked)
         stats = llm.stats()
-    assert stats["num_preemptions_total"] > 0
-    assert (
-        sum(output.metrics.num_preemptions for output in done.values())
-        == (stats["num_preemptions_total"])
-    )
-    assert max(output.metrics.num_preemptions for output in done.values()) < 50
-    swapped = (stats["swapped_out_blocks_total"], stats["swapped_in_blocks_total"])
-    if preemption == "recompute":
-        assert swapped == (0, 0)
-    else:
-        assert 0 < swapped[1] <= swapped[0]
-    assert stats["swap_blocks"] == 0
-    if preemption == "recompute":
-        assert stats["tokens_computed_total"] > alone_tokens
-    assert stats["num_seqs"] == stats["used_pages"] == 0
-    assert done["5"].outputs[0].token_ids == reference(batch[5], 100)
-    found = tokens_of([done[str(index)] for index in range(5)])
-    assert found == tokens_of([*roomy, *roomy_beams])
+    assert tokens_of(found) == expected
+    assert expected[5] == [reference(batch[5], 100)]
+    each = [output.metrics.num_preemptions for output in found]
+    assert sum(each) == stats["num_preemptions_total"] > 0
+    assert max(each) < 50
+    assert 0 < stats["swapped_in_blocks_total"] <= stats["swapped_out_blocks_total"]
+    assert stats["swap_blocks"] == stats["num_seqs"] == stats["used_pages"] == 0
 
 
 @pytest.mark.parametrize("regime", REGIMES)
@@ -361,17 +337,8 @@ def test_prompt_log_probabilities_of_many_prompts_take_bounded_memory(
         monkeypatch.setattr(llm.engine.runner, "execute", watched)
         cut = llm.generate(batch, params)
     assert widest <= 32 + len(batch)
-    for one, other in zip(whole, cut, strict=True):
-        assert one.prompt_logprobs is not None
-        assert other.prompt_logprobs is not None
-        assert len(one.prompt_logprobs) == len(one.prompt_token_ids)
-        for a, b in zip(one.prompt_logprobs[1:], other.prompt_logprobs[1:], strict=True):
-            assert a is not None
-            assert b is not None
-            assert list(a) == list(b)
-            assert [x.logprob for x in a.values()] == pytest.approx(
-                [x.logprob for x in b.values()], abs=1e-4
-            )
+    assert all(len(each.prompt_logprobs or ()) == len(each.prompt_token_ids) for each in cut)
+    assert list(map(seen, cut)) == list(map(seen, whole))
 
 
 def calls_per_step(num_steps: int = 40, **options: Any) -> float:

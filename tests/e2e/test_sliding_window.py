@@ -155,8 +155,8 @@ def test_beams_of_a_windowed_model(regime: str, windowed: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     ("layers", "regime", "tight_memory"),
     [
-        ("native", "virtual", "416KiB"),
-        ("native", "paged", "416KiB"),
+        ("native", "virtual", "288KiB"),
+        ("native", "paged", "288KiB"),
         ("torch", "virtual", "288KiB"),
         ("torch", "paged", "288KiB"),
     ],
