@@ -5,10 +5,8 @@ That two ranks of every family have the bits of one: ``test_rows.py``.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.chaos.harness import Server, until
+from tests.chaos.harness import Server, Stream, until
 from tests.models.checkpoints import llama, save
 from tests.support.engines import greedy, seen
 from vmserve import LLM, SamplingParams
@@ -93,33 +91,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize("how", ["kill", "hang"])
 def test_streams_are_told_of_a_rank_that_ends(server: Server, how: str) -> None:
-    told: list[tuple[str, float]] = []
-    begun = threading.Barrier(4)
-
-    def stream() -> None:
-        body = {"prompt": [7] * 30, "max_tokens": 900, "ignore_eos": True, "stream": True}
-        with server.http.stream("POST", "/v1/completions", json=body) as reply:
-            last = ""
-            for line in reply.iter_lines():
-                if line.startswith("data: ") and not last:
-                    begun.wait(60)
-                last = line.removeprefix("data: ") or last
-        told.append((last, time.monotonic()))
-
-    threads = [threading.Thread(target=stream) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    begun.wait(60)
+    body = {"prompt": [7] * 30, "max_tokens": 900, "ignore_eos": True}
+    streams = [Stream(server, body) for _ in range(3)]
+    until(lambda: all(each.events for each in streams), 60, "all have begun")
     engine = server.engine.pid
     [rank] = of_rank(engine)
     rank.send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     ended = time.monotonic()
-    for thread in threads:
-        thread.join(60)
-    assert len(told) == 3
-    for last, at in told:
-        assert "rank 1 of 2" in json.loads(last)["error"]["message"]
-        assert at - ended < 20  # a busy machine: it is some 1.5 s
+    for stream in streams:
+        stream.join()
+        assert stream.error is not None
+        assert "rank 1 of 2" in stream.error["message"]
+        assert stream.began + stream.ended - ended < 20  # a busy machine: it is some 1.5 s
     until(lambda: not psutil.pid_exists(engine) and not rank.is_running(), 30, "all have ended")
     until(lambda: server.http.get("/health").status_code == 200, 60, "it serves again")
     server.until_idle()

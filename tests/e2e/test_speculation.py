@@ -1,16 +1,14 @@
 """Speculation changes no answer: tokens, log-probabilities, reasons and texts, on and off.
 
 Drafts come from an oracle with errors, which knows the answers, from a stranger that says anything,
-and from the lookup that is served. ``VMSERVE_SPECULATION=1000 pytest -s -k random`` computes as
-many random workloads as that, and prints what became of whose drafts.
+and from the lookup that is served. ``VMSERVE_SPECULATION=SEED`` computes other workloads.
 """
 
 from __future__ import annotations
 
 import os
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,15 +31,15 @@ from vmserve.types import RequestTerms
 
 Prompts = Callable[[int, int, int], list[list[int]]]
 
-COUNT = int(os.environ.get("VMSERVE_SPECULATION", "16"))
+FIRST = int(os.environ.get("VMSERVE_SPECULATION", "0"))
 #: Workloads that one engine computes.
 PER_ENGINE = 4
 #: How often a drafter that knows the answer says it, and those that search.
 ORACLES = {"errs": 0.8, "knows": 1.0}
 SEARCHES = {"prompt-lookup": EVIDENCE, "auto": PRICED}
 SWAPS = {"preemption": "swap", "swap_space": "64MiB"}
-#: Engines that meet something for certain, and how that is counted. Others are drawn.
-CERTAIN: list[tuple[dict[str, Any], str]] = [
+#: Engines that meet something for certain, and how that is counted.
+ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"kv_regime": "virtual", "kv_cache_memory": "small"}, "num_preemptions_total"),
     (
         {"kv_regime": "paged", "kv_cache_memory": "small", "kv_mapper": "off", **SWAPS},
@@ -88,17 +86,6 @@ def any_params(rng: random.Random, seed: int) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def any_engine(rng: random.Random) -> dict[str, Any]:
-    return {
-        "kv_regime": rng.choice(["auto", "virtual", "paged"]),
-        "max_num_batched_tokens": rng.choice([16, 37, 256]),
-        "enable_prefix_caching": rng.random() < 0.6,
-        "kv_cache_memory": rng.choice(["small", "64MiB"]),
-        "kv_mapper": rng.choice(["thread", "off"]),
-        **(SWAPS if rng.random() < 0.5 else {}),
-    }
-
-
 def converting(llm: LLM, rng: random.Random) -> None:
     """Let each step change the regime of some requests."""
 
@@ -110,12 +97,6 @@ def converting(llm: LLM, rng: random.Random) -> None:
     each_step(llm, before=change)
 
 
-def drafted_and_accepted(llm: LLM) -> Counter[str]:
-    counters = llm.engine.counters
-    accepted, drafted = counters.accepted_tokens, counters.draft_tokens
-    return Counter(accepted=accepted, rejected=drafted - accepted)
-
-
 def small_pool(num_memories: int = 1) -> int:
     """Room for one of the longest requests and little beside, in each of equal memories."""
     with LLM(max_model_len=256) as llm:
@@ -123,19 +104,10 @@ def small_pool(num_memories: int = 1) -> int:
     return int(num_memories * (288 // stats["page_tokens"]) * stats["page_bytes"])
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> Iterator[dict[str, Counter[str]]]:
-    """Counts what became of drafts, by drafter; it is printed at the end."""
-    counted: dict[str, Counter[str]] = {}
-    yield counted
-    for who, counts in counted.items():
-        print(f"\n{who}:", ", ".join(f"{count:,} {what}" for what, count in counts.items()))
-
-
-@pytest.mark.parametrize("seed", range(-(-COUNT // PER_ENGINE)))
-def test_random_workloads(seed: int, prompts: Prompts, outcomes: dict[str, Counter[str]]) -> None:
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + len(ENGINES)))
+def test_random_workloads(seed: int, prompts: Prompts) -> None:
     rng = random.Random(seed)
-    options, met = CERTAIN[seed] if seed < len(CERTAIN) else (any_engine(rng), None)
+    options, met = ENGINES[seed % len(ENGINES)]
     if options["kv_cache_memory"] == "small":
         options = {**options, "kv_cache_memory": small_pool()}
     pool = prompts(40, 120, seed)
@@ -150,7 +122,7 @@ def test_random_workloads(seed: int, prompts: Prompts, outcomes: dict[str, Count
         for number in range(PER_ENGINE):
             asked = [rng.choice(pool) for _ in range(rng.randrange(1, 9))]
             params = [any_params(rng, 100 * number + i) for i in range(len(asked))]
-            if met is not None and number == 0:  # requests that are in each other's way
+            if number == 0:  # requests that are in each other's way
                 asked, params = pool[:8], [LONG] * 8
             drafting.is_on = False
             expected = llm.generate(asked, params)
@@ -163,16 +135,13 @@ def test_random_workloads(seed: int, prompts: Prompts, outcomes: dict[str, Count
                 drafting.searching = searching.get(who)
                 if who not in SEARCHES and rng.random() < 0.5:
                     llm.engine.reset_prefix_cache()
-                before = drafted_and_accepted(llm)
                 found = llm.generate(asked, params)
                 for one, alone, result in zip(params, expected, found, strict=True):
                     assert seen(result) == seen(alone), (seed, number, one)
-                counts = outcomes.setdefault(who, Counter())
-                counts.update(drafted_and_accepted(llm) - before)
             drafting.searching = None
             llm.engine.memory.check()
         counters, stats = llm.engine.counters, llm.stats()
-    assert met is None or stats[met] > 0
+    assert stats[met] > 0
     assert counters.drafts == len(drafting.rejected)
     assert counters.draft_tokens - counters.accepted_tokens == sum(drafting.rejected)
     assert counters.accepted_tokens > 0.2 * drafting.num_known > 0

@@ -446,15 +446,6 @@ def test_when_it_is_on() -> None:
         EngineConfig(async_scheduling="perhaps")  # type: ignore[arg-type]
 
 
-def test_on_the_processor_it_gives_the_same() -> None:
-    """Where work is done when its call returns, with the native decoder."""
-    plain = Life(make_plain()).live(greedy_and_drawn)
-    plain.engine.close()
-    late = Life(make_plain(async_scheduling="on")).live(greedy_and_drawn)
-    assert late.done == plain.done
-    assert late.end()["steps_overlapped_total"] > 20
-
-
 def test_orders_of_a_pool_are_carried_out_when_no_step_is_in_flight() -> None:
     engine = make_plain(async_scheduling="on")
     engine.add_request("a", [7, 8, 9], SamplingParams(max_tokens=12, ignore_eos=True))
