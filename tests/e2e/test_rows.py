@@ -248,7 +248,7 @@ class Rows:
         # A sibling whose window has left the prompt gives none of it, nor does one that gave way.
         is_short = row["path"] in ("recompute", "swap")
         assert served.stats["forks_total"] > 0 or served.windows != {None} or is_short
-        if PATHS[row["path"]].options.items() >= ALONE.items():
+        if row["path"] in ("together", "convert", "overlap"):
             chunks = max(result.metrics.num_prefill_chunks for result in served.found[0])
             assert (chunks > 2) == (row["budget"] <= 50)
         if row["path"] != "convert" and row["regime"] != "auto":

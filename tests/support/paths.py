@@ -54,7 +54,7 @@ PATHS = {
         ("converted_to_paged_total", "converted_to_virtual_total"),
         change_regimes,
     ),
-    "lookup": Way({"speculative": "prompt-lookup"}, ("spec_decode_num_accepted_tokens_total",)),
+    "lookup": Way({"speculative": "prompt-lookup"}, ("spec_decode_num_draft_tokens_total",)),
     "draft": Way(
         {"speculative": "draft-model", "speculative_model": "vmserve-embedded"},
         ("spec_decode_num_draft_tokens_total",),
@@ -64,7 +64,7 @@ PATHS = {
     "lent": Way({"kv_cache_memory": None}),
     "ranks": Way(
         {"tensor_parallel_size": 2, "speculative": "prompt-lookup"},
-        ("prefix_hit_blocks_total", "spec_decode_num_accepted_tokens_total"),
+        ("prefix_hit_blocks_total", "spec_decode_num_draft_tokens_total"),
         num_times=2,
     ),
 }
