@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.engines import Serving
 from vmserve import LLM, SamplingParams
-from vmserve.types import RequestTerms
 
 MAX_NUM_SEQS = 8
 
@@ -23,33 +23,6 @@ def settings(regime: str, **options: Any) -> dict[str, Any]:
         "fair_sharing": True,
         **options,
     }
-
-
-class Served:
-    """An engine's requests, step by step."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.engine = llm.engine
-        self.tokens: dict[str, list[list[int]]] = {}
-
-    def add(self, name: str, prompt: list[int], params: SamplingParams, priority: int = 0) -> None:
-        terms = RequestTerms(tenant=name, priority=priority)
-        self.engine.add_request(name, prompt, params, terms)
-
-    def step(self) -> None:
-        result = self.engine.step()
-        assert not result.failures
-        for output in result.outputs:
-            if output.finished:
-                choices = sorted(output.outputs, key=lambda choice: choice.index)
-                self.tokens[output.request_id] = [choice.token_ids for choice in choices]
-
-    def steps_until(self, name: str) -> int:
-        num = 0
-        while name not in self.tokens:
-            self.step()
-            num += 1
-        return num
 
 
 def flood(num_tokens: int = 60) -> tuple[list[int], SamplingParams]:
@@ -84,18 +57,18 @@ def test_one_token_beside_a_flood_takes_a_step(
     """Of another tenant, or of a request that is more urgent."""
     preemptions = f"num_{reason}_preemptions_total"
     with LLM(**settings(regime, **options)) as llm:
-        alone = Served(llm)
+        alone = Serving(llm.engine)
         for name, asked in (("other", one_token()), ("flood", flood())):
-            alone.add(name, *asked)
+            alone.add(name, *asked, tenant=name)
             alone.steps_until(name)
         assert llm.stats()[preemptions] == 0
     with LLM(**settings(regime, **options)) as llm:
-        served = Served(llm)
-        served.add("flood", *flood(), priority=7)
+        served = Serving(llm.engine)
+        served.add("flood", *flood(), tenant="flood", priority=7)
         for _ in range(20):
             served.step()
         assert llm.stats()["num_requests_running"] == MAX_NUM_SEQS
-        served.add("other", *one_token(), priority=-1)
+        served.add("other", *one_token(), tenant="other", priority=-1)
         assert served.steps_until("other") == 1
         served.steps_until("flood")
         stats = llm.stats()
@@ -108,11 +81,11 @@ def test_one_token_beside_a_flood_takes_a_step(
 def test_with_steps_that_overlap_it_takes_one_more() -> None:
     """A step is planned while the one before it runs: then nobody gives way."""
     with LLM(**settings("paged", async_scheduling="on")) as llm:
-        served = Served(llm)
-        served.add("flood", *flood(200))
+        served = Serving(llm.engine)
+        served.add("flood", *flood(200), tenant="flood")
         for _ in range(20):
             served.step()
-        served.add("other", *one_token())
+        served.add("other", *one_token(), tenant="other")
         assert served.steps_until("other") <= 3
         assert llm.stats()["num_fairness_preemptions_total"] == 1
         served.engine.abort("flood")

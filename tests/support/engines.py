@@ -11,8 +11,10 @@ from vmserve import LLM, RequestOutput, SamplingParams
 from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
 from vmserve.scheduler.preemption import PreemptionPolicy
+from vmserve.types import RequestTerms
 
 __all__ = [
+    "Serving",
     "change_regimes",
     "drain",
     "each_step",
@@ -87,6 +89,40 @@ def drain(
             return done
         each_step(step)
     raise AssertionError("the requests do not end")
+
+
+class Serving:
+    """An engine's requests, step by step."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.engine = engine
+        #: Of requests that have ended, the token ids of each choice.
+        self.tokens: dict[str, list[list[int]]] = {}
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams, **terms: Any) -> None:
+        self.engine.add_request(name, prompt, params, RequestTerms(**terms))
+
+    def step(self) -> None:
+        result = self.engine.step()
+        assert not result.failures
+        for output in result.outputs:
+            if output.finished:
+                choices = sorted(output.outputs, key=lambda choice: choice.index)
+                self.tokens[output.request_id] = [choice.token_ids for choice in choices]
+
+    def steps_until(self, name: str) -> int:
+        """Step until a request has ended; how many steps it took."""
+        num = 0
+        while name not in self.tokens:
+            self.step()
+            num += 1
+        return num
+
+    def finish(self) -> dict[str, list[list[int]]]:
+        while self.engine.has_unfinished:
+            self.step()
+        self.engine.memory.check()
+        return self.tokens
 
 
 def change_regimes(engine: LLMEngine, step: int) -> None:
