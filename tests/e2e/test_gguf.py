@@ -129,7 +129,7 @@ def test_same_tokens_as_transformers(
 ) -> None:
     """A real model on every path; ``python -m tests.e2e.gguf_tokens`` has more prompts."""
     reference, prompts = smollm2
-    for taken in paths(smollm2_file(), prompts, regime, 8):
+    for taken in paths(smollm2_file(), prompts, regime, 16):
         count, gaps = compare(reference, taken)
         assert all(gap < NEAR_TIE for gap in gaps), (taken.name, gaps)
         assert len(gaps) <= count // 20, (taken.name, gaps)
