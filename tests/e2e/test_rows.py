@@ -214,7 +214,6 @@ class Rows:
 
     def __init__(self, folder: Path, prompts: Prompts) -> None:
         self._folder = folder
-        # A text that repeats itself, as answers do that can be looked up.
         head, *tails = prompts(6, 40, 21)
         head *= 4
         # Lengths of whole blocks and one token more: after a hit, one row is left to compute.
@@ -222,7 +221,9 @@ class Rows:
         self._prompts += [[*tail, *head][: 32 * i + 1] for i, tail in enumerate(tails[2:], 1)]
 
     def asked(self, feature: str) -> Asked:
-        plain = [greedy(60), _drawn(5, n=2, logprobs=2), greedy(20, logprobs=2)]
+        # Of three tokens an answer repeats itself, and can be looked up.
+        of_three = greedy(30, logprobs=2, allowed_token_ids=[7, 8, 9])
+        plain = [greedy(60), _drawn(5, n=2, logprobs=2), of_three]
         return list(zip(self._prompts, [*plain, *FEATURES[feature]], strict=False))
 
     @contextmanager

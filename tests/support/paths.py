@@ -20,7 +20,6 @@ __all__ = ["ALONE", "PATHS", "Asked", "Served", "Way", "serve", "together"]
 
 Asked = Sequence[tuple[list[int], GenerationParams]]
 ALONE = {"enable_prefix_caching": False}
-_SHORT = {**ALONE, "kv_cache_memory": "least"}
 _ids = itertools.count()
 
 
@@ -43,9 +42,13 @@ class Way(NamedTuple):
 PATHS = {
     "together": Way(ALONE),
     "hits": Way({}, ("prefix_hit_blocks_total",), num_times=2),
-    "recompute": Way({**_SHORT, "preemption": "recompute"}, ("num_preemptions_total",), _make_room),
+    "recompute": Way(
+        {**ALONE, "kv_cache_memory": "least", "preemption": "recompute"},
+        ("num_preemptions_total",),
+        _make_room,
+    ),
     "swap": Way(
-        {**_SHORT, "preemption": "swap", "swap_space": "64MiB"},
+        {"kv_cache_memory": "least", "preemption": "swap", "swap_space": "64MiB"},
         ("swapped_out_blocks_total", "swapped_in_blocks_total"),
         _make_room,
     ),
@@ -54,7 +57,7 @@ PATHS = {
         ("converted_to_paged_total", "converted_to_virtual_total"),
         change_regimes,
     ),
-    "lookup": Way({"speculative": "prompt-lookup"}, ("spec_decode_num_draft_tokens_total",)),
+    "lookup": Way({"speculative": "prompt-lookup"}, ("spec_decode_num_accepted_tokens_total",)),
     "draft": Way(
         {"speculative": "draft-model", "speculative_model": "vmserve-embedded"},
         ("spec_decode_num_draft_tokens_total",),
@@ -64,7 +67,7 @@ PATHS = {
     "lent": Way({"kv_cache_memory": None}),
     "ranks": Way(
         {"tensor_parallel_size": 2, "speculative": "prompt-lookup"},
-        ("prefix_hit_blocks_total", "spec_decode_num_draft_tokens_total"),
+        ("prefix_hit_blocks_total", "spec_decode_num_accepted_tokens_total"),
         num_times=2,
     ),
 }
