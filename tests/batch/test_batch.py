@@ -3,14 +3,17 @@
 import asyncio
 import itertools
 import json
+import os
 import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import psutil
 import pytest
 
+from tests.batch.commands import check_killed_runs
 from tests.batch.killed import line, replies, run_batch, write
 from tests.helpers import run_python, start_python
 from tests.server.conftest import Running
@@ -314,6 +317,18 @@ def test_the_command_is_interrupted_and_goes_on(tmp_path: Path) -> None:
     finally:
         server.close()
     assert sum(found[str(i)]["response"]["body"]["usage"]["completion_tokens"] for i in range(40))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need two cores")
+def test_kills_of_the_command_and_of_an_engine_lose_and_repeat_no_line(tmp_path: Path) -> None:
+    def kill_an_engine(command: psutil.Process) -> None:
+        one, _ = (
+            each for each in command.children() if "vmserve.client.engine_main" in each.cmdline()
+        )
+        one.kill()
+
+    check_killed_runs(tmp_path, "--data-parallel-size", "2", during=kill_an_engine)
 
 
 def test_standard_streams(tmp_path: Path) -> None:

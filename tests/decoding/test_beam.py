@@ -203,78 +203,6 @@ def test_equal_sums_go_by_beam_then_by_token() -> None:
     assert [(c.parent, c.token_id) for c in third.running] == [(0, 6), (1, 0), (1, 4)]
 
 
-def test_of_equal_scores_the_earlier_stays() -> None:
-    search = BeamSearch(2, 8, length_penalty=0.0, early_stopping="never", eos_token_ids=[0])
-    low = {0: -9.0, 1: -9.0, 2: -9.0}
-    step = advance(search, {0: -1.0, 1: -0.25, 2: -2.0})
-    assert (len(step.finished), step.done) == (1, False)
-    step = advance(search, {**low, 0: -0.75, 1: -0.25}, low)
-    assert (len(step.finished), step.done) == (1, False)  # as good as the first: behind it
-    assert [h.token_ids for h in search.best()] == [[0], [1, 0]]
-    step = advance(search, {**low, 0: -0.5, 1: -0.25}, low)
-    assert (step.finished, step.done) == ((), False)  # as good as both: no place
-    step = advance(search, {**low, 0: -0.125, 1: -0.25}, low)
-    assert [c.total for c in step.finished] == [-0.875]
-    assert [h.token_ids for h in search.best()] == [[1, 1, 1, 0], [0]]
-    assert step.done  # the best beam has -1, which is not above -1
-
-
-@pytest.mark.parametrize(
-    ("early_stopping", "best_total", "width", "done"),
-    [
-        (True, -1.25, 2, True),  # two are finished: enough
-        (False, -1.25, 2, False),  # -1.25 / 2 is above the worse of them, -1.5 / 2
-        (False, -1.5, 2, True),  # as much is not above
-        (True, -1.25, 3, False),  # not three yet
-    ],
-)
-def test_when_it_is_over(early_stopping: Any, best_total: float, width: int, done: bool) -> None:
-    search = BeamSearch(width, 8, early_stopping=early_stopping, eos_token_ids=[0])
-    assert not advance(search, {0: -0.5, 1: -0.75, 2: -1.0, 3: -8.0}).done
-    low = {0: -9.0, 1: -9.0, 2: -9.0, 3: -9.0}
-    rows = [{**low, 0: -0.75, 3: best_total + 0.75}, low, low]
-    assert advance(search, *rows[: search.num_beams]).done is done
-    assert [h.score for h in search.best()] == [-0.5, -1.5 / 2]
-
-
-def test_the_length_a_beam_is_credited_with() -> None:
-    """False: its present one; "never": the longest, where that scores more."""
-
-    def over(early_stopping: Any, length_penalty: float) -> bool:
-        search = BeamSearch(
-            2,
-            10,
-            length_penalty=length_penalty,
-            early_stopping=early_stopping,
-            eos_token_ids=[0, 1],
-        )
-        return advance(search, {0: -1.0, 1: -1.5, 2: -2.0, 3: -3.0}).done
-
-    # The best beam has -2, the worst finished one -1.5 at length 1.
-    assert over(False, 1.0)
-    assert not over("never", 1.0)  # -2 / 10 > -1.5
-    assert over("never", 0.0)
-    assert over("never", -1.0)
-
-
-def test_an_end_below_the_width_is_dropped_for_good() -> None:
-    search = BeamSearch(1, 5, eos_token_ids=[0])
-    step = advance(search, {5: -0.5, 0: -0.6})
-    assert (step.finished, [c.token_id for c in step.running]) == ((), [5])
-    step = advance(search, {0: -0.1, 5: -3.0})
-    assert step.done  # a width of 1 is greedy, whatever could still come
-    assert [h.token_ids for h in search.best()] == [[5, 0]]
-
-
-def test_no_end_before_min_tokens() -> None:
-    search = BeamSearch(1, 5, eos_token_ids=[0], min_tokens=2)
-    row = {0: -0.125, 4: -3.0}
-    assert [c.token_id for c in advance(search, row).running] == [4]
-    assert [c.token_id for c in advance(search, row).running] == [4]
-    assert advance(search, row).done
-    assert scored(search.best()) == [((4, 4, 0), -6.125, pytest.approx(-6.125 / 3))]
-
-
 def test_impossible_candidates_are_passed_over() -> None:
     inf = math.inf
     search = BeamSearch(3, 4)
@@ -282,21 +210,6 @@ def test_impossible_candidates_are_passed_over() -> None:
     assert [c.token_id for c in step.running] == [1]
     step = advance(search, {0: -inf, 1: -inf, 2: -inf})
     assert (step.running, step.done, search.best()) == ((), True, [])
-
-
-def test_a_vocabulary_smaller_than_the_width() -> None:
-    search = BeamSearch(8, 2, eos_token_ids=[1])
-    step = advance(search, {0: -0.5, 1: -1.0})
-    assert (len(step.running), len(step.finished), step.done) == (1, 1, False)
-    assert advance(search, {0: -0.25, 1: -4.0}).done
-    assert [h.token_ids for h in search.best()] == [[0, 0], [1], [0, 1]]
-
-
-def test_only_ends_are_left() -> None:
-    search = BeamSearch(2, 9, eos_token_ids=[0, 1, 2])
-    step = advance(search, {0: -0.5, 1: -1.0, 2: -3.0})
-    assert (step.running, step.done) == ((), True)
-    assert [h.eos_token_id for h in search.best()] == [0, 1]
 
 
 @pytest.mark.parametrize("length_penalty", [100.0, -100.0])

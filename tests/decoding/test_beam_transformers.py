@@ -17,15 +17,18 @@ from tests.decoding.reference import (
     our_beams,
     transformers_beams,
 )
+from tests.lives.pairs import covering_rows
 
-WIDTHS = (1, 2, 4, 8)
-PENALTIES = (0.0, 1.0, 2.0, -1.0)
-STOPPING = (False, True, "never")
+AXES: dict[str, list[Any]] = {
+    "width": [1, 2, 4, 8],
+    "length_penalty": [0.0, 1.0, 2.0, -1.0],
+    "early_stopping": [False, True, "never"],
+}
+ROWS = [tuple(row.values()) for row in covering_rows(AXES, lambda row: True, 0)]
+PAIRS = pytest.mark.parametrize(("width", "length_penalty", "early_stopping"), ROWS)
 
 
-@pytest.mark.parametrize("early_stopping", STOPPING)
-@pytest.mark.parametrize("length_penalty", PENALTIES)
-@pytest.mark.parametrize("width", WIDTHS)
+@PAIRS
 def test_random_tables(width: int, length_penalty: float, early_stopping: Any) -> None:
     """Small vocabularies, one to three likely tokens of which end an answer (or none)."""
     draw = random.Random(f"{width} {length_penalty} {early_stopping}")
@@ -50,9 +53,7 @@ def test_random_tables(width: int, length_penalty: float, early_stopping: Any) -
 EOS_WORDS = ((".",), (",", " the", "."), (" and",))
 
 
-@pytest.mark.parametrize("early_stopping", STOPPING)
-@pytest.mark.parametrize("length_penalty", PENALTIES)
-@pytest.mark.parametrize("width", WIDTHS)
+@PAIRS
 def test_the_embedded_model(
     embedded: Embedded, width: int, length_penalty: float, early_stopping: Any
 ) -> None:

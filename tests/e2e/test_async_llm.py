@@ -1,4 +1,7 @@
-"""Many callers on one engine: streams, aborts, failures, shutdown."""
+"""Many callers on one engine: shared steps, failures, shutdown.
+
+Streams and aborts, here and in a process of their own: ``tests/client/test_process_llm.py``.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,14 @@ from typing import Any, TypeVar
 
 import pytest
 
-from vmserve import AsyncLLM, EngineDeadError, InvalidRequestError, SamplingParams, VmserveError
+from tests.support.engines import greedy
+from vmserve import AsyncLLM, EngineDeadError, InvalidRequestError, VmserveError
 from vmserve.engine.engine import LLMEngine
 from vmserve.scheduler.base import StepPlan
 from vmserve.types import RequestOutput
 
 T = TypeVar("T")
 OPTIONS = {"dtype": "float32", "kv_cache_memory": "64MiB"}
-
-
-def greedy(num_tokens: int, n: int = 1) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, n=n)
 
 
 def on_engine(test: Callable[[AsyncLLM], Awaitable[T]]) -> T:
@@ -44,27 +44,6 @@ async def until_idle(engine: AsyncLLM) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_stream_joins_to_the_whole() -> None:
-    async def test(engine: AsyncLLM) -> None:
-        prompt = engine.tokenizer.encode("Once upon a time")
-        whole = await final(engine.generate(prompt, greedy(20, n=2), request_id="whole"))
-        texts, ids, ends = ["", ""], [[], []], [0, 0]
-        stream = engine.generate(prompt, greedy(20, n=2), request_id="s", stream=True)
-        first = await anext(stream)
-        assert (first.delta, first.outputs, first.finished) == (True, [], False)
-        async for output in stream:
-            assert output.delta
-            for choice in output.outputs:
-                texts[choice.index] += choice.text
-                ids[choice.index] += choice.token_ids
-                ends[choice.index] += choice.finish_reason == "length"
-        assert texts == [choice.text for choice in whole.outputs]
-        assert ids == [choice.token_ids for choice in whole.outputs]
-        assert ends == [1, 1]
-
-    on_engine(test)
-
-
 def test_requests_of_many_tasks_share_the_steps() -> None:
     async def test(engine: AsyncLLM) -> None:
         prompt = engine.tokenizer.encode("One day")
@@ -75,37 +54,6 @@ def test_requests_of_many_tasks_share_the_steps() -> None:
         assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
         steps = engine.stats()["engine_steps_total"] - before
         assert steps < 16 * 30 / 4
-
-    on_engine(test)
-
-
-def test_leaving_a_stream_frees_its_pages() -> None:
-    async def test(engine: AsyncLLM) -> None:
-        prompt = [5] * 300
-        stream = engine.generate(prompt, greedy(4000), request_id="long", stream=True)
-        async for output in stream:
-            if output.outputs:
-                break
-        assert engine.stats()["used_pages"] > 0
-        await stream.aclose()  # type: ignore[attr-defined]
-        await until_idle(engine)
-        assert engine.stats()["requests_aborted_total"] == 1
-
-    on_engine(test)
-
-
-def test_abort_ends_the_stream_with_what_there_is() -> None:
-    async def test(engine: AsyncLLM) -> None:
-        stream = engine.generate([5] * 10, greedy(4000), request_id="x", stream=True)
-        seen = 0
-        async for output in stream:
-            seen += sum(len(choice.token_ids) for choice in output.outputs)
-            if seen >= 3:
-                await engine.abort("x")
-            last = output
-        assert last.finished
-        assert last.outputs[-1].finish_reason == "abort"
-        await until_idle(engine)
 
     on_engine(test)
 
@@ -195,10 +143,8 @@ def test_the_forms_of_prompts_that_the_offline_api_takes() -> None:
         async with AsyncLLM(**OPTIONS) as engine:
             text = "Once upon a time"
             ids = engine.tokenizer.encode(text)
-            outputs = [
-                await final(engine.generate(prompt, greedy(8)))
-                for prompt in (text, ids, {"prompt": text}, {"prompt_token_ids": ids})
-            ]
+            forms = (text, ids, {"prompt": text}, {"prompt_token_ids": ids})
+            outputs = [await final(engine.generate(form, greedy(8))) for form in forms]
             assert len({str(output.outputs[0].token_ids) for output in outputs}) == 1
             assert [output.prompt for output in outputs] == [text, None, text, None]
             assert len({output.request_id for output in outputs}) == 4

@@ -11,27 +11,32 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_speculation import any_params, converting, seen
+from tests.e2e.test_speculation import any_params, converting, small_pool
 from tests.models import checkpoints
+from tests.support.engines import each_step, greedy, seen
 from vmserve import LLM, BeamSearchParams, SamplingParams
 from vmserve.engine.draft_model import DraftModel
 from vmserve.engine.drafts import Drafts
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError
 from vmserve.models import ModelConfig, resolve_model
 from vmserve.speculation.draft_lengths import DraftLengths
 from vmserve.speculation.in_order import InOrder
 
 Prompts = Callable[[int, int, int], list[list[int]]]
+#: Prompts and what is asked for each -> what a caller sees of the answers without drafts.
+Alone = Callable[[list[list[int]], list[SamplingParams]], list[Any]]
 
 SWAPS = {"preemption": "swap", "swap_space": "64MiB"}
-#: Engines, and what each has to meet.
+#: Engines, and what each has to meet. Other budgets, and none of a cache: test_rows.py.
 ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"kv_regime": "virtual", "kv_cache_memory": "small"}, "num_preemptions_total"),
     ({"kv_regime": "paged", "kv_cache_memory": "small", **SWAPS}, "swapped_in_blocks_total"),
     ({"kv_cache_memory": "64MiB"}, "converted_to_paged_total"),
-    ({"max_num_batched_tokens": 37, "kv_cache_memory": "64MiB"}, "prefix_hit_blocks_total"),
-    ({"enable_prefix_caching": False, "kv_cache_memory": "64MiB"}, "generation_tokens_total"),
 ]
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 8}
+#: The model drafts for itself.
+ITSELF = {**OPTIONS, "speculative": "draft-model", "speculative_model": "vmserve-embedded"}
 
 
 @pytest.fixture(scope="module")
@@ -47,46 +52,39 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     return directory
 
 
-def small_pool() -> int:
-    """Room for one of the longest requests and little beside, in each of two equal memories."""
-    with LLM(max_model_len=256) as llm:
-        stats = llm.stats()
-    return int(2 * (288 // stats["page_tokens"]) * stats["page_bytes"])
-
-
-def preempting(llm: LLM, rng: random.Random) -> None:
-    """Let some steps find that the system has no memory."""
-    step = llm.engine.step
-
-    def short_step() -> object:
-        if rng.random() < 0.1:
-            llm.engine.scheduler.make_room()
-        return step()
-
-    llm.engine.step = short_step  # type: ignore[method-assign, assignment]
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Alone]:
+    with LLM(**OPTIONS) as llm:
+        yield lambda asked, params: list(map(seen, llm.generate(asked, params)))
 
 
 @pytest.mark.parametrize(("options", "met"), ENGINES)
-def test_random_workloads(options: dict[str, Any], met: str, prompts: Prompts) -> None:
+def test_random_workloads(
+    options: dict[str, Any], met: str, prompts: Prompts, alone: Alone
+) -> None:
     rng = random.Random(met)
     if options["kv_cache_memory"] == "small":
-        options = {**options, "kv_cache_memory": small_pool()}
+        options = {**options, "kv_cache_memory": small_pool(2)}
     pool = prompts(40, 120, 3)
     work = []
     for number in range(3):
         asked = [rng.choice(pool) for _ in range(rng.randrange(5, 9))]
         work.append((asked, [any_params(rng, 100 * number + i) for i in range(len(asked))]))
-    with LLM(max_model_len=256, max_num_seqs=8) as llm:
-        expected = [llm.generate(*each) for each in work]
-    drafting = {"speculative": "draft-model", "speculative_model": "vmserve-embedded"}
-    with LLM(max_model_len=256, max_num_seqs=8, **drafting, **options) as llm:
+    expected = [alone(*each) for each in work]
+
+    def preempt(engine: LLMEngine, step: int) -> None:
+        """Let some steps find that the system has no memory."""
+        if rng.random() < 0.1:
+            engine.scheduler.make_room()
+
+    with LLM(**ITSELF, **options) as llm:
         if met == "converted_to_paged_total":
             converting(llm, rng)
-        preempting(llm, rng)
+        each_step(llm, before=preempt)
         for _ in range(2):
-            for (asked, params), alone in zip(work, expected, strict=True):
-                for one, a, b in zip(params, alone, llm.generate(asked, params), strict=True):
-                    assert seen(b) == seen(a), one
+            for (asked, params), answers in zip(work, expected, strict=True):
+                for one, a, b in zip(params, answers, llm.generate(asked, params), strict=True):
+                    assert seen(b) == a, one
         stats = llm.stats()
         drafted, accepted = (
             stats[f"spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted")
@@ -103,7 +101,9 @@ def test_random_workloads(options: dict[str, Any], met: str, prompts: Prompts) -
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_model_that_drafts_for_itself_is_believed(temperature: float, prompts: Prompts) -> None:
+def test_a_model_that_drafts_for_itself_is_believed(
+    temperature: float, prompts: Prompts, alone: Alone
+) -> None:
     asked = prompts(4, 60, 1)
     params = [
         SamplingParams(
@@ -111,18 +111,10 @@ def test_a_model_that_drafts_for_itself_is_believed(temperature: float, prompts:
         )
         for i in range(4)
     ]
-    options = {"max_model_len": 256, "max_num_seqs": 8}
-    with LLM(**options) as llm:
-        expected = [seen(each) for each in llm.generate(asked, params)]
-    with LLM(
-        **options,
-        speculative="draft-model",
-        speculative_model="vmserve-embedded",
-        num_speculative_tokens=3,
-    ) as llm:
+    with LLM(**ITSELF, num_speculative_tokens=3) as llm:
         found = llm.generate(asked, params)
         stats = llm.stats()
-    assert [seen(each) for each in found] == expected
+    assert list(map(seen, found)) == alone(asked, params)
     assert (
         stats["spec_decode_num_accepted_tokens_total"]
         == stats["spec_decode_num_draft_tokens_total"]
@@ -131,14 +123,11 @@ def test_a_model_that_drafts_for_itself_is_believed(temperature: float, prompts:
     assert stats["engine_steps_total"] <= 12
 
 
-def test_a_stranger_is_not_believed(stranger: Path, prompts: Prompts) -> None:
+def test_a_stranger_is_not_believed(stranger: Path, prompts: Prompts, alone: Alone) -> None:
     asked = prompts(4, 60, 2)
     params = [SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=30) for i in range(4)]
-    options = {"max_model_len": 256, "max_num_seqs": 8}
-    with LLM(**options) as llm:
-        expected = [seen(each) for each in llm.generate(asked, params)]
-    with LLM(**options, speculative="draft-model", speculative_model=str(stranger)) as llm:
-        assert [seen(each) for each in llm.generate(asked, params)] == expected
+    with LLM(**{**ITSELF, "speculative_model": str(stranger)}) as llm:
+        assert list(map(seen, llm.generate(asked, params))) == alone(asked, params)
         stats = llm.stats()
     assert stats["spec_decode_num_draft_tokens_total"] > 50
     assert (
@@ -148,7 +137,7 @@ def test_a_stranger_is_not_believed(stranger: Path, prompts: Prompts) -> None:
 
 
 def test_auto_asks_a_stranger_seldom(
-    stranger: Path, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
+    stranger: Path, prompts: Prompts, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With steps that take a second, and a fifth of one for each of the draft model's."""
     asked = prompts(4, 60, 2)
@@ -156,9 +145,7 @@ def test_auto_asks_a_stranger_seldom(
         SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=120, ignore_eos=True)
         for i in range(4)
     ]
-    options = {"max_model_len": 256, "max_num_seqs": 8}
-    with LLM(**options) as llm:
-        expected = [seen(each) for each in llm.generate(asked, params)]
+    expected = alone(asked, params)
     ran, learn, rounds = DraftLengths.ran, DraftLengths.learn, [0]
 
     def ran_in_a_fifth(lengths: DraftLengths, num_rows: int, num: int, _: float) -> None:
@@ -171,20 +158,18 @@ def test_auto_asks_a_stranger_seldom(
 
     monkeypatch.setattr(DraftLengths, "ran", ran_in_a_fifth)
     monkeypatch.setattr(DraftLengths, "learn", learn_a_second)
-    with LLM(**options, speculative="auto", speculative_model=str(stranger)) as llm:
+    with LLM(**OPTIONS, speculative="auto", speculative_model=str(stranger)) as llm:
         assert isinstance(llm.engine._drafts, Drafts)
         assert isinstance(llm.engine._drafts._drafter, InOrder)
         llm.engine._drafts._drafter = llm.engine.draft_model  # no lookup
-        assert [seen(each) for each in llm.generate(asked, params)] == expected
+        assert list(map(seen, llm.generate(asked, params))) == expected
     assert 0 < sum(map(bool, rounds)) < 0.2 * len(rounds)
 
 
 def test_who_gets_no_drafts(prompts: Prompts) -> None:
     """Requests that want none, beams, and ids that the draft model has not."""
     asked = prompts(3, 40, 5)
-    with LLM(
-        max_model_len=256, speculative="draft-model", speculative_model="vmserve-embedded"
-    ) as llm:
+    with LLM(**ITSELF) as llm:
         llm.generate(asked[0], SamplingParams(max_tokens=20, speculative=False))
         llm.beam_search(asked[1], BeamSearchParams(beam_width=2, max_tokens=10))
         assert llm.stats()["spec_decode_num_drafts_total"] == 0
@@ -194,9 +179,7 @@ def test_who_gets_no_drafts(prompts: Prompts) -> None:
 def test_a_draft_model_that_fails_ends_drafts_alone(prompts: Prompts) -> None:
     [asked] = prompts(1, 40, 6)
     one = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
-    with LLM(
-        max_model_len=256, speculative="draft-model", speculative_model="vmserve-embedded"
-    ) as llm:
+    with LLM(**ITSELF) as llm:
         expected = llm.generate(asked, one)[0].outputs[0].token_ids
         drafts = llm.stats()["spec_decode_num_drafts_total"]
 
@@ -208,19 +191,16 @@ def test_a_draft_model_that_fails_ends_drafts_alone(prompts: Prompts) -> None:
         assert llm.stats()["spec_decode_num_drafts_total"] == drafts > 0
 
 
-def test_sequences_for_which_there_is_no_room_get_no_drafts(prompts: Prompts) -> None:
+def test_sequences_for_which_there_is_no_room_get_no_drafts(prompts: Prompts, alone: Alone) -> None:
     asked = prompts(6, 100, 8)
-    params = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
-    options = {"max_model_len": 256, "max_num_seqs": 8}
-    with LLM(**options) as llm:
-        expected = [seen(each) for each in llm.generate(asked, params)]
-    with LLM(**options, speculative="draft-model", speculative_model="vmserve-embedded") as llm:
+    expected = alone(asked, [greedy(60)] * 6)
+    with LLM(**ITSELF) as llm:
         memory = llm.engine.draft_model.memory
         drafted, steps = [0], [0]
         for limit_pages in (100, 4):  # four have room for one and a half of six sequences
             llm.engine.reset_prefix_cache()
             llm.engine.draft_model.set_limit(limit_pages * memory.layout.total_page_bytes)
-            assert [seen(each) for each in llm.generate(asked, params)] == expected
+            assert list(map(seen, llm.generate(asked, greedy(60)))) == expected
             stats = llm.stats()
             drafted.append(stats["spec_decode_num_draft_tokens_total"] - sum(drafted))
             steps.append(stats["engine_steps_total"] - sum(steps))
@@ -231,12 +211,7 @@ def test_sequences_for_which_there_is_no_room_get_no_drafts(prompts: Prompts) ->
 
 
 def test_the_limit_is_of_both_memories(prompts: Prompts) -> None:
-    with LLM(
-        max_model_len=256,
-        kv_cache_memory="64MiB",
-        speculative="draft-model",
-        speculative_model="vmserve-embedded",
-    ) as llm:
+    with LLM(**ITSELF, kv_cache_memory="64MiB") as llm:
         memories = (llm.engine.memory, llm.engine.draft_model.memory)
 
         def limits() -> list[int]:
@@ -268,24 +243,16 @@ def test_another_tokenizer_is_refused(stranger: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"speculative": "draft-model"}, "give --speculative-model"),
-        ({"speculative_model": "vmserve-embedded"}, "--speculative draft-model"),
-        ({"num_speculative_tokens": 3}, "--speculative off"),
-        ({"speculative": "draft-model", "speculative_model": "/nowhere"}, "/nowhere"),
+        ({"speculative_model": "/nowhere"}, "/nowhere"),
         (
-            {
-                "speculative": "draft-model",
-                "speculative_model": "vmserve-embedded",
-                "kv_cache_memory": "1MiB",
-                "max_model_len": 1024,
-            },
+            {"kv_cache_memory": "1MiB", "max_model_len": 1024},
             "of the KV cache, 50% are the draft model's",
         ),
     ],
 )
 def test_options_that_do_not_agree_are_refused(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigurationError, match=told):
-        LLM(**options)
+        LLM(**{**ITSELF, **options})
 
 
 def test_it_is_asked_once_a_step(prompts: Prompts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,18 +265,17 @@ def test_it_is_asked_once_a_step(prompts: Prompts, monkeypatch: pytest.MonkeyPat
         return propose(*args)
 
     monkeypatch.setattr(DraftModel, "propose", counted)
-    options = {"speculative": "draft-model", "speculative_model": "vmserve-embedded"}
-    with LLM(max_model_len=256, max_num_seqs=4, **options) as llm:
-        step, admitted = llm.engine.step, []
+    waiting, admitted = [0], []
 
-        def watched() -> Any:
-            waiting, running = llm.engine.scheduler.num_waiting, llm.engine.scheduler.num_running
-            result = step()
-            admitted.append(waiting > llm.engine.scheduler.num_waiting and running > 0)
-            asked.append(0)
-            return result
+    def before(engine: LLMEngine, step: int) -> None:
+        waiting.append(engine.scheduler.num_waiting if engine.scheduler.num_running else 0)
 
-        llm.engine.step = watched  # type: ignore[method-assign]
+    def after(engine: LLMEngine, step: int) -> None:
+        admitted.append(waiting[-1] > engine.scheduler.num_waiting)
+        asked.append(0)
+
+    with LLM(**{**ITSELF, "max_num_seqs": 4}) as llm:
+        each_step(llm, before=before, after=after)
         lengths = [SamplingParams(max_tokens=5 + 7 * i, ignore_eos=True) for i in range(8)]
         llm.generate(prompts(8, 60, 5), lengths)
     assert any(admitted)

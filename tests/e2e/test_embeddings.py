@@ -44,26 +44,18 @@ def pooled(states: NDArray[np.float32], pooling: str) -> NDArray[np.float32]:
     return state / np.linalg.norm(state)
 
 
-@pytest.mark.parametrize("pooling", ["last", "mean"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_regime": "virtual"},
-        {"kv_regime": "paged", "max_num_batched_tokens": 24},
-        {"kv_regime": "virtual", "linear_backend": "torch", "max_num_batched_tokens": 24},
-    ],
-    ids=["whole", "in chunks", "torch"],
-)
-def test_the_states_of_transformers(
-    prompts: Prompts, states: States, options: dict[str, str], pooling: str
-) -> None:
+@pytest.mark.parametrize("layers", ["native", "torch"])
+def test_the_states_of_transformers(prompts: Prompts, states: States, layers: str) -> None:
+    """In chunks; on other paths they are the same: ``test_rows.py``."""
     given = prompts(6, 200, 3)
-    with LLM(**OPTIONS, **options) as llm:
-        results = llm.embed(given, pooling=pooling)
-    assert [result.prompt_token_ids for result in results] == given
-    for result, prompt in zip(results, given, strict=True):
-        assert result.embedding.dtype == np.float32
-        np.testing.assert_allclose(result.embedding, pooled(states(prompt), pooling), atol=2e-5)
+    with LLM(**OPTIONS, linear_backend=layers, max_num_batched_tokens=24) as llm:
+        for pooling in ("last", "mean"):
+            results = llm.embed(given, pooling=pooling)
+            assert [result.prompt_token_ids for result in results] == given
+            for result, prompt in zip(results, given, strict=True):
+                assert result.embedding.dtype == np.float32
+                expected = pooled(states(prompt), pooling)
+                np.testing.assert_allclose(result.embedding, expected, atol=2e-5)
 
 
 def test_beside_answers_and_after_a_prefix_hit(prompts: Prompts, states: States) -> None:
@@ -81,35 +73,6 @@ def test_beside_answers_and_after_a_prefix_hit(prompts: Prompts, states: States)
     np.testing.assert_allclose(last.embedding, pooled(states(prompt), "last"), atol=2e-5)
     np.testing.assert_allclose(mean.embedding, pooled(states(prompt), "mean"), atol=2e-5)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
-
-
-def test_through_preemption(prompts: Prompts, states: States) -> None:
-    """Answers push the pool over its edge; no state is counted twice."""
-    given = prompts(6, 300, 5)
-    answers = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-    pool = SamplingParams(max_tokens=0, pooling="mean", detokenize=False)
-    with LLM(
-        **(OPTIONS | {"kv_cache_memory": "2MiB", "max_model_len": 512}),
-        max_num_batched_tokens=32,
-        enable_prefix_caching=False,
-    ) as llm:
-        engine = llm.engine
-        for index, prompt in enumerate(given):
-            engine.add_request(f"a{index}", prompt[:100], answers)
-            engine.add_request(f"e{index}", prompt, pool)
-        found = {}
-        while engine.has_unfinished:
-            result = engine.step()
-            assert not result.failures
-            found |= {output.request_id: output for output in result.outputs}
-        preempted = engine.stats()["num_preemptions_total"]
-    assert preempted > 0
-    for index, prompt in enumerate(given):
-        packed = found[f"e{index}"].embedding
-        assert packed is not None
-        state = np.frombuffer(packed, np.float32)
-        assert found[f"e{index}"].outputs[0].token_ids == []
-        np.testing.assert_allclose(state, states(prompt).mean(axis=0), rtol=1e-3, atol=1e-3)
 
 
 def test_through_two_processes(states: States) -> None:

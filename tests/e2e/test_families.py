@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from vmserve import LLM, SamplingParams  # first: it sets how torch's threads wait
+from vmserve import LLM  # first: it sets how torch's threads wait
 
 import torch  # isort: skip
 from transformers import PreTrainedConfig  # isort: skip
 
-from tests.models.checkpoints import CONTEXT, FOREIGN, NATIVE, VARIANTS, reference_model, save
+from tests.models.checkpoints import CONTEXT, FOREIGN, NATIVE, VARIANTS, save
+from tests.support.engines import greedy, tokens_of
+from tests.support.reference import generated
 from vmserve.config import EngineConfig, resolve
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models import ModelConfig
@@ -25,21 +27,7 @@ NAMES += ["phi3", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v2", "gpt-oss",
 NAMES += ["qwen3-next", "qwen3.5"]
 NAMES += ["gpt-neox", "olmo2", "olmoe"]
 NUM_TOKENS = 24
-
-
-def generated(directory: Path, prompt: list[int]) -> list[int]:
-    model = reference_model(directory, torch.float32)
-    tokens = torch.tensor([prompt])
-    output = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        max_new_tokens=NUM_TOKENS,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    produced: list[int] = output[0, len(prompt) :].tolist()
-    return produced
+GREEDY = greedy(NUM_TOKENS, detokenize=False)
 
 
 def engine(directory: Path, tokenizer: Path, **options: object) -> LLM:
@@ -58,28 +46,22 @@ def engine(directory: Path, tokenizer: Path, **options: object) -> LLM:
 
 def assert_same_tokens(config: PreTrainedConfig, directory: Path, tokenizer: Path) -> None:
     save(config, directory)
-    prompts = [[2 + (7 * i + 13 * j) % 90 for i in range(length)] for j, length in enumerate(
-        (70, 1, 33, 12)
-    )]  # fmt: skip
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
-    expected = [generated(directory, prompt) for prompt in prompts]
+    lengths = (70, 1, 33, 12)
+    prompts = [[2 + (7 * i + 13 * j) % 90 for i in range(n)] for j, n in enumerate(lengths)]
+    expected = [[generated(directory, prompt, NUM_TOKENS)] for prompt in prompts]
     capped = getattr(config, "attn_logit_softcapping", None) is not None
     backend = "reference" if capped else "sdpa"
     is_native = any(config is each for each in NATIVE.values())
     through_torch = {"kv_regime": "virtual", "attention_backend": backend}
-    for options in (
-        through_torch,
-        {"kv_regime": "virtual"},
-        {"kv_regime": "paged"},
-    ):
+    for options in (through_torch, {"kv_regime": "virtual"}, {"kv_regime": "paged"}):
         with engine(directory, tokenizer, **options) as llm:
-            results = llm.generate(prompts, params)
+            results = llm.generate(prompts, GREEDY)
             llm.engine.memory.check()
             native = isinstance(llm.engine.runner.model.network, NativeDecoder)
         assert native == (is_native and "attention_backend" not in options)
         assert results[0].metrics.num_prefill_chunks > 2
         assert results[0].metrics.kv_regime == options["kv_regime"]
-        assert [result.outputs[0].token_ids for result in results] == expected
+        assert tokens_of(results) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,44 +77,6 @@ def test_a_softcap_is_served_or_refused_at_start(tmp_path: Path, model_dir: Path
 
 
 @pytest.mark.parametrize("regime", ["virtual", "paged"])
-@pytest.mark.parametrize(
-    ("name", "memory"),
-    [
-        ("deepseek-v3", "144KiB"),
-        ("gpt-oss", "128KiB"),
-        ("qwen3-next", "192KiB"),
-        ("qwen3.5", "128KiB"),
-    ],
-)
-def test_torch_shares_prefixes_preempts_and_forks(
-    name: str, memory: str, regime: str, tmp_path: Path, model_dir: Path
-) -> None:
-    save(MODELS[name], tmp_path)
-    head = [2 + 7 * i % 90 for i in range(40)]
-    prompts = [[*head[: 40 - 3 * i], *([5 + i] * 20)] for i in range(6)]
-    params = SamplingParams(
-        n=2, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False
-    )
-    options = {"linear_backend": "torch", "kv_regime": regime, "max_model_len": 96}
-    options["kv_mapper"] = "off"  # then nothing depends on times
-    if regime == "virtual":
-        options["attention_backend"] = "sdpa"
-    with engine(tmp_path, model_dir, **options, kv_cache_memory=memory) as llm:
-        assert not isinstance(llm.engine.runner.model.network, NativeDecoder)
-        first = llm.generate(prompts, params)
-        llm.engine.memory.check()
-        preemptions = llm.stats()["num_preemptions_total"]
-    with engine(tmp_path, model_dir, **options) as llm:
-        again = [*llm.generate(prompts[:1], params), *llm.generate(prompts[:1], params)]
-        llm.engine.memory.check()
-    assert preemptions > 0
-    assert again[1].metrics.num_cached_tokens > 0
-    for prompt, result in zip([*prompts, *prompts[:1] * 2], [*first, *again], strict=True):
-        answers = [output.token_ids for output in result.outputs]
-        assert answers == [generated(tmp_path, prompt)] * 2
-
-
-@pytest.mark.parametrize("regime", ["virtual", "paged"])
 def test_a_step_that_is_tried_again_applies_a_state_once(
     regime: str, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,8 +84,7 @@ def test_a_step_that_is_tried_again_applies_a_state_once(
     does not."""
     save(MODELS["qwen3-next"], tmp_path)
     prompts = [[2 + 7 * i % 90 for i in range(n)] for n in (40, 9)]
-    expected = [generated(tmp_path, prompt) for prompt in prompts]
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, detokenize=False)
+    expected = [[generated(tmp_path, prompt, NUM_TOKENS)] for prompt in prompts]
     options = {"linear_backend": "torch", "kv_regime": regime}
     calls = failures = 0
     computed = SharedExpert.__call__
@@ -156,19 +99,15 @@ def test_a_step_that_is_tried_again_applies_a_state_once(
 
     with engine(tmp_path, model_dir, **options) as llm:
         monkeypatch.setattr(SharedExpert, "__call__", scarce)
-        results = llm.generate(prompts, params)
+        results = llm.generate(prompts, GREEDY)
         llm.engine.memory.check()
     assert failures > NUM_TOKENS / 5
-    assert [result.outputs[0].token_ids for result in results] == expected
+    assert tokens_of(results) == expected
 
 
-def test_what_models_with_states_cannot_do_is_refused_at_start(
-    tmp_path: Path, model_dir: Path
-) -> None:
+def test_states_leave_steps_that_overlap_out(tmp_path: Path) -> None:
+    """Where it is chosen, on a GPU; who asks for it is refused (test_rows.py)."""
     save(NATIVE["qwen3.5"], tmp_path)
-    for option in ({"speculative": "auto"}, {"async_scheduling": "on"}):
-        with pytest.raises(ConfigurationError, match=r"a model with linear attention .*use off"):
-            engine(tmp_path, model_dir, **option)
     config = ModelConfig.from_directory(tmp_path)
     assert not resolve(EngineConfig(), config, gpu_bytes=64 << 30).async_scheduling
 
@@ -178,9 +117,8 @@ def test_learned_positions_bound_the_context(tmp_path: Path, model_dir: Path) ->
     with pytest.raises(ConfigurationError, match=r"300 is above the model's own context of 256"):
         engine(tmp_path, model_dir, max_model_len=300)
     prompt = [2 + i % 90 for i in range(CONTEXT - 2)]
-    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
     with engine(tmp_path, model_dir) as llm:
-        [result] = llm.generate([prompt], params)
+        [result] = llm.generate([prompt], greedy(100, detokenize=False))
     # The last token is sampled, never computed: it needs no position.
     assert len(result.outputs[0].token_ids) == 2
     assert result.outputs[0].finish_reason == "length"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from tests.models.gguf_files import (
 from vmserve import LLM, SamplingParams
 from vmserve.errors import ConfigurationError, UnsupportedError
 from vmserve.models.hub import resolve_model
+from vmserve.models.pullable import PULLABLE
 
 _MEMORY = 64 << 20
 
@@ -127,10 +129,25 @@ def test_same_tokens_as_transformers(
 ) -> None:
     """A real model on every path; ``python -m tests.e2e.gguf_tokens`` has more prompts."""
     reference, prompts = smollm2
-    for taken in paths(smollm2_file(), prompts, regime, 8):
+    for taken in paths(smollm2_file(), prompts, regime, 16):
         count, gaps = compare(reference, taken)
         assert all(gap < NEAR_TIE for gap in gaps), (taken.name, gaps)
         assert len(gaps) <= count // 20, (taken.name, gaps)
+
+
+def test_the_pulled_model_is_the_pinned_file_and_answers() -> None:
+    path = smollm2_file()
+    with path.open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == PULLABLE["smollm2"].sha256
+    questions = ["What is the capital of France?", "What is 2 + 2?"]
+    with LLM(str(path), kv_cache_memory="512MiB") as llm:
+        answers = llm.chat(
+            [[{"role": "user", "content": question}] for question in questions],
+            SamplingParams(temperature=0, max_tokens=24),
+        )
+    texts = [answer.outputs[0].text for answer in answers]
+    assert "Paris" in texts[0]
+    assert "4" in texts[1]
 
 
 def test_torch_does_not_read_them(embedded: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.engines import each_step, greedy, tokens_of
 from vmserve import LLM, SamplingParams
 from vmserve.attention.sdpa import SdpaBackend
 from vmserve.errors import ConfigurationError, UnsupportedError
@@ -46,7 +47,6 @@ def test_tokens_of_the_same_rounding(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     batch = prompts(6, 400, 31)
-    greedy = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     with LLM(
         dtype="float32",
         kv_cache_dtype="int8",
@@ -54,33 +54,25 @@ def test_tokens_of_the_same_rounding(
         max_num_batched_tokens=100,
         linear_backend=linear_backend,
     ) as llm:
-        found = [result.outputs[0].token_ids for result in llm.generate(batch, greedy)]
+        found = tokens_of(llm.generate(batch, greedy(24)))
         layout = llm.engine.memory.layout
     assert (layout.dtype, layout.shape.token_bytes) == ("int8", 2 * 2 * (64 + 4))
-    assert found == [expected(model, prompt, 24) for prompt in batch]
+    assert found == [[expected(model, prompt, 24)] for prompt in batch]
 
 
 def most_running(dtype: str, batch: list[list[int]], params: SamplingParams) -> int:
     options = {"kv_cache_memory": "16MiB", "enable_prefix_caching": False, "max_model_len": 512}
+    running: list[int] = []
     with LLM(dtype="bfloat16", kv_cache_dtype=dtype, **options) as llm:
-        step, most = llm.engine.step, 0
-
-        def watched() -> object:
-            nonlocal most
-            result = step()
-            most = max(most, llm.engine.scheduler.num_running)
-            return result
-
-        llm.engine.step = watched  # type: ignore[method-assign, assignment]
+        each_step(llm, after=lambda engine, _: running.append(engine.scheduler.num_running))
         llm.generate(batch, params)
-    return most
+    return max(running)
 
 
 def test_a_pool_has_room_for_more(prompts: Prompts) -> None:
     """Requests at once in 16 MiB, of 508 tokens each."""
     batch = [(prompt * 50)[:448] for prompt in prompts(40, 448, 3)]
-    asked = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
-    ours, theirs = (most_running(dtype, batch, asked) for dtype in ("int8", "auto"))
+    ours, theirs = (most_running(dtype, batch, greedy(60)) for dtype in ("int8", "auto"))
     assert ours >= 1.8 * theirs
 
 
@@ -96,16 +88,3 @@ def test_kernels_that_read_no_codes_are_refused_by_name() -> None:
             LLM(kv_cache_dtype="fp8", attention_backend=backend)
     with pytest.raises(ConfigurationError, match="kv_cache_dtype: 'int4' is not one of"):
         LLM(kv_cache_dtype="int4")
-
-
-def test_two_ranks_have_the_tokens_of_one(prompts: Prompts) -> None:
-    batch = prompts(4, 200, 9)
-    asked = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
-    found = []
-    for size in (1, 2):
-        with LLM(kv_cache_dtype="int8", kv_cache_memory="64MiB", tensor_parallel_size=size) as llm:
-            results = llm.generate(batch, asked)
-            found.append(
-                [(each.outputs[0].token_ids, each.outputs[0].logprobs) for each in results]
-            )
-    assert found[0] == found[1]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.engines import greedy
 from vmserve import (
     LLM,
     BeamSearchParams,
@@ -19,7 +20,7 @@ from vmserve import (
 )
 from vmserve.sampling.torch_sampler import TorchSampler
 
-GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+GREEDY = greedy(5)
 
 
 def test_every_form_of_prompt_gives_the_same(llm: LLM) -> None:
@@ -101,26 +102,21 @@ def test_params_and_priority_are_one_or_one_each(llm: LLM) -> None:
 
 def test_max_tokens_is_capped_by_the_context() -> None:
     with LLM(max_model_len=64, kv_cache_memory="16MiB") as llm:
-        [result] = llm.generate([[5] * 60], SamplingParams(max_tokens=50, ignore_eos=True))
-        assert len(result.outputs[0].token_ids) == 4
-        assert result.outputs[0].finish_reason == "length"
-        [result] = llm.generate([[5] * 60], SamplingParams(max_tokens=None, ignore_eos=True))
-        assert len(result.outputs[0].token_ids) == 4
         # Above the context itself, as vLLM; the server refuses it.
-        [result] = llm.generate([[5] * 60], SamplingParams(max_tokens=1000, ignore_eos=True))
-        assert len(result.outputs[0].token_ids) == 4
-        assert result.outputs[0].finish_reason == "length"
+        for most in (50, None, 1000):
+            params = SamplingParams(max_tokens=most, ignore_eos=True)
+            [result] = llm.generate([[5] * 60], params)
+            assert len(result.outputs[0].token_ids) == 4
+            assert result.outputs[0].finish_reason == "length"
         [beams] = llm.generate([[5] * 60], BeamSearchParams(beam_width=2, max_tokens=1000))
         assert [len(choice.token_ids) for choice in beams.outputs] == [4, 4]
 
 
 def test_stop_string_cuts_the_text_and_is_the_stop_reason(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    [whole] = llm.generate("Once upon a time", params)
+    [whole] = llm.generate("Once upon a time", greedy(40))
     text = whole.outputs[0].text
     stop = text[10:14]
-    cut = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, stop=stop)
-    [result] = llm.generate("Once upon a time", cut)
+    [result] = llm.generate("Once upon a time", greedy(40, stop=stop))
     assert result.outputs[0].text == text[: text.index(stop)]
     assert result.outputs[0].finish_reason == "stop"
     assert result.outputs[0].stop_reason == stop
@@ -129,8 +125,7 @@ def test_stop_string_cuts_the_text_and_is_the_stop_reason(llm: LLM) -> None:
 def test_stop_token_is_in_the_ids_but_not_in_the_text(llm: LLM) -> None:
     [whole] = llm.generate("Once upon a time", GREEDY)
     ids = whole.outputs[0].token_ids
-    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, stop_token_ids=[ids[2]])
-    [result] = llm.generate("Once upon a time", params)
+    [result] = llm.generate("Once upon a time", greedy(5, stop_token_ids=[ids[2]]))
     end = ids.index(ids[2]) + 1
     assert result.outputs[0].token_ids == ids[:end]
     assert result.outputs[0].text == llm.decode(ids[: end - 1])
@@ -138,9 +133,7 @@ def test_stop_token_is_in_the_ids_but_not_in_the_text(llm: LLM) -> None:
 
 
 def test_logprobs_sum_to_the_cumulative_one_and_rank_greedy_first(llm: LLM) -> None:
-    params = SamplingParams(
-        temperature=0, max_tokens=6, logprobs=3, prompt_logprobs=2, ignore_eos=True
-    )
+    params = greedy(6, logprobs=3, prompt_logprobs=2)
     [result] = llm.generate("Once upon a time there was a fox", params)
     [choice] = result.outputs
     assert choice.logprobs is not None
@@ -190,11 +183,14 @@ def test_unknown_and_unusable_options(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM(device="cuda")
 
 
-def test_a_beam_search_that_could_never_run_is_refused(llm: LLM) -> None:
+def test_beam_searches_that_are_refused(llm: LLM) -> None:
     most = llm.engine.resolved.max_num_seqs
     with pytest.raises(InvalidRequestError, match=f"at most {most} here, got {most + 1}"):
         llm.beam_search("x", BeamSearchParams(beam_width=most + 1))
     assert not llm.engine.has_unfinished
+    params: Any = SamplingParams()
+    with pytest.raises(InvalidRequestError, match="takes BeamSearchParams, not SamplingParams"):
+        llm.beam_search("x", params)
 
 
 def test_close_is_idempotent_and_final() -> None:
@@ -227,12 +223,6 @@ def test_what_is_no_prompt(llm: LLM, prompts: Any, text: str) -> None:
 def test_what_are_no_messages(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequestError, match="messages"):
         llm.chat(messages)
-
-
-def test_beams_need_their_own_params(llm: LLM) -> None:
-    params: Any = SamplingParams()
-    with pytest.raises(InvalidRequestError, match="takes BeamSearchParams, not SamplingParams"):
-        llm.beam_search("x", params)
 
 
 def test_threads_take_turns(llm: LLM) -> None:

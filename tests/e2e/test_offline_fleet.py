@@ -52,23 +52,6 @@ def engines(llm: LLM) -> list[Any]:
     return members
 
 
-def num_found(llm: LLM, member: Any, prompt: list[int], **terms: str) -> int:
-    """Cached tokens of a prompt in one of the engines."""
-    fleet: Any = llm._client.transport
-    others = [each.name for each in fleet.members if each is not member]
-
-    async def ask() -> int:
-        for name in others:
-            fleet.drain(name)
-        outputs = llm._client.generate(prompt, GREEDY, **terms)  # type: ignore[arg-type]
-        found = [each async for each in outputs][-1].metrics.num_cached_tokens
-        for name in others:
-            fleet.resume(name)
-        return found
-
-    return llm._wait(ask)
-
-
 def test_answers_and_their_order_are_those_of_one_engine(one: LLM, two: LLM) -> None:
     seeded = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=6, logprobs=2)
     each_params = [GREEDY, seeded] * (len(PROMPTS) // 2)
@@ -95,15 +78,6 @@ def test_beams_and_embeddings_are_those_of_one_engine(one: LLM, two: LLM) -> Non
     assert beams[0] == beams[1]
     vectors = [[each.embedding for each in llm.embed(PROMPTS[:4])] for llm in (one, two)]
     np.testing.assert_array_equal(*vectors)
-
-
-def test_a_pin_is_in_all_engines(two: LLM) -> None:
-    pin = two.pin_prefix([9] * 64)
-    assert pin.num_tokens == 64
-    assert [num_found(two, member, [9] * 64 + [5]) for member in engines(two)] == [64, 64]
-    two.unpin_prefix(pin.handle)
-    with pytest.raises(ValueError, match="no prefix"):
-        two.unpin_prefix(pin.handle)
 
 
 def test_nothing_is_computed_where_one_prompt_cannot_be_served(two: LLM) -> None:
@@ -160,13 +134,3 @@ def test_what_it_refuses_and_its_end() -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(EngineDeadError, match="closed"):
         llm.generate(PROMPTS, GREEDY)
-
-
-def test_prefixes_of_other_salts_are_found_in_no_engine(two: LLM) -> None:
-    prefix = [13] * 96  # of no other prompt here
-    pin = two._wait(lambda: two._client.pin_prefix(prefix, isolation="k", cache_salt="s"))
-    for member in engines(two):
-        for terms in ({}, {"isolation": "k", "cache_salt": "t"}):
-            assert num_found(two, member, [*prefix, 5], **terms) == 0
-        assert num_found(two, member, [*prefix, 5], isolation="k", cache_salt="s") == 96
-    two.unpin_prefix(pin.handle)

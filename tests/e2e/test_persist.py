@@ -1,4 +1,7 @@
-"""``--kv-persist`` wherever engines come from: kinds of layers, several engines, commands."""
+"""``--kv-persist`` wherever engines come from: several engines, commands, a draft model.
+
+Every family, and so every kind of layers: ``test_rows.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,55 +18,14 @@ import pytest
 from tests.batch.killed import line, write
 from tests.chaos.harness import Server
 from tests.helpers import until
-from vmserve import LLM, SamplingParams  # before torch: how its threads wait
+from tests.support.engines import greedy
+from vmserve import LLM
 
-from tests.models.checkpoints import deepseek_v3, gemma3, gpt_oss, qwen3_next, save  # isort: skip
-
-GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)
-PROMPTS = [[2 + (7 * i + 13 * j) % 90 for i in range(100 - 30 * j)] for j in range(3)]
-FAMILIES = {
-    "gemma3": gemma3(num_hidden_layers=4, sliding_window=24),
-    "gpt-oss": gpt_oss(num_hidden_layers=4, sliding_window=20),
-    "qwen3-next": qwen3_next(),
-    "deepseek-v3": deepseek_v3(),
-}
+PROMPT = [5 + index % 7 for index in range(161)]
+GREEDY = greedy(12, detokenize=False)
 TWO_CORES = pytest.mark.skipif(
     len(os.sched_getaffinity(0)) < 2, reason="two engines need two cores"
 )
-
-
-@pytest.mark.parametrize(
-    ("family", "layers"),
-    [*((family, "native") for family in FAMILIES), ("gemma3", "torch"), ("qwen3-next", "torch")],
-)
-def test_every_kind_of_layers_comes_back_after_a_restart(
-    tmp_path: Path, model_dir: Path, family: str, layers: str
-) -> None:
-    """Windows, states and latents, in the native decoder and where torch computes."""
-    directory = save(FAMILIES[family], tmp_path / "model")
-
-    def answers() -> tuple[list[list[int]], list[int], Any]:
-        with LLM(
-            str(directory),
-            tokenizer=str(model_dir),
-            dtype="float32",
-            linear_backend="torch" if layers == "torch" else "auto",
-            kv_cache_memory="8MiB",
-            max_num_seqs=8,
-            max_num_batched_tokens=32,
-            kv_persist=str(tmp_path / "kv"),
-        ) as llm:
-            results = llm.generate(PROMPTS, GREEDY)
-            llm.engine.memory.check()
-            tokens = [list(result.outputs[0].token_ids) for result in results]
-            return tokens, [result.metrics.num_cached_tokens for result in results], llm.stats()
-
-    expected, cached, _ = answers()
-    assert cached == [0] * len(PROMPTS)
-    tokens, cached, stats = answers()
-    assert tokens == expected
-    assert cached == [(len(prompt) - 1) // 16 * 16 for prompt in PROMPTS]
-    assert stats["persist_restored_blocks_total"] > 0
 
 
 def num_files(directory: Path) -> int:
@@ -77,7 +39,7 @@ def test_engines_of_one_model_find_what_others_have_written(tmp_path: Path) -> N
         "dtype": "float32", "kv_cache_memory": "32MiB", "max_model_len": 512,
         "data_parallel_size": 2, "router": "round-robin", "kv_persist": str(tmp_path),
     }  # fmt: skip
-    first, second = ([5 + index % 7 for index in range(length)] for length in (161, 97))
+    first, second = PROMPT, PROMPT[:97]
 
     def ask(llm: LLM, prompt: list[int]) -> tuple[int, list[int]]:
         [result] = llm.generate([prompt], GREEDY)
@@ -116,20 +78,6 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_generate_reads_what_an_earlier_run_computed(tmp_path: Path) -> None:
-    def generate() -> Any:
-        done = command(
-            *("generate", "--prompt", "Once upon a time " * 20, "--max-tokens", "8"),
-            *("--temperature", "0", "--format", "json", "--kv-persist", str(tmp_path)),
-        )
-        return json.loads(done.stdout)
-
-    first, again = generate(), generate()
-    assert first["metrics"]["num_cached_tokens"] == 0
-    assert again["metrics"]["num_cached_tokens"] == (len(first["prompt_token_ids"]) - 1) // 16 * 16
-    assert again["outputs"] == first["outputs"]
-
-
 @pytest.mark.parametrize("size", ["1", pytest.param("2", marks=TWO_CORES)])
 def test_a_batch_reads_what_an_earlier_one_computed(tmp_path: Path, size: str) -> None:
     """And what another engine of the same batch has written."""
@@ -156,8 +104,7 @@ def test_a_batch_reads_what_an_earlier_one_computed(tmp_path: Path, size: str) -
 @TWO_CORES
 def test_a_server_of_two_engines_finds_it_after_a_restart(tmp_path: Path) -> None:
     """Also an engine that did not write it: with round-robin, each gets one of two requests."""
-    prompt = [5 + index % 7 for index in range(161)]
-    body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
 
     def serve(num_requests: int) -> tuple[list[tuple[str, int]], str]:
         """Answers with their cached tokens, and the metrics after them."""
@@ -202,12 +149,11 @@ def test_a_draft_model_keeps_its_blocks_too(tmp_path: Path) -> None:
         "dtype": "float32", "kv_cache_memory": "64MiB", "kv_persist": str(tmp_path),
         "speculative": "draft-model", "speculative_model": "vmserve-embedded",
     }  # fmt: skip
-    prompt = [5 + index % 7 for index in range(161)]
 
     def drafted() -> tuple[list[int], Any, list[int]]:
         """Tokens, figures, and the blocks that model and draft each read."""
         with LLM(**options) as llm:
-            [result] = llm.generate([prompt], GREEDY)
+            [result] = llm.generate([PROMPT], GREEDY)
             draft = llm.engine.draft_model
             assert draft is not None
             read = [

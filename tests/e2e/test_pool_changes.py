@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.clients import ProcessClient
+from tests.support.engines import Serving, greedy
 from vmserve import LLM, AsyncLLM, ConfigurationError, SamplingParams
 from vmserve.client.messages import Ask, ToEngine
 from vmserve.config import EngineConfig
@@ -25,35 +26,22 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 8,
 }
-PARAMS = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+PARAMS = greedy(120)
 PROMPTS = [[5 + index] * (100 + 7 * index) for index in range(6)]
 
 
-class Serving:
+def serving(**options: Any) -> Serving:
     """An engine with all of ``PROMPTS``, stepped by hand."""
+    served = Serving(LLMEngine(EngineConfig(**OPTIONS, **options)))
+    for index, prompt in enumerate(PROMPTS):
+        served.add(str(index), prompt, PARAMS)
+    return served
 
-    def __init__(self, **options: Any) -> None:
-        self.engine = LLMEngine(EngineConfig(**OPTIONS, **options))
-        self.tokens: dict[str, list[int]] = {}
-        for index, prompt in enumerate(PROMPTS):
-            self.engine.add_request(str(index), prompt, PARAMS)
 
-    def step(self) -> None:
-        result = self.engine.step()
-        assert not result.failures
-        for output in result.outputs:
-            self.tokens[output.request_id] = output.outputs[0].token_ids
-
-    def finish(self) -> dict[str, list[int]]:
-        while self.engine.has_unfinished:
-            self.step()
-        self.engine.memory.check()
-        self.engine.close()
-        return self.tokens
-
-    @property
-    def stats(self) -> dict[str, float | int]:
-        return self.engine.stats()
+def finished(served: Serving) -> dict[str, list[list[int]]]:
+    tokens = served.finish()
+    served.engine.close()
+    return tokens
 
 
 @pytest.mark.parametrize(
@@ -68,12 +56,12 @@ class Serving:
 )
 @pytest.mark.slow
 def test_a_limit_that_falls_and_rises_under_running_requests(options: dict[str, Any]) -> None:
-    expected = Serving(**options).finish()
-    serving = Serving(**options)
-    engine, layout = serving.engine, serving.engine.memory.layout
+    expected = finished(serving(**options))
+    served = serving(**options)
+    engine, layout = served.engine, served.engine.memory.layout
     for _ in range(20):
-        serving.step()
-    before = serving.stats
+        served.step()
+    before = served.engine.stats()
     assert before["num_requests_running"] == len(PROMPTS)
     assert before["num_preemptions_total"] == 0
     with pytest.raises(ConfigurationError, match=r"raise --kv-cache-memory to \S+ MiB"):
@@ -82,45 +70,44 @@ def test_a_limit_that_falls_and_rises_under_running_requests(options: dict[str, 
     least = layout.pages_for(512 + engine.memory.options.read_slack_tokens)
     lowered = engine.set_kv_cache_memory(least * layout.total_page_bytes)
     assert lowered == least * layout.total_page_bytes
-    assert serving.stats["limit_pages"] == least < before["used_pages"]
+    assert served.engine.stats()["limit_pages"] == least < before["used_pages"]
     for _ in range(40):
-        serving.step()
-    under = serving.stats
+        served.step()
+    under = served.engine.stats()
     assert under["num_preemptions_total"] > 0
     assert under["num_requests_running"] < len(PROMPTS)
     assert under["used_pages"] <= under["committed_pages"] <= least
     engine.set_kv_cache_memory("32MiB")
-    assert serving.stats["limit_pages"] == before["limit_pages"]
-    while serving.stats["num_requests_waiting"]:
-        serving.step()
-    preempted = serving.stats["num_preemptions_total"]
-    assert serving.finish() == expected
+    assert served.engine.stats()["limit_pages"] == before["limit_pages"]
+    while served.engine.stats()["num_requests_waiting"]:
+        served.step()
+    preempted = served.engine.stats()["num_preemptions_total"]
+    assert finished(served) == expected
     assert preempted == under["num_preemptions_total"]
 
 
 def test_a_cache_that_is_cleared_under_running_requests() -> None:
-    expected = Serving().finish()
-    serving = Serving()
+    expected = finished(serving())
+    served = serving()
     for _ in range(20):
-        serving.step()
+        served.step()
     for name, cached in (("shares", 96), ("alone", 0)):
-        hits = serving.stats["prefix_cache_hits_total"]
-        serving.engine.add_request(name, PROMPTS[0], PARAMS)
-        serving.step()
-        assert serving.stats["prefix_cache_hits_total"] - hits == cached
-        serving.engine.reset_prefix_cache()
-    tokens = serving.finish()
+        hits = served.engine.stats()["prefix_cache_hits_total"]
+        served.engine.add_request(name, PROMPTS[0], PARAMS)
+        served.step()
+        assert served.engine.stats()["prefix_cache_hits_total"] - hits == cached
+        served.engine.reset_prefix_cache()
+    tokens = finished(served)
     assert tokens.pop("shares") == tokens.pop("alone") == expected["0"]
     assert tokens == expected
 
 
 def test_a_cleared_cache_has_no_hits_and_what_is_pinned_is_computed_again() -> None:
-    short = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with LLM(**OPTIONS) as llm:
 
         def hits() -> float:
             before = llm.stats()["prefix_cache_hits_total"]
-            llm.generate([PROMPTS[0]], short)
+            llm.generate([PROMPTS[0]], greedy(2))
             return llm.stats()["prefix_cache_hits_total"] - before
 
         assert (hits(), hits()) == (0, 96)

@@ -3,7 +3,8 @@
 Requests of every kind arrive, are aborted and change their regime at random moments, in a pool that
 holds little more than one of them, under an odd budget, while the system refuses memory and batches
 fail now and then. What comes out is compared with the same request alone in a roomy engine, and
-nothing may be left behind. ``VMSERVE_LIVES=first:last`` runs other seeds than the usual few.
+nothing may be left behind. ``VMSERVE_LIVES=first:last`` runs other seeds than the usual few. On a
+device that is not late: ``tests/lives/test_engines.py``.
 """
 
 from __future__ import annotations
@@ -148,18 +149,6 @@ def num_by_rounding(found: list[Any], wanted: list[Any]) -> int:
             one[1:] = other[1:]
             num += 1
     return num
-
-
-@pytest.mark.parametrize("seed", range(FIRST, LAST))
-def test_a_random_life(
-    seed: int, prompts: Prompts, alone: Callable[[Asked], RequestOutput]
-) -> None:
-    life = RandomLife(seed, prompts(3, 96, 20))
-    try:
-        life.live(24, life.ask)
-        life.check(alone)
-    finally:
-        life.llm.close()
 
 
 @pytest.mark.parametrize("seed", range(FIRST, LAST))

@@ -1,26 +1,27 @@
-"""Ranks that an engine starts: one rank's tokens, and what happens when one of them ends."""
+"""Ranks that an engine starts: more than heads, and what happens when one of them ends.
+
+That two ranks of every family have the bits of one: ``test_rows.py``.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.chaos.harness import Server, until
-from tests.e2e.test_same_bits import EMBEDDED, Prompts, bits_of, checkpoint
+from tests.chaos.harness import Server, Stream, until
 from tests.models.checkpoints import llama, save
+from tests.support.engines import greedy, seen
 from vmserve import LLM, SamplingParams
 from vmserve.errors import ConfigurationError, RankLostError
+from vmserve.models.hub import resolve_model
 from vmserve.parallel import ranks
-from vmserve.sampling.params import BeamSearchParams
 from vmserve.system.threads import split_cpus
 
 pytestmark = [
@@ -29,58 +30,21 @@ pytestmark = [
 ]
 
 
+Prompts = Callable[[int, int, int], list[list[int]]]
+
+
 # -- what they compute --------------------------------------------------------------------
 
 
 def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
-    """Greedy, seeded, of several choices, scored prompts, a repeated one, beams, an embedding."""
-    kinds = [
-        SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3),
-        SamplingParams(temperature=0.9, seed=5, n=2, max_tokens=24, ignore_eos=True, logprobs=3),
-        SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=2),
-    ]
-    asked = [kinds[i % len(kinds)] for i in range(len(prompts))]
-    found: list[Any] = []
-    for _ in range(2):  # then with cached prefixes
-        results = llm.generate(prompts, asked)
-        found += [bits_of(result) for result in results]
-        found += [result.prompt_logprobs for result in results if result.prompt_logprobs]
-    beams = llm.generate(prompts[:1], BeamSearchParams(beam_width=3, max_tokens=8))
-    found.append([(choice.token_ids, choice.cumulative_logprob) for choice in beams[0].outputs])
-    found += [result.embedding.tolist() for result in llm.embed(prompts[:2])]
-    return found
+    """Greedy, of several choices, scored, an embedding."""
+    drawn = SamplingParams(temperature=0.9, seed=5, n=2, max_tokens=24, ignore_eos=True, logprobs=3)
+    asked = [greedy(24, logprobs=3), drawn, greedy(4, prompt_logprobs=2)]
+    found = list(map(seen, llm.generate(prompts, asked)))
+    return [*found, *(result.embedding.tolist() for result in llm.embed(prompts[:2]))]
 
 
 SIZES = {"vocab_size": 2048, "hidden_size": 96, "max_position_embeddings": 512}
-WAYS: dict[str, dict[str, Any]] = {
-    "auto": {},
-    "virtual": {"kv_regime": "virtual", "dtype": "float32"},
-    "paged": {"kv_regime": "paged", "quantization": "int8", "speculative": "prompt-lookup"},
-    "gemma3": {},
-    "q4": {"quantization": "int8-dynamic"},
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_two_ranks_have_the_bits_of_one(way: str, prompts: Prompts, tmp_path: Path) -> None:
-    options = {"kv_cache_memory": "64MiB", "max_model_len": 512, "max_num_batched_tokens": 64}
-    options |= {"dtype": "bfloat16", **WAYS[way]}
-    model = checkpoint(way, tmp_path)
-    if way == "gemma3":
-        options["tokenizer"] = EMBEDDED
-    asked = prompts(6, 200, 3)
-    with LLM(model, **options) as llm:
-        expected = answers(llm, asked)
-    with LLM(model, tensor_parallel_size=2, **options) as llm:
-        assert answers(llm, asked) == expected
-        stats = llm.stats()
-        pids = llm.engine.ranks.pids
-    assert stats["prefix_hit_blocks_total"] > 0
-    assert stats["forks_total"] > 0
-    assert stats["tensor_parallel_size"] == 2
-    if "speculative" in options:
-        assert stats["spec_decode_num_accepted_tokens_total"] > 0
-    assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -92,9 +56,10 @@ def test_more_ranks_than_key_value_heads(
     both = split_cpus(2)
     monkeypatch.setattr(ranks, "split_cpus", lambda parts, _: [both[i % 2] for i in range(parts)])
     options: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory": "16MiB"}
-    with LLM(str(tmp_path), tokenizer=EMBEDDED, **options) as llm:
+    options["tokenizer"] = str(resolve_model(None))
+    with LLM(str(tmp_path), **options) as llm:
         expected = answers(llm, prompts(3, 60, 4))
-    with LLM(str(tmp_path), tokenizer=EMBEDDED, tensor_parallel_size=size, **options) as llm:
+    with LLM(str(tmp_path), tensor_parallel_size=size, **options) as llm:
         assert answers(llm, prompts(3, 60, 4)) == expected
 
 
@@ -126,33 +91,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize("how", ["kill", "hang"])
 def test_streams_are_told_of_a_rank_that_ends(server: Server, how: str) -> None:
-    told: list[tuple[str, float]] = []
-    begun = threading.Barrier(4)
-
-    def stream() -> None:
-        body = {"prompt": [7] * 30, "max_tokens": 900, "ignore_eos": True, "stream": True}
-        with server.http.stream("POST", "/v1/completions", json=body) as reply:
-            last = ""
-            for line in reply.iter_lines():
-                if line.startswith("data: ") and not last:
-                    begun.wait(60)
-                last = line.removeprefix("data: ") or last
-        told.append((last, time.monotonic()))
-
-    threads = [threading.Thread(target=stream) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    begun.wait(60)
+    body = {"prompt": [7] * 30, "max_tokens": 900, "ignore_eos": True}
+    streams = [Stream(server, body) for _ in range(3)]
+    until(lambda: all(each.events for each in streams), 60, "all have begun")
     engine = server.engine.pid
     [rank] = of_rank(engine)
     rank.send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     ended = time.monotonic()
-    for thread in threads:
-        thread.join(60)
-    assert len(told) == 3
-    for last, at in told:
-        assert "rank 1 of 2" in json.loads(last)["error"]["message"]
-        assert at - ended < 20  # a busy machine: it is some 1.5 s
+    for stream in streams:
+        stream.join()
+        assert stream.error is not None
+        assert "rank 1 of 2" in stream.error["message"]
+        assert stream.began + stream.ended - ended < 20  # a busy machine: it is some 1.5 s
     until(lambda: not psutil.pid_exists(engine) and not rank.is_running(), 30, "all have ended")
     until(lambda: server.http.get("/health").status_code == 200, 60, "it serves again")
     server.until_idle()
@@ -177,19 +127,16 @@ def test_the_end_of_rank_0_ends_the_others(server: Server) -> None:
 # -- refusals -----------------------------------------------------------------------------
 
 
-def refused(words: str, model: str | None = None, **options: Any) -> None:
+def refused(words: str, **options: Any) -> None:
     with pytest.raises(ConfigurationError, match=words) as caught:
-        LLM(model, **{"tensor_parallel_size": 2, "max_model_len": 64, **options})
+        LLM(**{"tensor_parallel_size": 2, "max_model_len": 64, **options})
     assert "\n" not in str(caught.value)
 
 
-def test_what_cannot_be_divided_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_what_cannot_be_divided_is_refused_in_one_line() -> None:
     cores = len(os.sched_getaffinity(0))
     if cores < 4:
         refused(f"4 ranks need 4 cores, and this process may use {cores}", tensor_parallel_size=4)
     refused("64 ranks cannot divide this model: .* are divided among", tensor_parallel_size=64)
     refused("65 is above the greatest value, 64", tensor_parallel_size=65)
-    refused("which a pool of several models does not lend", kv_cache_memory="least")
     refused("a sequence of 64 tokens needs .* raise --kv-cache-memory to", kv_cache_memory="64KiB")
-    for kind in ("qwen3-next", "deepseek-v3"):
-        refused("are not divided", checkpoint(kind, tmp_path), tokenizer=EMBEDDED)

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from vmserve import LLM, BeamSearchParams, SamplingParams  # before torch: how its threads wait
-
-import torch  # isort: skip
-from transformers import AutoModelForCausalLM, Qwen3Config  # isort: skip
-
-from tests.models.checkpoints import _SMALL, VARIANTS, save
+from tests.models.checkpoints import _SMALL, VARIANTS, gemma3, save
+from tests.support.engines import each_step, greedy, tokens_of
+from tests.support.reference import beams_of, generated
+from vmserve import LLM, BeamSearchParams, SamplingParams
 from vmserve.attention.sdpa import SdpaBackend
+from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError
 from vmserve.memory.layout import LayerKind
 from vmserve.numbers.sizes import parse_size
+
+from transformers import Qwen3Config  # isort: skip  # torch is imported above
 
 #: The native decoder runs it.
 MIXED = Qwen3Config(
@@ -26,61 +27,56 @@ MIXED = Qwen3Config(
     sliding_window=24,
     layer_types=["sliding_attention", "full_attention", "sliding_attention"],
 )
+REGIMES = pytest.mark.parametrize("regime", ["virtual", "paged"])
 
 
-def watch_pages(llm: LLM) -> list[int]:
-    """Check the memory after each step; the list gets how many pages are used then."""
-    used_pages: list[int] = []
-    step = llm.engine.step
-
-    def watched_step() -> object:
-        result = step()
-        used_pages.append(int(llm.stats()["used_pages"]))
-        llm.engine.memory.check()
-        return result
-
-    llm.engine.step = watched_step  # type: ignore[method-assign, assignment]
-    return used_pages
-
-
-def test_a_windowed_model_holds_only_its_window(tmp_path: Path, model_dir: Path) -> None:
+@pytest.fixture
+def windowed(tmp_path: Path, model_dir: Path) -> dict[str, Any]:
+    """A model whose layers all have a window of 7 tokens."""
     directory = save(VARIANTS["mistral-window"], tmp_path / "windowed")
-    prompt = [2 + (7 * i) % 90 for i in range(100)]
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(60):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return {"model": str(directory), "tokenizer": str(model_dir), "dtype": "float32"}
 
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
+
+def used_by_kind(llm: LLM) -> list[list[int]]:
+    """Check the memory after each step; the list gets the pages that each kind uses then, and all
+    of them."""
+    used: list[list[int]] = []
+
+    def look(engine: LLMEngine, step: int) -> None:
+        memory = engine.memory
+        each = [stats.used_pages for stats in memory.kind_stats()]
+        used.append([*each, memory.stats().used_pages])
+        memory.check()
+
+    each_step(llm, after=look)
+    return used
+
+
+def test_a_windowed_model_holds_only_its_window(windowed: dict[str, Any]) -> None:
+    prompt = [2 + (7 * i) % 90 for i in range(100)]
     with LLM(
-        model=str(directory),
-        tokenizer=str(model_dir),
-        dtype="float32",
+        **windowed,
         kv_page_size="8KiB",  # 32 tokens of one layer
         kv_cache_memory="1MiB",
         max_num_batched_tokens=64,
     ) as llm:
-        used_pages = watch_pages(llm)
-        [result] = llm.generate([prompt], params)
+        used = used_by_kind(llm)
+        found = llm.generate([prompt], greedy(60, detokenize=False))
         page_tokens = int(llm.stats()["page_tokens"])
-    assert result.outputs[0].token_ids == tokens[100:]
+    assert tokens_of(found) == [[generated(Path(windowed["model"]), prompt, 60)]]
     # A chunk of 64 and a window of 7 touch this many pages; all 160 tokens would take twice that.
-    assert max(used_pages) <= -(-(64 + 7) // page_tokens) + 1
-    assert max(used_pages) < -(-160 // page_tokens)
+    assert max(pages for *_, pages in used) <= -(-(64 + 7) // page_tokens) + 1
+    assert max(pages for *_, pages in used) < -(-160 // page_tokens)
 
 
 def test_what_a_kernel_reads_before_the_window_stays(
-    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    windowed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels load whole tiles, which need not begin where the window does."""
     slack, window = 40, 7
     monkeypatch.setattr(SdpaBackend, "head_slack_tokens", slack)
-    directory = save(VARIANTS["mistral-window"], tmp_path / "windowed")
     with LLM(
-        model=str(directory),
-        tokenizer=str(model_dir),
-        dtype="float32",
+        **windowed,
         kv_page_size="4KiB",  # 16 tokens of one layer
         kv_cache_memory="1MiB",
         kv_regime="virtual",
@@ -88,8 +84,7 @@ def test_what_a_kernel_reads_before_the_window_stays(
         attention_backend="sdpa",
     ) as llm:
         engine = llm.engine
-        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, detokenize=False)
-        engine.add_request("a", list(range(2, 52)), params)
+        engine.add_request("a", list(range(2, 52)), greedy(60, detokenize=False))
         kept = []
         while engine.has_unfinished:
             engine.step()
@@ -102,7 +97,7 @@ def test_what_a_kernel_reads_before_the_window_stays(
     assert kept[-1] <= -(-(window + slack) // 16) + 1
 
 
-@pytest.mark.parametrize("regime", ["virtual", "paged"])
+@REGIMES
 def test_the_least_pool_serves_the_longest_request(
     regime: str, tmp_path: Path, model_dir: Path
 ) -> None:
@@ -125,118 +120,106 @@ def test_the_least_pool_serves_the_longest_request(
     # Of a chunk of 20 and a window of 24, 43 tokens touch at most 7 pages of 8.
     assert "56 KiB in 7 pages of 8 KiB (window 24: 2 layers)" in text
     least = text.split("raise --kv-cache-memory to ")[1].split(" or ")[0]
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    params = greedy(16, detokenize=False)
     prompts = [[2 + (k * i) % 90 for i in range(240)] for k in (3, 7)]
     with LLM(kv_cache_memory="4MiB", **options) as llm:
-        expected = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
+        expected = tokens_of(llm.generate(prompts, params))
         page_bytes = llm.engine.memory.layout.total_page_bytes
         with pytest.raises(ConfigurationError, match=f"raise --kv-cache-memory to {least}"):
             llm.engine.set_kv_cache_memory(parse_size(least) - page_bytes)
     with LLM(kv_cache_memory=least, **options) as llm:
-        assert [one.outputs[0].token_ids for one in llm.generate(prompts, params)] == expected
+        assert tokens_of(llm.generate(prompts, params)) == expected
         assert llm.stats()["limit_pages"] < 256 // 8
     with pytest.raises(ConfigurationError, match=f"raise --kv-cache-memory to {least}"):
         LLM(kv_cache_memory=parse_size(least) - page_bytes, **options)
 
 
-@pytest.mark.parametrize("regime", ["virtual", "paged"])
-def test_beams_and_choices_of_a_windowed_model(
-    regime: str, tmp_path: Path, model_dir: Path
-) -> None:
+@REGIMES
+def test_beams_of_a_windowed_model(regime: str, windowed: dict[str, Any]) -> None:
     """Forks begin with what the window still sees, through a pool that does not hold them all."""
-    directory = save(VARIANTS["mistral-window"], tmp_path / "windowed")
     prompts = [[2 + (k * i) % 90 for i in range(20 * k)] for k in (1, 2, 3)]
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    expected = []
-    for prompt in prompts:
-        with torch.inference_mode():
-            found = model.generate(
-                torch.tensor([prompt]),
-                num_beams=4,
-                num_return_sequences=4,
-                do_sample=False,
-                max_new_tokens=30,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        expected.append([row[len(prompt) :].tolist() for row in found])
     beams = BeamSearchParams(beam_width=4, max_tokens=30, ignore_eos=True, detokenize=False)
-    drawn = SamplingParams(
-        n=4, temperature=1.0, seed=1, max_tokens=30, ignore_eos=True, detokenize=False
-    )
-    options: dict[str, Any] = {
-        "model": str(directory),
-        "tokenizer": str(model_dir),
-        "dtype": "float32",
-        "kv_regime": regime,
-        "kv_page_size": "4KiB",  # 16 tokens of one layer
-        "max_model_len": 128,
-        "enable_prefix_caching": False,
-    }
-    with LLM(kv_cache_memory="4MiB", **options) as llm:
-        roomy = llm.generate(prompts, drawn)
-    with LLM(kv_cache_memory="208KiB", **options) as llm:
+    with LLM(
+        **windowed,
+        kv_regime=regime,  # type: ignore[arg-type]
+        kv_page_size="4KiB",  # 16 tokens of one layer
+        kv_cache_memory="208KiB",
+        max_model_len=128,
+        enable_prefix_caching=False,
+    ) as llm:
         searched = llm.beam_search(prompts, beams)
-        sampled = llm.generate(prompts, drawn)
         stats = llm.stats()
         llm.engine.memory.check()
     assert stats["num_preemptions_total"] > 0
-    assert stats["forks_total"] >= 3 * (3 + 3)
-    assert [[o.token_ids for o in result.outputs] for result in searched] == expected
-    for one, other in zip(roomy, sampled, strict=True):
-        assert [o.token_ids for o in one.outputs] == [o.token_ids for o in other.outputs]
+    assert stats["forks_total"] >= 3 * 3
+    directory = Path(windowed["model"])
+    assert tokens_of(searched) == [beams_of(directory, prompt, 30, 4) for prompt in prompts]
 
 
-@pytest.mark.parametrize("regime", ["virtual", "paged"])
+@pytest.mark.parametrize(
+    ("layers", "regime", "tight_memory"),
+    [
+        ("native", "virtual", "416KiB"),
+        ("native", "paged", "416KiB"),
+        ("torch", "virtual", "288KiB"),
+        ("torch", "paged", "288KiB"),
+    ],
+)
 def test_layers_with_windows_give_their_past_up_beside_those_without(
-    regime: str, tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+    layers: str,
+    regime: str,
+    tight_memory: str,
+    tmp_path: Path,
+    model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The answers are those of one page for all layers, in less memory: greedy ones after hits,
-    drawn ones of several choices, and beams, through a pool in which some must give way."""
-    directory = save(MIXED, tmp_path / "kinds")
+    """The answers are those of one page for all layers, in less memory; where it is short, pages
+    of one kind become another's."""
+    config = MIXED if layers == "native" else gemma3(num_hidden_layers=4, sliding_window=24)
+    directory = save(config, tmp_path / "kinds")
     prompts = [[2 + (k * i) % 90 for i in range(20 + 25 * k)] for k in range(1, 5)]
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    expected = []
-    for prompt in prompts:
-        tokens = list(prompt)
-        with torch.inference_mode():
-            for _ in range(40):
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        expected.append(tokens[len(prompt) :])
+    expected = [[generated(directory, prompt, 40)] for prompt in prompts]
+    options: dict[str, Any] = {"kv_page_size": "8KiB" if layers == "native" else "4KiB"}
+    if layers == "torch":
+        backend = {"virtual": "sdpa", "paged": "reference"}[regime]
+        options |= {"linear_backend": "torch", "attention_backend": backend, "block_size": 8}
+
     common = {"ignore_eos": True, "detokenize": False}
-    greedy = SamplingParams(temperature=0, max_tokens=40, **common)
     drawn = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=30, **common)
     beams = BeamSearchParams(beam_width=3, max_tokens=20, **common)
 
-    def answers(kv_cache_memory: str) -> tuple[list[Any], dict[str, Any], int]:
+    def answers(kv_cache_memory: str) -> tuple[list[Any], dict[str, Any], list[list[int]], int]:
+        """Tokens, figures, pages that each kind used (at last: all), and how many one kind gave
+        another."""
         with LLM(
-            model=str(directory),
+            str(directory),
             tokenizer=str(model_dir),
             dtype="float32",
-            kv_regime=regime,
-            kv_page_size="8KiB",  # 16 tokens of one layer
+            kv_regime=regime,  # type: ignore[arg-type]
             kv_cache_memory=kv_cache_memory,
             max_model_len=192,
             max_num_batched_tokens=64,
             swap_space="1MiB",
+            **options,
         ) as llm:
-            used_pages = watch_pages(llm)
-            found: list[Any] = [llm.generate(prompts, greedy) for _ in range(2)]
-            assert [[o.outputs[0].token_ids for o in each] for each in found] == [expected] * 2
+            used = used_by_kind(llm)
+            for _ in range(2):  # then after hits
+                assert tokens_of(llm.generate(prompts, greedy(40, detokenize=False))) == expected
             found = [*llm.generate(prompts, drawn), *llm.beam_search(prompts[:2], beams)]
-            return (
-                [[o.token_ids for o in each.outputs] for each in found],
-                llm.stats(),
-                max(used_pages),
-            )
+            given = sum(kind.pages_given_back_total for kind in llm.engine.memory.kind_stats())
+            return tokens_of(found), llm.stats(), used, given
 
-    kinds, roomy, few_pages = answers("4MiB")
+    kinds, roomy, used, _ = answers("4MiB")
     assert roomy["prefix_cache_hits_total"] > 0
-    tight = answers("416KiB")
-    assert tight[0] == kinds
+    # Four prompts of up to 160 tokens, of which the windows keep 24 and a chunk.
+    everything, windows, few_pages = map(max, zip(*used, strict=True))
+    assert windows < 0.75 * everything
+    tight, stats, _, given = answers(tight_memory)
+    assert tight == kinds
+    assert stats["num_preemptions_total"] > 0
+    assert given > 0
     monkeypatch.setattr("vmserve.memory.longest.layer_kinds", lambda *_: [LayerKind((), None)])
-    one_kind, same, more_pages = answers("4MiB")
+    one_kind, same, more, _ = answers("4MiB")
     assert one_kind == kinds
     assert same["limit_pages"] == roomy["limit_pages"]
-    # Four prompts of up to 160 tokens, of which two layers of three keep 24 and a chunk.
-    assert few_pages < 0.8 * more_pages
+    assert few_pages < 0.8 * max(pages for *_, pages in more)

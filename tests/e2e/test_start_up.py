@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import select
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import httpx
 import pytest
+
+from tests.chaos.harness import Server
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -69,10 +65,15 @@ HEAVY = {
 }
 
 
-def test_the_first_token_without_heavy_modules() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", OFFLINE], capture_output=True, text=True, timeout=300, check=False
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    """In a process whose path has nothing of the tests, which import more."""
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def test_the_first_token_without_heavy_modules() -> None:
+    done = run(OFFLINE)
     assert done.returncode == 0, done.stderr
     imported = set(json.loads(done.stdout.splitlines()[-1]))
     assert "vmserve.models.native" in imported
@@ -80,57 +81,25 @@ def test_the_first_token_without_heavy_modules() -> None:
 
 
 def test_requests_of_every_kind_without_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = run(WITHOUT_TORCH)
     assert done.stdout == "done\n", done.stderr
 
 
-def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def test_the_processes_of_a_server_have_no_torch(tmp_path: Path) -> None:
+    def maps(pid: int, name: str) -> bool:
+        return name in Path(f"/proc/{pid}/maps").read_text()
 
-
-def maps(pid: int, name: str) -> bool:
-    return name in Path(f"/proc/{pid}/maps").read_text()
-
-
-def wait_url(process: subprocess.Popen[str]) -> str:
-    """Where it serves, from the line of its log that says that it is ready."""
-    assert process.stderr is not None
-    end = time.monotonic() + 300
-    lines: list[str] = []
-    while time.monotonic() < end:
-        readable, _, _ = select.select([process.stderr], [], [], 1.0)
-        if readable:
-            line = process.stderr.readline()
-            assert line, "".join(lines)
-            lines.append(line)
-            if match := re.search(r"ready: serving .* at (http://\S+)", line):
-                return match[1]
-    raise AssertionError("".join(lines))
-
-
-def test_the_processes_of_a_server_have_no_torch() -> None:
-    environment = {name: v for name, v in os.environ.items() if name != "VMSERVE_API_KEY"}
-    command = [sys.executable, "-m", "vmserve", "serve", "--port", "0",
-               "--kv-cache-memory", "64MiB", "--max-model-len", "256"]  # fmt: skip
-    with subprocess.Popen(
-        command, stderr=subprocess.PIPE, text=True, env=environment, bufsize=1
-    ) as process:
-        try:
-            url = wait_url(process)
-            [engine] = children(process.pid)
-            with httpx.Client(base_url=url, trust_env=False, timeout=60) as client:
-                chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2,
-                        "model": "vmserve-embedded"}  # fmt: skip
-                reply = client.post("/v1/chat/completions", json=chat)
-                assert reply.status_code == 200, reply.text
-                prompt = {"prompt": "Once", "max_tokens": 2, "model": "vmserve-embedded"}
-                assert client.post("/v1/completions", json=prompt).status_code == 200
-            assert maps(engine, "vmserve/_core")
-            assert not maps(engine, "libtorch")
-            assert not maps(process.pid, "libtorch")
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+    server = Server(tmp_path / "log")
+    try:
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+        for path, body in (
+            ("chat/completions", chat),
+            ("completions", {"prompt": "Once", "max_tokens": 2}),
+        ):
+            reply = server.http.post(f"/v1/{path}", json=body)
+            assert reply.status_code == 200, reply.text
+        assert maps(server.engine.pid, "vmserve/_core")
+        assert not maps(server.engine.pid, "libtorch")
+        assert not maps(server.popen.pid, "libtorch")
+    finally:
+        server.close()

@@ -1,4 +1,4 @@
-"""Ranks that torch computes: one rank's tokens in float32, also where a launcher starts them."""
+"""Ranks that torch computes: where a launcher starts them, and where one of them ends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.test_same_bits import Prompts
 from tests.namespaces import namespaces
-from vmserve import LLM, SamplingParams
+from tests.support.engines import greedy
+from vmserve import LLM
 from vmserve.errors import ConfigurationError, RankLostError
 
 __all__ = ["namespaces"]
@@ -35,29 +35,12 @@ OPTIONS: dict[str, Any] = {
 ARGUMENTS = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
 
 
-def answers(llm: LLM, prompts: list[list[int]]) -> list[Any]:
-    greedy = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-    several = SamplingParams(temperature=0, n=2, max_tokens=16, ignore_eos=True, prompt_logprobs=1)
-    found = []
-    for params in (greedy, several, greedy):  # then with cached prefixes
-        results = llm.generate(prompts, params)
-        found += [choice.token_ids for result in results for choice in result.outputs]
-    return found
-
-
-def test_two_ranks_have_the_tokens_of_one(prompts: Prompts) -> None:
-    asked = prompts(4, 150, 6)
-    with LLM(**OPTIONS) as llm:
-        expected, state = answers(llm, asked), llm.embed(asked[:1])[0].embedding
+def test_a_rank_that_ends_ends_the_engine() -> None:
     with LLM(tensor_parallel_size=2, **OPTIONS) as llm:
-        assert answers(llm, asked) == expected
-        assert abs(llm.embed(asked[:1])[0].embedding - state).max() < 1e-5
-        assert llm.stats()["prefix_hit_blocks_total"] > 0
-        assert llm.stats()["forks_total"] > 0
         [pid] = llm.engine.ranks.pids
         psutil.Process(pid).kill()
         with pytest.raises(RankLostError, match=r"rank 1 of 2 .* signal 9"):
-            llm.generate(asked, SamplingParams(max_tokens=100, ignore_eos=True))
+            llm.generate([[5] * 20], greedy(100))
 
 
 PROMPT = "Once upon a time"
@@ -65,8 +48,7 @@ PROMPT = "Once upon a time"
 
 def expected_text() -> str:
     with LLM(**OPTIONS) as llm:
-        params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-        return llm.generate(PROMPT, params)[0].outputs[0].text
+        return llm.generate(PROMPT, greedy(16))[0].outputs[0].text
 
 
 def generate(before: Sequence[str], **environ: str) -> subprocess.Popen[str]:

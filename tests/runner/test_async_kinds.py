@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.runner.test_async_scheduling import Life, both, deferred, make_plain
+from tests.runner.test_async_scheduling import both, deferred
 from vmserve import SamplingParams
 from vmserve.engine.engine import LLMEngine
 from vmserve.models import resolve_model
@@ -23,27 +23,8 @@ from tests.models.checkpoints import save
 
 __all__ = ["deferred"]
 
-WORDS = [
-    "Once",
-    "upon",
-    "a",
-    "time",
-    "there",
-    "was",
-    "a",
-    "little",
-    "fox",
-    "who",
-    "ran",
-    "to",
-    "the",
-    "river",
-    "and",
-    "saw",
-    "a",
-    "big",
-    "dog",
-]
+TEXT = "Once upon a time there was a little fox who ran to the river and saw a big dog"
+WORDS = TEXT.split()
 PROMPTS = [" ".join(WORDS[i:] + WORDS * (1 + i % 3)) for i in range(6)]
 
 
@@ -111,18 +92,16 @@ def test_too_little_memory(
     options |= {"preemption": preemption, "swap_space": "8MiB" if preemption == "swap" else 0}
     options |= {"max_num_batched_tokens": 32}
     used: list[tuple[int, int]] = []
+    given: list[int] = []
 
     def watch(engine: LLMEngine, step: int) -> None:
-        everything, windows = (kind.used_pages for kind in engine.memory.kind_stats())
+        kinds = engine.memory.kind_stats()
+        everything, windows = (kind.used_pages for kind in kinds)
         used.append((everything, windows))
+        given.append(sum(kind.pages_given_back_total for kind in kinds))
 
-    plain = Life(make_plain(**options)).live(long, prompts=PROMPTS)
-    plain.engine.close()
-    late = Life(deferred(**options)).live(long, watch, prompts=PROMPTS)
-    assert late.done == plain.done
-    given = sum(kind.pages_given_back_total for kind in late.engine.memory.kind_stats())
-    stats = late.end()
-    assert given > 0
+    stats = both(deferred, long, watch=watch, prompts=PROMPTS, **options)
+    assert given[-1] > 0
     assert max(windows for _, windows in used) < max(everything for everything, _ in used)
     assert stats["num_preemptions_total"] > 0
     assert preemption == "recompute" or stats["swapped_in_blocks_total"] > 0

@@ -20,6 +20,7 @@ import pytest
 
 from tests.runner.deferred import DeferredCpu, DeferredRuntime, SnapshotCpu, make_late
 from tests.sim.simcuda import SimConfig, SimCuda
+from tests.support.engines import drain
 from vmserve import BeamSearchParams, SamplingParams
 from vmserve.attention import BACKENDS
 from vmserve.config import EngineConfig
@@ -133,19 +134,35 @@ def greedy_and_drawn(index: int) -> SamplingParams:
     )
 
 
+def nothing(engine: LLMEngine, step: int) -> None:
+    """Happens before a step."""
+
+
 def both(
     deferred: Callable[..., LLMEngine],
     params: Callable[[int], Any],
+    *,
+    change: Callable[[LLMEngine, int], None] = nothing,
+    watch: Callable[[LLMEngine, int], None] = nothing,
     graphs: bool = False,
     prompts: list[str] | None = None,
+    every: int = 3,
     **options: Any,
 ) -> dict[str, float | int]:
-    """The same answers in both ways; the figures of the engine that overlaps."""
+    """The same answers in both ways; the figures of the engine that overlaps.
+
+    ``change`` happens before a step in both, ``watch`` where they overlap.
+    """
     if graphs:  # which have torch's products
         options["linear_backend"] = "torch"
-    plain = Life(make_plain(**options)).live(params, prompts=prompts)
+    plain = Life(make_plain(**options)).live(params, change, prompts, every)
     plain.engine.close()
-    late = Life(deferred(graphs, **options)).live(params, prompts=prompts)
+
+    def change_and_watch(engine: LLMEngine, step: int) -> None:
+        change(engine, step)
+        watch(engine, step)
+
+    late = Life(deferred(graphs, **options)).live(params, change_and_watch, prompts, every)
     assert late.done == plain.done
     stats = late.end()
     runtime = late.engine._runtime
@@ -201,47 +218,24 @@ def test_cached_prefixes_hold_known_tokens_only(deferred: Any, regime: str) -> N
     # The end token's keys are in memory, behind a block that is full with it: it has no name.
     engine = deferred(kv_regime=regime, kv_page_size=64 << 10)
     prompt = engine.tokenizer.encode(story)[:30]
-    first = Life(engine)
     engine.add_request("a", prompt, SamplingParams(temperature=0.0, max_tokens=40))
-    tokens = []
-    while engine.has_unfinished:
-        for output in engine.step().outputs:
-            tokens = output.outputs[0].token_ids
+    done = drain(engine)
     engine.memory.wait()
-    known = prompt + tokens
+    known = prompt + list(done["a"].outputs[0].token_ids)
     memory_id = engine.memory.open([*known, 1, 1, 1], regime=Regime(regime))
     assert memory_id is not None
     assert 16 <= engine.memory.match(memory_id) <= len(known)
     engine.memory.release(memory_id)
-    assert first.engine is engine
     engine.close()
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_too_little_memory(deferred: Any, preemption: str) -> None:
-    """Nobody gives way while a step runs: it is taken in before."""
-    options: dict[str, Any] = {
-        "kv_cache_memory": "512KiB",
-        "max_model_len": 128,
-        "preemption": preemption,
-    }
-    options |= {"kv_regime": "paged", "swap_space": "8MiB" if preemption == "swap" else 0}
-
-    def long(index: int) -> SamplingParams:
-        return SamplingParams(temperature=0.5, seed=index, max_tokens=50, ignore_eos=True)
-
-    stats = both(deferred, long, **options)
-    assert stats["num_preemptions_total"] > 0
-    assert (stats["swapped_in_blocks_total"] > 0) == (preemption == "swap")
-    assert stats["steps_synchronous_room_total"] >= stats["num_preemptions_total"]
-    assert stats["steps_overlapped_total"] > 60
-
-
-def test_others_go_on_beside_the_copies_of_a_victim(deferred: Any) -> None:
-    """And nothing that they write meets what is still being copied."""
+    """Nobody gives way while a step runs: it is taken in before. Others go on beside the copies of
+    a victim, and nothing that they write meets what is still being copied."""
     options = {"kv_cache_memory": "512KiB", "max_model_len": 128, "kv_regime": "paged"}
-    options |= {"preemption": "swap", "swap_space": "8MiB"}
-    copying = []
+    options |= {"preemption": preemption, "swap_space": "8MiB" if preemption == "swap" else "0"}
+    copying: list[bool] = []
 
     def watch(engine: LLMEngine, step: int) -> None:
         copying.append(engine.memory.is_copying)
@@ -249,14 +243,13 @@ def test_others_go_on_beside_the_copies_of_a_victim(deferred: Any) -> None:
     def long(index: int) -> SamplingParams:
         return SamplingParams(temperature=0.5, seed=index, max_tokens=50, ignore_eos=True)
 
-    plain = Life(make_plain(**options)).live(long)
-    plain.engine.close()
-    late = Life(deferred(**options)).live(long, watch)
-    assert late.done == plain.done
-    assert sum(copying) > 0
-    stats = late.end()
-    assert stats["num_swapped_out_total"] > 0
+    stats = both(deferred, long, watch=watch, **options)
+    assert stats["num_preemptions_total"] > 0
+    swaps = (stats["swapped_in_blocks_total"], stats["num_swapped_out_total"], sum(copying))
+    assert [num > 0 for num in swaps] == [preemption == "swap"] * 3
     assert stats["copying_blocks"] == 0
+    assert stats["steps_synchronous_room_total"] >= stats["num_preemptions_total"]
+    assert stats["steps_overlapped_total"] > 60
 
 
 def test_what_needs_the_tokens_waits_for_them(deferred: Any) -> None:
@@ -268,11 +261,7 @@ def test_what_needs_the_tokens_waits_for_them(deferred: Any) -> None:
         SamplingParams(temperature=0.0, max_tokens=20, min_tokens=8),
         SamplingParams(temperature=0.0, max_tokens=7, prompt_logprobs=1, ignore_eos=True),
     ]
-    plain = Life(make_plain()).live(lambda index: asked[index], every=6)
-    plain.engine.close()
-    late = Life(deferred()).live(lambda index: asked[index], every=6)
-    assert late.done == plain.done
-    stats = late.end()
+    stats = both(deferred, lambda index: asked[index], every=6)
     assert stats["steps_synchronous_sampler_total"] > 12
     assert stats["steps_synchronous_beams_total"] > 2
     assert stats["steps_synchronous_prompt_logprobs_total"] == 1
@@ -293,10 +282,8 @@ def test_a_grammar_is_followed(deferred: Any) -> None:
         [(token_ids, _)] = late.done[str(index)]
         text = late.engine.tokenizer.decode(token_ids)
         assert re.fullmatch(r"[a-z]{3}-[0-9]{2}", text)
-    plain = Life(make_plain()).live(guided, every=2)
-    plain.engine.close()
-    assert late.done == plain.done
-    stats = late.end()
+    late.end()
+    stats = both(deferred, guided, every=2)
     assert stats["steps_synchronous_sampler_total"] > 0
     assert stats["steps_overlapped_total"] > 0
 
@@ -326,11 +313,7 @@ def test_conversions_while_a_step_runs(deferred: Any) -> None:
             regime = Regime.PAGED if (index + step // 3) % 2 else Regime.VIRTUAL
             engine.convert(str(index), regime)
 
-    plain = Life(make_plain()).live(greedy_and_drawn, in_turn)
-    plain.engine.close()
-    late = Life(deferred()).live(greedy_and_drawn, in_turn)
-    assert late.done == plain.done
-    stats = late.end()
+    stats = both(deferred, greedy_and_drawn, change=in_turn)
     assert stats["converted_to_paged_total"] > 3
     assert stats["converted_to_virtual_total"] > 3
     assert stats["steps_overlapped_total"] > 20
@@ -382,11 +365,7 @@ def test_a_device_that_fails_takes_both_steps_with_it(deferred: Any) -> None:
     assert failed == ["a", "b"]
     assert not engine.has_unfinished
     engine.add_request("c", [5, 6, 7], params)
-    done: dict[str, list[int]] = {}
-    while engine.has_unfinished:
-        for output in engine.step().outputs:
-            done[output.request_id] = output.outputs[0].token_ids
-    assert len(done["c"]) == 30
+    assert len(drain(engine)["c"].outputs[0].token_ids) == 30
     engine.memory.wait()
     engine.memory.check()
     assert engine.stats()["used_pages"] == 0
@@ -403,41 +382,31 @@ def last_token_in_flight(engine: Any) -> None:
     engine.step()
 
 
-def test_a_launch_that_fails_leaves_the_step_before_it_alone(deferred: Any) -> None:
-    engine = deferred()
-    last_token_in_flight(engine)
-    execute, broken = engine.runner.execute, [True]
+def fail_once(owner: Any, name: str) -> None:
+    real, broken = getattr(owner, name), [True]
 
     def fail(*args: Any) -> Any:
         if broken.pop():
-            raise RuntimeError("the batch fails")
-        return execute(*args)
+            raise RuntimeError("it fails")
+        return real(*args)
 
-    engine.runner.execute = fail
-    result = engine.step()
-    assert [failure.request_id for failure in result.failures] == ["b"]
-    [output] = result.outputs
-    assert (output.request_id, len(output.outputs[0].token_ids)) == ("a", 4)
-    assert not engine.has_unfinished
-    engine.memory.check()
-    engine.close()
+    setattr(owner, name, fail)
 
 
-def test_a_launch_and_the_step_before_it_may_both_fail(deferred: Any) -> None:
+@pytest.mark.parametrize("both_fail", [False, True])
+def test_a_launch_that_fails_leaves_the_step_before_it_alone(
+    deferred: Any, both_fail: bool
+) -> None:
+    """Which may fail by itself."""
     engine = deferred()
     last_token_in_flight(engine)
-    for owner, name in ((engine.runner, "execute"), (engine._acceptor, "updates")):
-        real, broken = getattr(owner, name), [True]
-
-        def fail(*args: Any, real: Any = real, broken: list[bool] = broken) -> Any:
-            if broken.pop():
-                raise RuntimeError("it fails")
-            return real(*args)
-
-        setattr(owner, name, fail)
+    fail_once(engine.runner, "execute")
+    if both_fail:
+        fail_once(engine._acceptor, "updates")
     result = engine.step()
-    assert [failure.request_id for failure in result.failures] == ["b", "a"]
-    assert not result.outputs
+    assert [failure.request_id for failure in result.failures] == ["b", *(["a"] * both_fail)]
+    told = [(output.request_id, len(output.outputs[0].token_ids)) for output in result.outputs]
+    assert told == ([] if both_fail else [("a", 4)])
     assert not engine.has_unfinished
     engine.memory.check()
     assert engine.stats()["used_pages"] == 0
@@ -456,13 +425,7 @@ def test_memory_that_is_refused_is_asked_for_again_alone(deferred: Any) -> None:
         return int(apply(plan))
 
     engine.memory.apply = refuse
-    tokens = []
-    while engine.has_unfinished:
-        result = engine.step()
-        assert not result.failures
-        for output in result.outputs:
-            tokens = output.outputs[0].token_ids
-    assert len(tokens) == 8
+    assert len(drain(engine)["a"].outputs[0].token_ids) == 8
     assert refusals == []
     assert engine.stats()["steps_synchronous_room_total"] == 2
     engine.close()
@@ -477,22 +440,10 @@ def test_when_it_is_on() -> None:
         engine.close()
         return engine.resolved.async_scheduling
 
-    assert [resolved(async_scheduling=each) for each in ("auto", "on", "off")] == [
-        False,
-        True,
-        False,
-    ]
+    found = [resolved(async_scheduling=each) for each in ("auto", "on", "off")]
+    assert found == [False, True, False]
     with pytest.raises(ConfigurationError, match="'perhaps' is not one of auto, on, off"):
         EngineConfig(async_scheduling="perhaps")  # type: ignore[arg-type]
-
-
-def test_on_the_processor_it_gives_the_same() -> None:
-    """Where work is done when its call returns, with the native decoder."""
-    plain = Life(make_plain()).live(greedy_and_drawn)
-    plain.engine.close()
-    late = Life(make_plain(async_scheduling="on")).live(greedy_and_drawn)
-    assert late.done == plain.done
-    assert late.end()["steps_overlapped_total"] > 20
 
 
 def test_orders_of_a_pool_are_carried_out_when_no_step_is_in_flight() -> None:

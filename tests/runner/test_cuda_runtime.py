@@ -15,15 +15,12 @@ import vmserve  # noqa: F401  first: it sets how torch's threads wait
 import torch  # isort: skip
 
 from tests.sim.simcuda import GRANULE, SimConfig, SimCuda
-from vmserve import SamplingParams
-from vmserve.config import EngineConfig
-from vmserve.engine.engine import LLMEngine
 from vmserve.errors import UnsupportedError
 from vmserve.memory import cuda as cuda_memory
 from vmserve.memory import cuda_driver
 from vmserve.memory.cuda import CudaMemory
 from vmserve.runner import torch_runtime
-from vmserve.runner.torch_runtime import CudaRuntime, TorchCpuRuntime
+from vmserve.runner.torch_runtime import CudaRuntime
 
 
 class FakeStream:
@@ -286,24 +283,3 @@ def test_growing_leaves_the_spare_bytes_free(sim: SimCuda) -> None:
     driver.create([(0, 40)])
     with pytest.raises(MemoryError, match="would leave less than"):
         driver.create([(40, 10)])
-
-
-def test_activations_without_memory_get_the_pools_free_pages() -> None:
-    options: dict[str, Any] = {"kv_cache_memory": "16MiB", "max_model_len": 256}
-    engine = LLMEngine(EngineConfig(dtype="float32", **options), runtime=TorchCpuRuntime())
-    execute, failures = engine.runner.execute, [1, 0, 0]
-
-    def short_of_memory(*args: Any) -> Any:
-        if failures.pop(0):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return execute(*args)
-
-    engine.runner.execute = short_of_memory  # type: ignore[method-assign]
-    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-    engine.add_request("a", [5, 6, 7], params)
-    results = [engine.step() for _ in range(2)]
-    assert not any(result.failures for result in results)
-    [output] = results[1].outputs
-    assert len(output.outputs[0].token_ids) == 2
-    assert failures == []
-    engine.close()

@@ -6,7 +6,7 @@ a GPU would have frozen is frozen here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import pytest
 from tests.attention.flash_op import EmulatedFlash
 from tests.models.checkpoints import NATIVE, deepseek_v2, save
 from tests.runner.planned import PlannedCpu
+from tests.runner.test_async_scheduling import PROMPTS
+from tests.support.engines import drain, greedy
 from vmserve import BeamSearchParams, SamplingParams
 from vmserve.attention import BACKENDS, PREFERRED
 from vmserve.attention.flash import FlashBackend
@@ -26,18 +28,9 @@ from vmserve.runner import graphs
 from vmserve.runner.graphs import DecodeGraphs, widths
 from vmserve.runner.torch_runtime import TorchCpuRuntime
 
-PROMPTS = [
-    "Once upon a time there was a little fox",
-    "The cat",
-    "A big dog ran to the river and saw",
-    "Tom said that",
-    "One day, Mia",
-    "In the box there were seven coins and a key.",
-]
-
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PlannedCpu]]:
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[PlannedCpu]:
     """Backends that plan ahead, in the place of the CPU's own; as they are made."""
     made: list[PlannedCpu] = []
 
@@ -46,7 +39,13 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PlannedCpu]]:
         return made[-1]
 
     monkeypatch.setitem(BACKENDS, "cpu", create)  # type: ignore[arg-type]
-    return iter([made])
+    return made
+
+
+def engine_on(runtime: TorchCpuRuntime, **options: Any) -> LLMEngine:
+    defaults: dict[str, Any] = {"max_model_len": 256, "kv_cache_memory": "32MiB"}
+    config = EngineConfig(**({"dtype": "float32"} | defaults | options))
+    return LLMEngine(config, runtime=runtime)
 
 
 def serve(
@@ -58,10 +57,7 @@ def serve(
 ) -> tuple[dict[str, list[list[int]]], DecodeGraphs | None]:
     """Requests arrive one by one, so that the batch grows and shrinks."""
     # Captured steps have torch's products: eager ones shall have them, too.
-    defaults: dict[str, Any] = {"linear_backend": "torch"}
-    defaults |= {"dtype": "float32", "max_model_len": 256, "kv_cache_memory": "32MiB"}
-    config = EngineConfig(**(defaults | options))
-    engine = LLMEngine(config, runtime=TorchCpuRuntime(graphs=graphs))
+    engine = engine_on(TorchCpuRuntime(graphs=graphs), linear_backend="torch", **options)
     done: dict[str, list[list[int]]] = {}
     waiting = list(enumerate(PROMPTS))
     step = 0
@@ -103,24 +99,22 @@ def regimes_in_turn(engine: LLMEngine, step: int) -> None:
 
 
 @pytest.mark.parametrize("regime", ["virtual", "paged"])
-def test_whole_steps_of_one_regime(regime: str, planned: Iterator[list[PlannedCpu]]) -> None:
-    [made] = planned
+def test_whole_steps_of_one_regime(regime: str, planned: list[PlannedCpu]) -> None:
     expected, none = serve(graphs=False, params=mixed_params, kv_regime=regime)
     assert none is None
-    made.clear()
+    planned.clear()
     tokens, captured = serve(graphs=True, params=mixed_params, kv_regime=regime)
     assert tokens == expected
     assert captured is not None
     assert captured._pieces == {}
     assert captured.num_captured == len({width for _, width, _ in captured._whole}) >= 3
-    assert sum(backend.num_updates for backend in made) > 3 * captured.num_captured
+    assert sum(backend.num_updates for backend in planned) > 3 * captured.num_captured
 
 
-def test_mixed_batches_are_captured_in_pieces(planned: Iterator[list[PlannedCpu]]) -> None:
-    [made] = planned
+def test_mixed_batches_are_captured_in_pieces(planned: list[PlannedCpu]) -> None:
     options: dict[str, Any] = {"params": mixed_params, "change": regimes_in_turn}
     expected, _ = serve(graphs=False, **options)
-    made.clear()
+    planned.clear()
     tokens, captured = serve(graphs=True, **options)
     assert tokens == expected
     assert captured is not None
@@ -128,7 +122,7 @@ def test_mixed_batches_are_captured_in_pieces(planned: Iterator[list[PlannedCpu]
     for step in captured._pieces.values():
         assert len(step.pieces) == 4  # one before each layer's attention
     assert captured._whole  # there were batches of one regime, too
-    assert sum(backend.num_updates for backend in made) > 0
+    assert sum(backend.num_updates for backend in planned) > 0
 
 
 def test_latents_in_pieces_and_states_not_at_all(tmp_path: Path) -> None:
@@ -156,7 +150,7 @@ def test_kernels_that_cannot_be_captured_stay_outside(regime: str) -> None:
     assert len(captured._pieces) >= 3
 
 
-def test_beams(planned: Iterator[list[PlannedCpu]]) -> None:
+def test_beams(planned: list[PlannedCpu]) -> None:
     def beams(index: int) -> Any:
         return BeamSearchParams(beam_width=3, max_tokens=12 + index)
 
@@ -171,10 +165,10 @@ def test_stock_flash_attention_over_slots(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(BACKENDS, "torch-flash", lambda: FlashBackend(EmulatedFlash()))  # type: ignore[arg-type]
     monkeypatch.setitem(PREFERRED, "cpu", ("torch-flash", "cpu"))  # type: ignore[arg-type]
 
-    def greedy(index: int) -> SamplingParams:
-        return SamplingParams(temperature=0, max_tokens=8 + index, ignore_eos=True)
+    def growing(index: int) -> SamplingParams:
+        return greedy(8 + index)
 
-    options: dict[str, Any] = {"params": greedy, "kv_regime": "virtual"}
+    options: dict[str, Any] = {"params": growing, "kv_regime": "virtual"}
     eager, _ = serve(graphs=False, **options)
     tokens, captured = serve(graphs=True, **options)
     monkeypatch.undo()
@@ -197,20 +191,20 @@ def test_widths() -> None:
             assert width <= max(need + 7, need * 3 / 2)
 
 
-def test_lengths_are_far_apart(planned: Iterator[list[PlannedCpu]]) -> None:
-    [made] = planned
+def test_lengths_are_far_apart(planned: list[PlannedCpu]) -> None:
 
-    def long(index: int) -> SamplingParams:
-        return SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-
-    config = EngineConfig(dtype="float32", kv_cache_memory="64MiB", kv_regime="virtual")
-    engine = LLMEngine(config, runtime=TorchCpuRuntime(graphs=True))
+    engine = engine_on(
+        TorchCpuRuntime(graphs=True),
+        kv_cache_memory="64MiB",
+        kv_regime="virtual",
+        max_model_len=None,
+    )
     for length in (20, 505, 600, 2100):
-        engine.add_request(str(length), [7] * length, long(0))
-        while engine.has_unfinished:
-            engine.step()
+        engine.add_request(str(length), [7] * length, greedy(3))
+        drain(engine)
     engine.close()
-    assert [max_len for backend in made for _, max_len in backend.capacities] == [512, 2048, 8192]
+    found = [max_len for backend in planned for _, max_len in backend.capacities]
+    assert found == [512, 2048, 8192]
 
 
 def test_a_step_whose_capture_fails_is_computed_all_the_same(
@@ -225,22 +219,14 @@ def test_a_step_whose_capture_fails_is_computed_all_the_same(
             num_ended += 1
             raise RuntimeError("this operation cannot be captured")
 
-    options: dict[str, Any] = {"kv_cache_memory": "16MiB", "max_model_len": 256}
     found = []
     for runtime in (Failing(graphs=True), TorchCpuRuntime()):
-        config = EngineConfig(dtype="float32", linear_backend="torch", **options)
-        engine = LLMEngine(config, runtime=runtime)
-        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        engine = engine_on(runtime, linear_backend="torch")
         for index in range(2):
-            engine.add_request(str(index), [5, 6, 7 + index], params)
-        done: dict[str, list[int]] = {}
-        while engine.has_unfinished:
-            result = engine.step()
-            assert not result.failures
-            done |= {o.request_id: o.outputs[0].token_ids for o in result.outputs if o.finished}
-        engine.memory.check()
+            engine.add_request(str(index), [5, 6, 7 + index], greedy(4))
+        done = drain(engine)
         engine.close()
-        found.append(done)
+        found.append({name: output.outputs[0].token_ids for name, output in done.items()})
     assert found[0] == found[1]
     assert num_ended == 1
     assert "--enforce-eager" in caplog.text
@@ -265,17 +251,13 @@ class ShortOfMemory(TorchCpuRuntime):
 
 
 def test_a_capture_without_memory_is_tried_again_later(
-    monkeypatch: pytest.MonkeyPatch, planned: Iterator[list[PlannedCpu]]
+    monkeypatch: pytest.MonkeyPatch, planned: list[PlannedCpu]
 ) -> None:
     """The steps until then are computed as they are, and take no pages for graphs."""
     monkeypatch.setattr(graphs, "PAUSE_STEPS", 4)
-    config = EngineConfig(
-        dtype="float32", kv_cache_memory="16MiB", kv_regime="virtual", max_model_len=256
-    )
     runtime = ShortOfMemory(2)
-    engine = LLMEngine(config, runtime=runtime)
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    engine.add_request("a", [5, 6, 7], params)
+    engine = engine_on(runtime, kv_regime="virtual")
+    engine.add_request("a", [5, 6, 7], greedy(24))
     begun = []
     while engine.has_unfinished:
         assert not engine.step().failures
@@ -291,20 +273,15 @@ def test_a_capture_without_memory_is_tried_again_later(
 
 @pytest.mark.parametrize("kv_regime", ["virtual", "paged", "auto"])
 def test_steps_are_captured_at_start_the_widest_first(
-    kv_regime: str, planned: Iterator[list[PlannedCpu]]
+    kv_regime: str, planned: list[PlannedCpu]
 ) -> None:
     """And none while requests run; no page stays behind."""
-    [made] = planned
-    config = EngineConfig(
-        dtype="float32", kv_cache_memory="16MiB", kv_regime=kv_regime, max_num_seqs=3,
-        max_model_len=1000,
-    )  # fmt: skip
     runtime = TorchCpuRuntime(graphs=True, captures_ahead=True)
-    engine = LLMEngine(config, runtime=runtime)
+    engine = engine_on(runtime, kv_regime=kv_regime, max_num_seqs=3, max_model_len=1000)
     captured = engine.runner._graphs
     assert captured is not None
     expected = [(3, 1000), (3, 512), (2, 1000), (2, 512), (1, 1000), (1, 512)]
-    for backend in made:
+    for backend in planned:
         assert backend.capacities in ([], expected)
     assert len(captured._whole) == 6 * (2 if kv_regime == "auto" else 1)
     assert list(captured._pieces) == ([3, 2, 1] if kv_regime == "auto" else [])
@@ -312,20 +289,16 @@ def test_steps_are_captured_at_start_the_widest_first(
     before = captured.num_captured
     for index, prompt in enumerate(PROMPTS):
         engine.add_request(str(index), engine.tokenizer.encode(prompt), mixed_params(index))
-    while engine.has_unfinished:
-        assert not engine.step().failures
+    drain(engine)
     assert captured.num_captured == before
     # One tensor takes the logits of all widths.
     assert len({step.logits.data_ptr() for _, step in captured._whole.values()}) == 1
     engine.close()
 
 
-def test_at_start_what_finds_memory_is_captured(planned: Iterator[list[PlannedCpu]]) -> None:
-    config = EngineConfig(
-        dtype="float32", kv_cache_memory="16MiB", kv_regime="virtual", max_model_len=256
-    )
+def test_at_start_what_finds_memory_is_captured(planned: list[PlannedCpu]) -> None:
     runtime = ShortOfMemory(1, captures_ahead=True)
-    engine = LLMEngine(config, runtime=runtime)
+    engine = engine_on(runtime, kv_regime="virtual")
     assert engine.runner._graphs is not None
     assert (engine.runner._graphs.num_captured, runtime.num_begun) == (0, 1)
     assert engine.memory.stats().waiting_pages == 0
@@ -333,8 +306,6 @@ def test_at_start_what_finds_memory_is_captured(planned: Iterator[list[PlannedCp
 
 
 def test_enforce_eager_captures_nothing() -> None:
-    options: dict[str, Any] = {"kv_cache_memory": "16MiB", "max_model_len": 256}
-    config = EngineConfig(dtype="float32", enforce_eager=True, **options)
-    engine = LLMEngine(config, runtime=TorchCpuRuntime(graphs=True))
+    engine = engine_on(TorchCpuRuntime(graphs=True), enforce_eager=True)
     assert engine.runner._graphs is None
     engine.close()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -56,11 +57,21 @@ def tokenizer() -> str:
     return (resolve_model(None) / "tokenizer.json").read_text(encoding="utf-8")
 
 
+def compiling(
+    tokenizer: str, vocab_size: int = VOCAB, **options: Any
+) -> contextlib.closing[GrammarCompiler]:
+    return contextlib.closing(GrammarCompiler(tokenizer, vocab_size, [EOS], **options))
+
+
+def vetting(tokenizer: str) -> contextlib.closing[VettingProcess]:
+    """With a short limit: what is tested is that it holds."""
+    return contextlib.closing(VettingProcess(Setup(tokenizer, VOCAB, [EOS]), seconds=0.5))
+
+
 @pytest.fixture(scope="module")
 def compiler(tokenizer: str) -> Iterator[GrammarCompiler]:
-    made = GrammarCompiler(tokenizer, VOCAB, [EOS])
-    yield made
-    made.close()
+    with compiling(tokenizer) as made:
+        yield made
 
 
 def is_alive(pid: int) -> bool:
@@ -101,15 +112,12 @@ def test_the_first_mask(compiler: GrammarCompiler) -> None:
 def test_a_model_with_fewer_or_more_tokens_than_its_tokenizer(
     tokenizer: str, vocab_size: int
 ) -> None:
-    compiler = GrammarCompiler(tokenizer, vocab_size, [EOS], num_tokens=VOCAB)
-    try:
+    with compiling(tokenizer, vocab_size, num_tokens=VOCAB) as compiler:
         guide = compiler.compile(StructuredOutputsParams(regex="[a-z]+")).start()
         [mask] = compiler.masks([guide])
         assert mask.shape == (vocab_size,)
         assert 26 <= mask.sum() < VOCAB
         assert not mask[VOCAB:].any()
-    finally:
-        compiler.close()
 
 
 def test_a_complete_answer_can_only_end(compiler: GrammarCompiler) -> None:
@@ -155,8 +163,7 @@ def test_the_cache_is_bounded(compiler: GrammarCompiler, monkeypatch: pytest.Mon
 
 def test_a_bomb_ends_its_process_only(tokenizer: str) -> None:
     """A short limit: what is tested is that it holds, and that the next question is answered."""
-    process = VettingProcess(Setup(tokenizer, VOCAB, [EOS]), seconds=0.5)
-    try:
+    with vetting(tokenizer) as process:
         process.vet(StructuredOutputsParams(regex="a").constraint)
         before = process.pid
         assert before is not None
@@ -166,25 +173,19 @@ def test_a_bomb_ends_its_process_only(tokenizer: str) -> None:
         assert not is_alive(before)
         assert process.vet(StructuredOutputsParams(regex="a").constraint).grammar
         assert process.pid != before
-    finally:
-        process.close()
 
 
 @pytest.mark.parametrize("name", HEAVY)
 @pytest.mark.slow
 def test_heavy_constraints_are_answered(tokenizer: str, name: str) -> None:
-    process = VettingProcess(Setup(tokenizer, VOCAB, [EOS]), seconds=0.5)
-    try:
+    with vetting(tokenizer) as process:
         with contextlib.suppress(VettingError):
             process.vet(StructuredOutputsParams(**HEAVY[name]).constraint)  # type: ignore[arg-type]
         assert process.vet(StructuredOutputsParams(regex="a").constraint).grammar
-    finally:
-        process.close()
 
 
 def test_a_refusal_is_remembered_and_others_are_served_meanwhile(tokenizer: str) -> None:
-    compiler = GrammarCompiler(tokenizer, VOCAB, [EOS], seconds=1.5)
-    try:
+    with compiling(tokenizer, seconds=1.5) as compiler:
         assert compiler.pids == []
         late = compiler.submit(BOMB)
         assert compiler.compile(StructuredOutputsParams(regex="a+"))
@@ -192,21 +193,16 @@ def test_a_refusal_is_remembered_and_others_are_served_meanwhile(tokenizer: str)
         with pytest.raises(InvalidRequestError, match="this json cannot be served"):
             late.result()
         assert compiler.submit(BOMB) is late
-    finally:
-        compiler.close()
 
 
 def test_processes_end_when_nothing_is_compiled(
     tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler_module, "IDLE_SECONDS", 0.05)
-    compiler = GrammarCompiler(tokenizer, VOCAB, [EOS])
-    try:
+    with compiling(tokenizer) as compiler:
         for name in "ab":
             compiler.compile(StructuredOutputsParams(regex=name))
             until(lambda: compiler.pids == [])
-    finally:
-        compiler.close()
 
 
 def bomb(number: int) -> StructuredOutputsParams:
@@ -289,9 +285,6 @@ def test_the_process_ends_with_its_input(tokenizer: str) -> None:
 
 
 def test_a_tokenizer_that_cannot_be_used() -> None:
-    compiler = GrammarCompiler('{"model": {"type": "WordLevel"}}', VOCAB, [EOS])
-    try:
-        with pytest.raises(InvalidRequestError, match="not available for this model's tokenizer"):
-            compiler.compile(StructuredOutputsParams(regex="a"))
-    finally:
-        compiler.close()
+    words, told = '{"model": {"type": "WordLevel"}}', "not available for this model's tokenizer"
+    with compiling(words) as compiler, pytest.raises(InvalidRequestError, match=told):
+        compiler.compile(StructuredOutputsParams(regex="a"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -203,36 +202,6 @@ def test_logprobs_are_the_models_own(llm: LLM) -> None:
     own = [next(iter(position.values())).logprob for position in output.logprobs]
     assert own == pytest.approx(expected, abs=1e-4)
     assert sum(own) < math.log(0.5)
-
-
-@pytest.mark.parametrize(
-    ("regime", "preemption", "swap"), [("virtual", "recompute", 0), ("paged", "swap", "32MiB")]
-)
-@pytest.mark.slow
-def test_through_a_full_pool(regime: str, preemption: str, swap: Any) -> None:
-    """The same answers as with room for all, preempted or not."""
-    options = {**OPTIONS, "kv_regime": regime, "kv_page_size": 16 << 10, "max_model_len": 256}
-    pattern = "[a-z]{10}[0-9]{90}"
-    asked = [
-        SamplingParams(
-            structured_outputs={"regex": pattern},  # type: ignore[arg-type]
-            temperature=1.0,
-            seed=seed,
-            n=4,
-            max_tokens=200,
-        )
-        for seed in range(3)
-    ]
-    prompts = [PROMPT * (2 + i) for i in range(3)]
-    with LLM(kv_cache_memory="64MiB", **options) as llm:
-        expected = [[o.text for o in r.outputs] for r in llm.generate(prompts, asked)]
-        assert llm.stats()["num_preemptions_total"] == 0
-    with LLM(kv_cache_memory="2600KiB", preemption=preemption, swap_space=swap, **options) as llm:
-        results = llm.generate(prompts, asked)
-        assert llm.stats()["num_preemptions_total"] > 0
-    assert [[o.text for o in r.outputs] for r in results] == expected
-    for text in itertools.chain.from_iterable(expected):
-        assert re.fullmatch(pattern, text)
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
