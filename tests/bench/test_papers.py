@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.overload.run import closed_loop, num_clients, real, simulated
+from benchmarks.overload.run import closed_loop, num_clients, simulated
+from tests.support.bench import bench, compared_with_itself
 from vmserve.scheduler.base import Totals
-from vmserve_bench.papers.command import papers_command
 from vmserve_bench.papers.simulated import Options, Trace, measure, sustained_rate, swap_seconds
 from vmserve_bench.simulation.devices import opt_13b
 from vmserve_bench.workloads.shapes import RequestShape
@@ -59,12 +58,10 @@ def test_swapping_small_blocks_is_slow(block_tokens: int, is_merged: bool, calls
     assert swap_seconds(device, 256, is_merged=is_merged) == pytest.approx(seconds)
 
 
-def test_the_command_writes_what_it_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    papers_command(figure="19", minutes=0.05, seed=0, output=tmp_path, json_path=None)
-    assert "no GPU was used" in capsys.readouterr().out
-    data = json.loads((tmp_path / "results.json").read_text())
+def test_the_command_writes_what_it_printed(tmp_path: Path) -> None:
+    output = bench("papers", "--figure", "19", "--minutes", "0.05", "--output", tmp_path)
+    assert "no GPU was used" in output
+    data = compared_with_itself(tmp_path / "results.json", "papers")
     assert data["latency_model"]["simulated"] is True
     assert list(data["figures"]["19"]) == ["1", "2", "4", "8", "16", "32", "64", "128", "256"]
     assert "Figure 19, simulated" in (tmp_path / "tables.md").read_text()
@@ -102,9 +99,3 @@ def test_throughput_does_not_collapse_in_simulation() -> None:
     assert points[2.0]["num_preemptions"] > 0
     assert points[2.0]["num_swaps"] == points[2.0]["num_preemptions"]
     assert points[2.0]["tokens_per_second"] > points[0.5]["tokens_per_second"]
-
-
-def test_the_real_engine_is_measured_alike() -> None:
-    point = real(2.0, "recompute", "paged", 40)
-    assert point["num_clients"] in (15, 16, 17)
-    assert point["tokens_per_second"] > 0

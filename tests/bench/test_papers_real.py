@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from vmserve.errors import ConfigurationError
-from vmserve_bench.command import app
+from tests.support.bench import bench, compared_with_itself
+from vmserve_bench.compare_cases import read_cases
+from vmserve_bench.papers import served
 from vmserve_bench.papers.command import REAL
 from vmserve_bench.papers.points import METRICS, Points
 from vmserve_bench.papers.real import chat_shapes
-from vmserve_bench.papers.served import (
-    CONTEXT,
-    SYSTEMS,
-    Fleet,
-    Job,
-    Sample,
-    System,
-    make_jobs,
-    means,
-    scaled,
-)
+from vmserve_bench.papers.served import SYSTEMS, Fleet, Sample, make_jobs, means, scaled
 from vmserve_bench.workloads.shapes import RequestShape, sharegpt
 
 
@@ -62,16 +51,16 @@ def test_samples_of_orca_are_requests_of_their_own() -> None:
         for name, prompts_computed in (("vmserve, paged", 1), ("Orca (Oracle)", 3)):
             engine = fleet.engine(SYSTEMS[name])
             before = engine.counters.prompt_tokens
-            served = fleet.serve(SYSTEMS[name], jobs)
-            assert served["tokens_per_s"] / served["requests_per_s"] == pytest.approx(15)
+            found = fleet.serve(SYSTEMS[name], jobs)
+            assert found["tokens_per_s"] / found["requests_per_s"] == pytest.approx(15)
             assert engine.counters.prompt_tokens - before == 9 * prompts_computed
 
 
 def test_memory_that_is_short_is_an_error() -> None:
-    def job(name: int, num_prompt: int, num_output: int) -> Job:
-        return Job(str(name), list(range(10, 10 + num_prompt)), num_output)
+    def job(name: int, num_prompt: int, num_output: int) -> served.Job:
+        return served.Job(str(name), list(range(10, 10 + num_prompt)), num_output)
 
-    system = System("virtual", "oracle", (("kv_cache_memory", 32 * 16 * 4096),))
+    system = served.System("virtual", "oracle", (("kv_cache_memory", 32 * 16 * 4096),))
     with Fleet() as fleet, pytest.raises(RuntimeError, match="preemptions behind the gate"):
         fleet.serve(system, [job(index, 20, 60) for index in range(20)])
     with (
@@ -83,11 +72,11 @@ def test_memory_that_is_short_is_an_error() -> None:
 
 def test_conversations_grow_up_to_half_of_the_context() -> None:
     shapes = chat_shapes(40, 0)
-    assert max(shape.num_input_tokens for shape in shapes) == CONTEXT // 2
+    assert max(shape.num_input_tokens for shape in shapes) == served.CONTEXT // 2
     for turn in range(1, 4):
         before, shape = shapes[turn - 1], shapes[turn]
         history = before.num_input_tokens + before.num_output_tokens
-        assert shape.num_input_tokens >= min(CONTEXT // 2, history)
+        assert shape.num_input_tokens >= min(served.CONTEXT // 2, history)
     assert shapes[4].num_input_tokens == scaled(sharegpt(40, 0))[4].num_input_tokens
 
 
@@ -103,12 +92,8 @@ def test_points() -> None:
 
 @pytest.mark.timeout(300)
 def test_every_figure_runs_and_its_file_is_compared(tmp_path: Path) -> None:
-    path = tmp_path / "results.json"
-    done = CliRunner().invoke(
-        app, ["papers", "--all", "--engine", "real", "--quick", "--output", str(tmp_path)]
-    )
-    assert done.exit_code == 0, done.output
-    data = json.loads(path.read_text())
+    bench("papers", "--all", "--engine", "real", "--quick", "--output", tmp_path)
+    data = compared_with_itself(tmp_path / "results.json", "papers")
     said = (data["schema"], data["quick"], data["model"])
     assert said == ("vmserve-bench-papers", True, "vmserve-embedded")
     assert list(data["figures"]) == list(REAL.sections)
@@ -118,27 +103,4 @@ def test_every_figure_runs_and_its_file_is_compared(tmp_path: Path) -> None:
         assert found.get("cases") or found.get("kernel") or found.get("runs")
         for metrics in found.get("cases", {}).values():
             assert metrics.keys() <= METRICS.keys()
-    compared = CliRunner().invoke(app, ["compare", str(path), str(path)])
-    assert compared.exit_code == 0, compared.output
-    assert compared.output.count("papers, ") == len(REAL.sections)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ("--all --figure 12", "exclude each other"),
-        ("--engine real --minutes 1", "--minutes is of simulated traces"),
-        ("--model vmserve-embedded", "--model is of the real engine"),
-        ("--quick --minutes 1", "--quick and --minutes"),
-        (
-            "--figure v7",
-            "no figure of --engine simulated is named 'v7': choose from 12, 13, 14, 19",
-        ),
-        ("--engine real --figure 5", "--engine real is named '5': choose from 2, 12, 13"),
-        ("--engine real --figure 13 --model nowhere", "model nowhere is neither"),
-    ],
-)
-def test_options_that_do_not_belong_together(arguments: str, told: str) -> None:
-    result = CliRunner().invoke(app, ["papers", *arguments.split()])
-    assert isinstance(result.exception, ConfigurationError), result.output
-    assert told in str(result.exception)
+    assert [case.name for case in read_cases(data)] == [f"papers, {name}" for name in REAL.sections]
