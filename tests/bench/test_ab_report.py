@@ -32,7 +32,7 @@ def run(factor: float) -> dict[str, Any]:
         "memory": {
             "at_us": [0, 5000, 9000],
             **{f"{state}_bytes": [0, 1 << 20, 2 << 20] for state in MEMORY_STATES},
-            "saved_bytes": [0, 0, 0], "virtual": [0, 1, 0], "paged": [0, 0, 1],
+            "saved_bytes": [0, 0, 0], "virtual": [0, 1, 0], "paged": [0, 0, 1]
         },
     }  # fmt: skip
 
@@ -74,12 +74,12 @@ def document() -> dict[str, Any]:
             "name": "chat", "rounds": rounds, "comparisons": {NAMES[1]: found},
             "same_answers": {NAMES[1]: {"same": 3, "of": 3}},
             "described": {"num_requests": 1, "mean_input_tokens": 5.0, "mean_output_tokens": 3.0,
-                          "decoding": ["greedy"], "load": "all at once"},
+                          "decoding": ["greedy"], "load": "all at once"}
         }],
         "searches": [{
             "name": "chat", "goodput": 0.9, "probes": probes, "closed_loop_per_s": 2.0,
             "max_rate_per_s": {NAMES[0]: [2.0], NAMES[1]: [None]},
-            "comparisons": {NAMES[1]: None},
+            "comparisons": {NAMES[1]: None}
         }],
     }  # fmt: skip
 

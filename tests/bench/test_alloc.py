@@ -182,8 +182,8 @@ def test_bookkeeping_steps_call_no_driver(views: Any) -> None:
 
 def run_quick(directory: Path, *sections: str) -> dict[str, Any]:
     path, tables = directory / "out" / "results.json", directory / "t.md"
-    words = ("--section", ",".join(sections), "--json", path, "--markdown", tables)
-    printed = bench("alloc", "--quick", *words, columns=200)
+    line = f"alloc --quick --section {','.join(sections)}"
+    printed = bench(line, "--json", path, "--markdown", tables, columns=200)
     return compared_with_itself(path, "alloc") | {"printed": printed}
 
 

@@ -63,7 +63,7 @@ def test_reading_reads_everything() -> None:
 
 def test_quick_run_of_everything(tmp_path: Path) -> None:
     path, tables = tmp_path / "r.json", tmp_path / "t.md"
-    output = bench("kernels", "--quick", "--json", path, "--markdown", tables)
+    output = bench("kernels --quick --json", path, "--markdown", tables)
     assert "decode: one layer" in output
     written = compared_with_itself(path, "kernels")
     assert (written["benchmark"], written["quick"]) == ("kernels", True)

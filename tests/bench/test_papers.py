@@ -59,7 +59,7 @@ def test_swapping_small_blocks_is_slow(block_tokens: int, is_merged: bool, calls
 
 
 def test_the_command_writes_what_it_printed(tmp_path: Path) -> None:
-    output = bench("papers", "--figure", "19", "--minutes", "0.05", "--output", tmp_path)
+    output = bench("papers --figure 19 --minutes 0.05 --output", tmp_path)
     assert "no GPU was used" in output
     data = compared_with_itself(tmp_path / "results.json", "papers")
     assert data["latency_model"]["simulated"] is True
@@ -75,8 +75,7 @@ def test_clients_offer_so_many_times_the_pool() -> None:
 
 def test_a_window_is_of_the_time_in_which_all_clients_are_there() -> None:
     engine: Any = SimpleNamespace(
-        counters=SimpleNamespace(generation_tokens=0),
-        scheduler=SimpleNamespace(totals=Totals()),
+        counters=SimpleNamespace(generation_tokens=0), scheduler=SimpleNamespace(totals=Totals())
     )
 
     def step() -> tuple[float, int]:

@@ -92,8 +92,8 @@ def test_points() -> None:
 
 @pytest.mark.timeout(300)
 def test_every_figure_runs_and_its_file_is_compared(tmp_path: Path) -> None:
-    bench("papers", "--all", "--engine", "real", "--quick", "--output", tmp_path)
-    data = compared_with_itself(tmp_path / "results.json", "papers")
+    bench("papers --all --engine real --quick --output", tmp_path)
+    data = compared_with_itself(tmp_path / "results.json", "papers --engine real")
     said = (data["schema"], data["quick"], data["model"])
     assert said == ("vmserve-bench-papers", True, "vmserve-embedded")
     assert list(data["figures"]) == list(REAL.sections)

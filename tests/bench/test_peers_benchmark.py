@@ -236,7 +236,7 @@ def test_metrics_of_a_run(peers: SimpleNamespace) -> None:
             "decode": {"times_s": [[1.0, 1.25, 1.5]], "peak_pss_bytes": 9},
             "prefill": {"times_s": [[3.0]], "due_s": [1.0], "peak_pss_bytes": 7},
             "streams": {"times_s": streams, "peak_pss_bytes": 8},
-            "served": served,
+            "served": served
         },
     }  # fmt: skip
     expected = {
@@ -311,7 +311,7 @@ def test_the_report_has_every_metric_and_names_who_is_missing(peers: SimpleNames
         "values": {"8m": {
             "vmserve a": {"decode_tokens_per_s": {"0": 1234.5, "1": 1235.5, "2": 1300.0},
                           "offline_peak_pss_bytes": {"0": 3 * 2**20, "1": 5 * 2**20}},
-            "vllm bf16": {"served_unfinished": {"0": 30.0}},
+            "vllm bf16": {"served_unfinished": {"0": 30.0}}
         }},
         "workloads": {"8m": {}},
         "comparisons": {"8m": [{"vmserve": "vmserve a", "peer": "vllm bf16",

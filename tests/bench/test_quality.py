@@ -181,8 +181,7 @@ def test_what_cannot_be_measured_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "leading"),
-    [("<s> $A </s>", [0]), ("$A </s>", []), ("<s> <s> $A", [0, 0])],
+    ("template", "leading"), [("<s> $A </s>", [0]), ("$A </s>", []), ("<s> <s> $A", [0, 0])]
 )
 def test_windows_begin_as_texts_of_the_tokenizer_do(template: str, leading: list[int]) -> None:
     words = {"<s>": 0, "</s>": 1} | {f"w{i}": 2 + i for i in range(30)}

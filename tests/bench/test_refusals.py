@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.bench import refusal
 from vmserve import _core
-from vmserve.errors import ConfigurationError, DriverError, VmserveError
+from vmserve.errors import ConfigurationError, DriverError
 
 #: A command, and what it says; ``{here}`` is the directory in which it runs.
 REFUSED = [
@@ -72,7 +72,7 @@ def test_a_command_that_cannot_be_measures_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    said = refusal(*command.format(here=tmp_path).split(), kind=ConfigurationError)
+    said = refusal(command.format(here=tmp_path), kind=ConfigurationError)
     assert re.search(told, said), said
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
@@ -84,16 +84,16 @@ def test_a_machine_without_cuda_says_so_before_anything_is_measured(
         raise DriverError("the CUDA driver library cannot be loaded")
 
     monkeypatch.setattr(_core, "CudaDriver", refuse)
-    words = ("alloc", "--driver", "cuda", "--quick", "--json", tmp_path / "results.json")
-    assert "cannot be loaded" in refusal(*words, kind=DriverError)
+    line = "alloc --driver cuda --quick --json"
+    assert "cannot be loaded" in refusal(line, tmp_path / "results.json", kind=DriverError)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_full_disk_is_told_with_the_file() -> None:
-    said = refusal("step", "--steps", "1", "--num-seqs", "1", "--json", "/dev/full")
+    said = refusal("step --steps 1 --num-seqs 1 --json /dev/full")
     assert "cannot write /dev/full: No space left on device" in said
 
 
 def test_what_a_process_said_is_told(tmp_path: Path) -> None:
-    said = refusal("startup", "--repeats", "1", "--model", tmp_path / "none", kind=VmserveError)
+    said = refusal("startup --repeats 1 --model", tmp_path / "none")
     assert re.search(r"the process did not start: .*none", said)

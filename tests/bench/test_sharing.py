@@ -175,8 +175,8 @@ def test_the_cache_changes_no_token_and_is_empty_at_each_start() -> None:
 # -- the command
 
 
-def run(directory: Path, section: str, *words: str) -> dict[str, Any]:
-    bench("sharing", "--section", section, "--num-requests", "2", "--output", directory, *words)
+def run(directory: Path, section: str, more: str) -> dict[str, Any]:
+    bench(f"sharing --section {section} --num-requests 2 {more} --output", directory)
     assert sorted(path.name for path in directory.iterdir()) == ["results.json", "tables.md"]
     written = compared_with_itself(directory / "results.json", "sharing")
     assert list(written["sections"]) == [section]
@@ -185,8 +185,7 @@ def run(directory: Path, section: str, *words: str) -> dict[str, Any]:
 
 
 def test_blocks_writes_results_and_tables(tmp_path: Path) -> None:
-    words = ("--workload", "alpaca", "--widths", "2", "--block-sizes", "8,16")
-    found = run(tmp_path, "blocks", *words)
+    found = run(tmp_path, "blocks", "--workload alpaca --widths 2 --block-sizes 8,16")
     assert [each["method"] for each in found["runs"]] == ["parallel", "beam"]
     for each in found["runs"]:
         by = [(size["block_tokens"], size["by"]) for size in each["sizes"]]
@@ -207,7 +206,7 @@ def test_prefix_writes_results_and_a_table(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(prefix, "translation_shapes", short)
     monkeypatch.setattr(prefix, "SHOT_TOKENS", {"one-shot": 20})
-    found = run(tmp_path, "prefix", "--pairs", "1", "--mode", "at once")
+    found = run(tmp_path, "prefix", "--pairs 1 --mode 'at once'")
     assert found["model"]["name"] == "embedded"
     cases = [(case["regime"], case["prefix_tokens"]) for case in found["cases"]]
     assert cases == [("virtual", 20), ("paged", 20)]

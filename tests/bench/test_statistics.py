@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from vmserve_bench.lab.statistics import (
-    MIN_PAIRS,
-    compare_metrics,
-    holm,
-    paired_effects,
-)
+from vmserve_bench.lab.statistics import MIN_PAIRS, compare_metrics, holm, paired_effects
 
 METRICS = [f"metric {index}" for index in range(8)]
 ROUNDS = 10

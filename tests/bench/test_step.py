@@ -67,8 +67,8 @@ def test_a_part_is_without_what_is_watched_within() -> None:
 
 def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
     path, tables = tmp_path / "out" / "r.json", tmp_path / "t.md"
-    words = ("--num-seqs", "1,3", "--steps", "2", "--json", path, "--markdown", tables)
-    assert "us / sequence" in bench("step", *words)
+    printed = bench("step --num-seqs 1,3 --steps 2", "--json", path, "--markdown", tables)
+    assert "us / sequence" in printed
     written = compared_with_itself(path, "step")
     assert written["benchmark"] == "step"
     rows = written["sections"]["step"]["rows"]

@@ -143,10 +143,7 @@ def step_of(item: Any) -> tuple[str, int, int, int, str]:
     ("regime", "swap"), [("virtual", 0), ("virtual", 16 << 20), ("paged", 16 << 20)]
 )
 def test_its_steps_are_those_of_the_real_engine(regime: Any, swap: int) -> None:
-    requests = [
-        *some(5, output=70),
-        dataclasses.replace(some(1, n=3, output=70)[0], name="three"),
-    ]
+    requests = [*some(5, output=70), dataclasses.replace(some(1, n=3, output=70)[0], name="three")]
     seen: list[Any] = []
     options = config(
         regime=regime,

@@ -18,13 +18,7 @@ from vmserve.scheduler.fcfs import FCFSScheduler
 from vmserve.scheduler.order import Order
 from vmserve.scheduler.sequence import Sequence
 from vmserve_bench.simulation import Asked, SimulatedEngine, SimulationConfig, replay
-from vmserve_bench.simulation.liveness import (
-    check_many,
-    check_workload,
-    draw,
-    main,
-    step_bound,
-)
+from vmserve_bench.simulation.liveness import check_many, check_workload, draw, main, step_bound
 
 NUM_WORKLOADS = 60
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,17 @@ def job(num_in: int, num_out: int, index: int = 0, at: float = 0.0, **more: Any)
     return Job(RequestShape(num_in, num_out, at, index), **more)
 
 
-def bench(*words: str | Path, status: int = 0, columns: int = 80) -> str:
-    """The command's standard output; its exit status is ``status``."""
-    env = {"COLUMNS": str(columns)}
-    done = CliRunner().invoke(app, [*map(str, words)], env=env, catch_exceptions=False)
+def bench(line: str, *words: str | Path, status: int = 0, columns: int = 80) -> str:
+    """The standard output of the command ``line`` and further words; it ends with ``status``."""
+    args, env = [*shlex.split(line), *map(str, words)], {"COLUMNS": str(columns)}
+    done = CliRunner().invoke(app, args, env=env, catch_exceptions=False)
     assert done.exit_code == status, done.output
     return done.output
 
 
-def refusal(*words: str | Path, kind: type[VmserveError] = VmserveError) -> str:
+def refusal(line: str, *words: str | Path, kind: type[VmserveError] = VmserveError) -> str:
     """What the command says instead of measuring."""
-    done = CliRunner().invoke(app, [*map(str, words)])
+    done = CliRunner().invoke(app, [*shlex.split(line), *map(str, words)])
     assert isinstance(done.exception, kind), done.output
     return str(done.exception)
 
