@@ -22,7 +22,7 @@ LONG: Final[Mapping[str, Mapping[str, int | tuple[str, ...]]]] = {
     "batch/test_engines.py": {
         "test_kills_of_the_command_and_of_an_engine_lose_and_repeat_no_line": 0,
     },
-    "bench/test_papers_real.py": {
+    "bench/test_papers.py": {
         "test_every_figure_runs_and_its_file_is_compared": 0,
     },
     "bench/test_peers_benchmark.py": {

@@ -5,9 +5,6 @@ Nothing here looks at a time: only at counts, sums and structure.
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +19,6 @@ from vmserve_bench.alloc.prefill import Prefiller
 from vmserve_bench.alloc.section import make_driver
 from vmserve_bench.alloc.steps import WAYS, Case, ModelStandIn, Stepper
 from vmserve_bench.alloc.waste import CorePool, ReservingPool, largest_batch, replay, reservation
-from vmserve_bench.lab.report import dump, head, kept_arguments, results_directory
-from vmserve_bench.lab.statistics import Summary, summarize
-from vmserve_bench.lab.table import SectionResult, Table, markdown, microseconds, table_of
 from vmserve_bench.simulation.buddy import Buddy, power_of_two
 from vmserve_bench.workloads.shapes import RequestShape
 
@@ -263,58 +257,3 @@ def test_an_idle_pool_holds_little_more_than_what_it_keeps(
         assert found[state]["over_floor"] == pytest.approx(found[state]["pages"] / packed)
         assert 1 <= found[state]["over_floor"] <= most
     assert found["bounded"]["pages"] == 16_000 // layout.page_tokens < found["idle"]["pages"]
-
-
-# -- tables and files
-
-
-def test_summaries_and_numbers() -> None:
-    """Percentiles are linear between samples."""
-    summary = summarize(list(range(101)))
-    assert summary == Summary(num_samples=101, median=50, p95=95, p99=99, max=100)
-    assert summarize([1, 2]).median == 1.5
-    assert summary.to_dict()["p95"] == 95
-    with pytest.raises(ValueError, match="at least 1 sample"):
-        summarize([])
-    numbers = {940: "0.94", 12_345: "12.3", 123_456: "123", 2.5e9: "2,500,000"}
-    assert {number: microseconds(number) for number in numbers} == numbers
-
-
-def test_tables() -> None:
-    table = Table("t", ("a", "b"), (("1", "2"),), "so it is")
-    assert table.to_markdown() == "**t**\n\n| a | b |\n|---|---:|\n| 1 | 2 |\n\nso it is\n"
-    with pytest.raises(ValueError, match="2 columns, a row of 1"):
-        Table("t", ("a", "b"), (("1",),))
-    row = {"name": "x", "in": {"a_b": 1234, "c": 1234.5}, "few": [0.12345, None], "none": None}
-    table = table_of("t", [row], ["name", "in", "in/c", "few", "none"])
-    assert table.columns == ("name", "in a b", "in c", "few", "none")
-    assert table.rows == (("x", "1,234", "1,234", "[0.123, ]", ""),)
-    described = head("alloc", {"quick": True})
-    first = markdown({"calls": SectionResult({"x": 1}, (table,))}, described).splitlines()[0]
-    assert first.startswith(described["date"])
-    assert described["machine"]["cpu"] in first
-    assert "--quick" in first
-
-
-def test_json_has_a_line_per_list_of_numbers() -> None:
-    described = {"trace": [1.5, 2e-07, -3], "rows": [{"a": [1]}, {"a": []}], "name": "[1, 2]"}
-    text = dump(described)
-    assert json.loads(text) == described
-    assert ' "trace": [ 1.5, 2e-07, -3 ],\n' in text
-
-
-def test_a_kept_run_writes_next_to_its_script_and_over_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for end in ("", "-2", "-3"):
-        path = results_directory("", device="Some (R) CPU @ 2 GHz", root=str(tmp_path))
-        path.mkdir()
-        assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-some-r-cpu-2-ghz{end}", path.name)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--seed", "3"])
-    script = str(tmp_path / "run.py")
-    *head, option, kept, seed, three = kept_arguments("alloc", script, output=True)
-    assert (head, option) == (["vmserve", "bench", "alloc"], "--output")
-    assert (Path(kept).parent, seed, three) == (tmp_path / "results", "--seed", "3")
-    assert kept_arguments("alloc", script)[3:-2] == [
-        "--json", f"{kept}/results.json", "--markdown", f"{kept}/tables.md",
-    ]  # fmt: skip

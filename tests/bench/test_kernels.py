@@ -9,17 +9,14 @@ from itertools import product
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
 from tests.support.bench import bench, compared_with_itself
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
-from vmserve.errors import ConfigurationError
 from vmserve.memory.views import PagedView
 from vmserve_bench.kernels.rig import SHAPES, Rig, Shape
 from vmserve_bench.kernels.sections import BLOCK_SIZES, Options
-from vmserve_bench.lab.suite import chosen, numbers
 
 
 def test_the_views_of_a_rig_show_the_same_bytes() -> None:
@@ -86,13 +83,3 @@ def test_quick_run_of_everything(tmp_path: Path) -> None:
     text = tables.read_text()
     assert "--quick" in text.splitlines()[0]
     assert "| 125M GQA bfloat16 | 2 x 63 + 1 |" in text
-
-
-def test_values_between_commas() -> None:
-    known = ["decode", "blocks", "prefill"]
-    assert chosen("section", None, known) == known
-    assert chosen("section", "prefill, decode", known) == ["decode", "prefill"]
-    assert numbers("widths", "6, 2,4,2", least=2) == (2, 4, 6)
-    for text in ("1", "2,x", "", "2,,4", "-4"):
-        with pytest.raises(ConfigurationError, match="--widths"):
-            numbers("widths", text, least=2)
