@@ -55,19 +55,30 @@ def test_wrong_values(options: dict[str, Any], text: str) -> None:
         EngineConfig.from_options(options)
 
 
+GPU = 8 << 30
+TOO_MUCH = "kv_cache_memory: .* TiB is more than {}, .*: lower --kv-cache-memory"
+
+
 @pytest.mark.parametrize(
-    ("swap_space", "text"),
+    ("options", "gpu_bytes", "text"),
     [
         # In vLLM a number is gibibytes.
-        (4, r"swap_space: 4 B holds no KV block of 64 KiB; .*write e\.g\. 4GiB"),
-        ("1000TiB", "swap_space: 1000 TiB is more than this machine's memory"),
-        (0.5, "swap_space: 0.5 is not a size"),
+        ({"swap_space": 4}, None, r"4 B holds no KV block of 64 KiB; .*write e\.g\. 4GiB"),
+        ({"swap_space": "1000TiB"}, None, "1000 TiB is more than this machine's memory"),
+        ({"swap_space": 0.5}, None, "swap_space: 0.5 is not a size"),
+        ({"kv_cache_memory": "128TiB"}, None, TOO_MUCH.format("this machine's memory")),
+        ({"kv_cache_memory": "1000TB"}, None, TOO_MUCH.format("this machine's memory")),
+        ({"kv_cache_memory": "128TiB"}, GPU, TOO_MUCH.format("the GPU's memory") + "$"),
+        ({"kv_cache_memory": "1000TB"}, GPU, TOO_MUCH.format("the GPU's memory") + "$"),
+        ({"gpu_memory_utilization": 0.01}, GPU, r"0\.01 of the GPU's 8 GiB is less than"),
+        ({"max_num_batched_tokens": 32}, None, "32 is below max_num_seqs, 64"),
     ],
 )
-def test_swap_spaces_of_no_use(swap_space: Any, text: str, model: ModelConfig) -> None:
+def test_what_a_machine_or_a_model_cannot_do(
+    options: dict[str, Any], gpu_bytes: int | None, text: str, model: ModelConfig
+) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        resolve(EngineConfig(swap_space=swap_space), model)
-    assert resolve(EngineConfig(swap_space="64KiB"), model).swap_bytes == 64 << 10
+        resolve(EngineConfig(**options), model, gpu_bytes=gpu_bytes)
 
 
 def test_defaults(model: ModelConfig) -> None:
@@ -76,6 +87,7 @@ def test_defaults(model: ModelConfig) -> None:
     assert (resolved.max_num_seqs, resolved.max_num_batched_tokens) == (64, 512)
     # Never more than all slots can hold: 4 layers x K and V x 2 heads x 64 x 4 bytes a token.
     assert 0 < resolved.kv_limit_bytes <= 64 * 8192 * 4096
+    assert resolve(EngineConfig(swap_space="64KiB"), model).swap_bytes == 64 << 10
 
 
 def test_the_cap_counts_weights_as_they_are_kept(
@@ -129,18 +141,6 @@ def test_on_a_gpu_the_cap_is_what_the_share_leaves(model: ModelConfig) -> None:
     assert asked.kv_regime == "auto"
     exact = resolve(EngineConfig(kv_cache_memory="1GiB"), model, gpu_bytes=8 * gib)
     assert exact.kv_limit_bytes == gib
-    with pytest.raises(ConfigurationError, match=r"0\.01 of the GPU's 8 GiB is less than"):
-        resolve(EngineConfig(gpu_memory_utilization=0.01), model, gpu_bytes=8 * gib)
-
-
-def test_a_cap_above_all_memory(model: ModelConfig) -> None:
-    for asked in ("128TiB", "1000TB"):
-        config = EngineConfig(kv_cache_memory=asked)
-        text = r"kv_cache_memory: .* TiB is more than {}, .*: lower --kv-cache-memory"
-        with pytest.raises(ConfigurationError, match=text.format("this machine's memory")):
-            resolve(config, model)
-        with pytest.raises(ConfigurationError, match=text.format("the GPU's memory") + "$"):
-            resolve(config, model, gpu_bytes=8 << 30)
 
 
 def test_a_cap_above_what_is_free(
@@ -156,11 +156,6 @@ def test_a_cap_above_what_is_free(
     [record] = caplog.records
     assert "kv_cache_memory: 600 MiB, but " in record.getMessage()
     assert "are free (memory.max)" in record.getMessage()
-
-
-def test_limits_that_contradict_each_other(model: ModelConfig) -> None:
-    with pytest.raises(ConfigurationError, match="32 is below max_num_seqs, 64"):
-        resolve(EngineConfig(max_num_batched_tokens=32), model)
 
 
 def test_the_whole_vocabulary_as_logprobs(model: ModelConfig) -> None:

@@ -16,24 +16,12 @@ from vmserve.options.rules import RULES, Fact, Rule, check
 
 #: Values of the names in texts that are no facts of their rule.
 FILLED: dict[str, Any] = {
-    "able": "reference, sdpa",
-    "attention_backend": "sdpa",
-    "backend": "sdpa",
-    "dtype": "float16",
-    "head_dim": 512,
-    "launcher": "torchrun",
-    "readable": "auto or int8",
-    "refusals": "",
-    "size_name": "WORLD_SIZE",
-    "model_name": "model.gguf",
-    "no_gpu": " (no driver)",
-    "num_gpus": 1,
-    "softcap": 50.0,
-    "softcap_remedy": "use --attention-backend cpu",
-    "speculative_model": "tiny.gguf",
-    "tensor_parallel_size": 2,
-    "whose_engines": "--engine",
-}
+    "able": "reference, sdpa", "attention_backend": "sdpa", "backend": "sdpa", "dtype": "float16",
+    "head_dim": 512, "launcher": "torchrun", "readable": "auto or int8", "refusals": "",
+    "size_name": "WORLD_SIZE", "model_name": "model.gguf", "no_gpu": " (no driver)", "num_gpus": 1,
+    "softcap": 50.0, "softcap_remedy": "use --attention-backend cpu",
+    "speculative_model": "tiny.gguf", "tensor_parallel_size": 2, "whose_engines": "--engine",
+}  # fmt: skip
 
 
 def refuses(rule: Rule, facts: dict[str, Any]) -> bool:

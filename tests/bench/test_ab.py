@@ -72,8 +72,9 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_job_gets_its_tokens(engine: LLMEngine) -> None:
-    wide = {"decoding": Decoding("parallel", 3)}, {"decoding": Decoding("beam", 2)}
-    jobs = [job(20, 5, 0), job(7, 1, 1), job(20, 6, 2, **wide[0]), job(20, 6, 3, **wide[1])]
+    three, beams = Decoding("parallel", 3), Decoding("beam", 2)
+    jobs = [job(20, 5, 0), job(7, 1, 1)]
+    jobs += [job(20, 6, 2, decoding=three), job(20, 6, 3, decoding=beams)]
     record = serve(engine, jobs, Load(), seed=1)
     assert [
         (one.num_input_tokens, one.num_output_tokens, one.num_sequences, one.is_streamed)

@@ -37,9 +37,7 @@ def run(factor: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def comparison(
-    metric: str, ratio: float, verdict: str | None, high: float | None
-) -> dict[str, Any]:
+def comparison(metric: str, ratio: float, verdict: str | None, high: float | None) -> Any:
     return {"metric": metric, "ratio": ratio, "low": ratio * 0.9, "high": high,
             "verdict": verdict, "p_value": 0.0, "adjusted_p": 0.0, "num_pairs": 6}  # fmt: skip
 

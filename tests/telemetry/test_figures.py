@@ -57,10 +57,6 @@ def test_kinds_are_found_in_the_figures_as_the_memory_has_them() -> None:
     memory.release(seq)
     assert [kind.used_pages for kind in kinds_in(kind_figures(memory))] == [0, 0]
     memory.close()
-
-
-def test_a_model_of_one_kind_has_no_such_figures() -> None:
-    layout = plan_layout(2, 1, 64, "bfloat16", 4096, page_tokens=16)
-    memory = MemoryManager(layout, num_slots=2, max_len=256, limit_bytes=1 << 20)
+    memory = MemoryManager(layout, **size)  # of one kind
     assert kind_figures(memory) == {}
     memory.close()
