@@ -1,7 +1,9 @@
-"""Benchmarks of overload and of kinds of layers: what they count."""
+"""Benchmarks of overload, of regimes and of kinds of layers: what they count."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,11 @@ import pytest
 from benchmarks.kinds.capacity import mixed, serve, ways
 from benchmarks.kinds.waste import rows
 from benchmarks.overload.run import closed_loop, num_clients, simulated
+from benchmarks.regimes import run as regimes
 from vmserve.cli.planning.report import PRESETS
 from vmserve.scheduler.base import Totals
+from vmserve_bench.ab import results
+from vmserve_bench.ab.traffic import KINDS
 from vmserve_bench.workloads.shapes import RequestShape
 
 
@@ -45,6 +50,25 @@ def test_throughput_does_not_collapse_in_simulation() -> None:
     assert points[2.0]["num_preemptions"] > 0
     assert points[2.0]["num_swaps"] == points[2.0]["num_preemptions"]
     assert points[2.0]["tokens_per_second"] > points[0.5]["tokens_per_second"]
+
+
+def test_regimes_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert set(regimes.SIZES) <= set(KINDS)
+    monkeypatch.setattr(results, "render", lambda document: "")
+    monkeypatch.setattr(regimes, "TRIES", 1)
+    words = ["--quick", "--rounds", "1", "--workloads", "alpaca", "--same", "paged"]
+    assert regimes.main([*words, "--output", str(tmp_path)]) == 0
+    assert "regret of auto" in capsys.readouterr().out
+    assert "--same paged" in (tmp_path / "tables.md").read_text()
+    assert (tmp_path / "report.html").exists()
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert found["regrets"]["alpaca"]["elapsed_s"]["outcome"] == "not shown"
+    [one] = found["workloads"][0]["rounds"]
+    assert set(one["metrics"]) == {"virtual", "paged", "auto"}
+    assert "runs" not in one
+    assert [one["resolved"]["kv_regime"] for one in found["variants"]] == ["paged"] * 3
 
 
 def test_padded_groups_have_as_many_layers_as_vllm_makes_room_for() -> None:
