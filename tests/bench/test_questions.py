@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.kinds.capacity import mixed, serve, ways
 from benchmarks.kinds.waste import rows
-from benchmarks.overload.run import closed_loop, num_clients, simulated
+from benchmarks.overload.run import closed_loop, num_clients, real, simulated
 from benchmarks.regimes import run as regimes
 from vmserve.cli.planning.report import PRESETS
 from vmserve.scheduler.base import Totals
@@ -50,6 +50,12 @@ def test_throughput_does_not_collapse_in_simulation() -> None:
     assert points[2.0]["num_preemptions"] > 0
     assert points[2.0]["num_swaps"] == points[2.0]["num_preemptions"]
     assert points[2.0]["tokens_per_second"] > points[0.5]["tokens_per_second"]
+
+
+def test_the_real_engine_is_measured_alike() -> None:
+    point = real(2.0, "recompute", "paged", 40)
+    assert point["num_clients"] in (15, 16, 17)
+    assert point["tokens_per_second"] > 0
 
 
 def test_regimes_are_compared(

@@ -13,7 +13,7 @@ from vmserve.errors import ConfigurationError, DriverError
 
 #: A command, and what it says; ``{here}`` is the directory in which it runs.
 REFUSED = [
-    ("ab --workload chats", "--workload: no workload is named 'chats'"),
+    ("ab --workload chats", "--workload: no workload is named 'chats': choose from chat, alp"),
     ("ab --variants virtual", "needs two or more, got virtual"),
     ("ab --variants virtual,virtual", "virtual is given twice"),
     ("ab --variants virtual,segments", "is named 'segments': choose from virtual, paged, auto"),
