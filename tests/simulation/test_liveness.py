@@ -23,13 +23,6 @@ from vmserve.scheduler.sequence import Sequence
 from vmserve_bench.simulation import Asked, SimulatedEngine, liveness, replay
 from vmserve_bench.simulation.liveness import check_many, check_workload, draw, step_bound
 
-NUM_WORKLOADS = 60
-
-
-@pytest.fixture(scope="module")
-def report() -> Any:
-    return check_many(0, NUM_WORKLOADS)
-
 
 def with_windows(workload: liveness.Workload) -> liveness.Workload:
     """Over layers with windows, in the least pool that is accepted at the start."""
@@ -46,13 +39,6 @@ def with_windows(workload: liveness.Workload) -> liveness.Workload:
     return replace(workload, config=replace(given, kinds=kinds, **pool))
 
 
-@pytest.fixture(scope="module")
-def windows() -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(liveness, "draw", lambda seed: with_windows(draw(seed)))
-        return check_many(0, 40)
-
-
 BOTH = (
     *("num_preemptions_total", "num_swapped_out_total", "converted_to_virtual_total"),
     *("forks_total", "prefix_hit_blocks_total", "hidden_calls_total"),
@@ -64,14 +50,19 @@ ONE_KIND = (
 )
 
 
-def test_every_request_ends_and_nothing_is_left(report: Any) -> None:
+def test_every_request_ends_and_nothing_is_left() -> None:
     """And the workloads reach what they are about."""
+    report = check_many(0, 60)
     assert report.violations == {}
-    assert report.tally["workloads"] == NUM_WORKLOADS
+    assert report.tally["workloads"] == 60
     assert all(report.tally[what] > 0 for what in (*BOTH, *ONE_KIND)), report.tally
 
 
-def test_every_request_ends_in_the_least_pool_of_layers_with_windows(windows: Any) -> None:
+def test_every_request_ends_in_the_least_pool_of_layers_with_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liveness, "draw", lambda seed: with_windows(draw(seed)))
+    windows = check_many(0, 40)
     assert windows.violations == {}
     assert windows.tally["finished"] > 100
     assert all(windows.tally[what] > 0 for what in BOTH), windows.tally
