@@ -30,7 +30,10 @@ from vmserve.system import threads
 import torch  # isort: skip
 
 
-def test_types_are_torchs() -> None:
+def test_types_and_arrays_are_torchs() -> None:
+    array = np.zeros((4, 6, 8), dtype=np.float32)[1:, ::2]
+    assert array_tuple(array) == tensor_tuple(torch.from_numpy(array))
+    assert set(ACTIVATION_NAMES) == set(ACTIVATIONS)
     for dtype in DType:
         assert as_torch(dtype).itemsize == dtype.itemsize
         assert DType.of(str(dtype)) is dtype
@@ -56,11 +59,6 @@ def test_rounding_and_widening_have_torchs_bits() -> None:
         wide = as_float32(found, dtype)
         assert np.array_equal(wide, expected.float().numpy())
     assert rounded(numbers, DType.FLOAT32) is numbers
-
-
-def test_arrays_are_described_as_tensors_are() -> None:
-    array = np.zeros((4, 6, 8), dtype=np.float32)[1:, ::2]
-    assert array_tuple(array) == tensor_tuple(torch.from_numpy(array))
 
 
 @pytest.mark.parametrize("layers_per_group", [1, 2])
@@ -97,10 +95,6 @@ def test_rotations(theta: float) -> None:
     for found, tensor in zip(ours.upto(100, DType.BFLOAT16), rotary, strict=True):
         expected = tensor.view(torch.int16).numpy()
         assert np.count_nonzero(found.view(np.int16) != expected) <= 3
-
-
-def test_activations_are_known_by_name() -> None:
-    assert set(ACTIVATION_NAMES) == set(ACTIVATIONS)
 
 
 def test_beam_candidates_are_those_of_torch() -> None:

@@ -139,7 +139,7 @@ def _more(title: str, unit: Literal["rate", "share"] = "rate") -> Metric:
 
 def _figures(command: str, section: str, data: Json) -> Iterable[Figure]:
     if command == "kernels":
-        return _kernels(data)
+        return _products(data) if section == "products" else _kernels(data)
     if command == "papers":
         return _points(data)
     if command == "papers-simulated":
@@ -164,6 +164,12 @@ def _kernels(data: Json) -> Iterator[Figure]:
         )
         for way, samples in point["samples_ns"].items():
             yield name, _less(way), [sample / (1e9 * point["num_layers"]) for sample in samples]
+
+
+def _products(data: Json) -> Iterator[Figure]:
+    for point in data["points"]:
+        for way, samples in point["samples_ns"].items():
+            yield f"{point['form']} weights", _less(way), [sample / 1e9 for sample in samples]
 
 
 def _calls(data: Json) -> Iterator[Figure]:

@@ -5,9 +5,7 @@ Times are made by hand or not looked at; the embedded model serves a few short r
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,35 +15,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.support.bench import bench, job
 from vmserve.engine.engine import LLMEngine
 from vmserve.errors import ConfigurationError, InvalidRequestError
 from vmserve.sampling import SamplingParams
-from vmserve_bench.ab import client, experiment, results
+from vmserve_bench.ab import client, experiment, record, results
 from vmserve_bench.ab.client import Load, RunFailedError, serve
-from vmserve_bench.ab.experiment import (
-    Engines,
-    Settings,
-    Workload,
-    orders,
-    run_workload,
-)
+from vmserve_bench.ab.experiment import Engines, Settings, Workload, orders, run_workload
 from vmserve_bench.ab.jobs import Decoding, Job
 from vmserve_bench.ab.metrics import METRICS, Slo, judgement, summarize
-from vmserve_bench.ab.plan import LoadOptions, duration
-from vmserve_bench.ab.record import (
-    MEMORY_COLUMNS,
-    MEMORY_STATES,
-    RequestSample,
-    RunRecord,
-    memory_row,
-)
+from vmserve_bench.ab.plan import duration
+from vmserve_bench.ab.record import MEMORY_COLUMNS, MEMORY_STATES, RunRecord, memory_row
 from vmserve_bench.ab.regret import regret
 from vmserve_bench.ab.search import Bracket, RateSearch, search_rate
-from vmserve_bench.ab.traffic import KINDS
 from vmserve_bench.ab.variants import Variant, parse_variants
-from vmserve_bench.command import app
 from vmserve_bench.workloads.shapes import RequestShape
 
 COMMON = {"max_model_len": 256, "kv_cache_memory": "64MiB", "max_num_seqs": 8}
@@ -61,10 +45,6 @@ class Silent:
 
     def finished(self) -> None:
         self.num_finished += 1
-
-
-def job(num_in: int, num_out: int, index: int = 0, at: float = 0.0, **more: Any) -> Job:
-    return Job(RequestShape(num_in, num_out, at, index), **more)
 
 
 @pytest.fixture(scope="module")
@@ -92,12 +72,9 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_job_gets_its_tokens(engine: LLMEngine) -> None:
-    jobs = [
-        job(20, 5, 0),
-        job(7, 1, 1),
-        job(20, 6, 2, decoding=Decoding("parallel", 3)),
-        job(20, 6, 3, decoding=Decoding("beam", 2)),
-    ]
+    three, beams = Decoding("parallel", 3), Decoding("beam", 2)
+    jobs = [job(20, 5, 0), job(7, 1, 1)]
+    jobs += [job(20, 6, 2, decoding=three), job(20, 6, 3, decoding=beams)]
     record = serve(engine, jobs, Load(), seed=1)
     assert [
         (one.num_input_tokens, one.num_output_tokens, one.num_sequences, one.is_streamed)
@@ -135,11 +112,7 @@ def test_a_closed_loop_has_so_many_at_once(engine: LLMEngine) -> None:
 
 
 def test_turns_follow_each_other_with_their_history(engine: LLMEngine) -> None:
-    jobs = [
-        job(20, 12, 0),
-        job(40, 5, 1, previous=0, think_s=0.01),
-        job(70, 5, 2, previous=1),
-    ]
+    jobs = [job(20, 12), job(40, 5, 1, previous=0, think_s=0.01), job(70, 5, 2, previous=1)]
     for load in (Load(), Load(is_open=True)):
         record = serve(engine, jobs, load, seed=0)
         first, second, third = record.requests
@@ -181,11 +154,13 @@ def test_an_open_loop_waits_and_counts_from_when_requests_were_due(engine: LLMEn
 
 
 def test_what_cannot_be_served_is_said_before_the_run(engine: LLMEngine) -> None:
-    with pytest.raises(InvalidRequestError, match="maximum context length is 256"):
-        serve(engine, [job(300, 5)], Load(), seed=0)
     wide = job(5, 5, decoding=Decoding("beam", 9))
-    with pytest.raises(InvalidRequestError, match="beam_width must be at most 8"):
-        serve(engine, [wide], Load(), seed=0)
+    for wrong, told in (
+        (job(300, 5), "maximum context length is 256"),
+        (wide, "beam_width must be at most 8"),
+    ):
+        with pytest.raises(InvalidRequestError, match=told):
+            serve(engine, [wrong], Load(), seed=0)
 
 
 def test_a_failed_request_ends_the_run_and_leaves_nothing(
@@ -205,12 +180,9 @@ def test_a_failed_request_ends_the_run_and_leaves_nothing(
 # -- metrics
 
 
-def sample(
-    index: int, due: float, times: tuple[float, ...], outputs: int, width: int = 1
-) -> RequestSample:
-    return RequestSample(
-        index, "", 10, outputs, width, due, times, width == 1, 0, 0, "virtual", "alone", "digest"
-    )
+def sample(index: int, outputs: int, due: float, *times: float, width: int = 1) -> Any:
+    more = (0, 0, "virtual", "alone", "digest")
+    return record.RequestSample(index, "", 10, outputs, width, due, times, width == 1, *more)
 
 
 def by_hand(**counted: float) -> RunRecord:
@@ -229,9 +201,9 @@ def by_hand(**counted: float) -> RunRecord:
         elapsed_s=10.0,
         cpu_s=15.0,
         requests=(
-            sample(0, 0.0, (1.0, 1.5, 3.0), 3),
-            sample(1, 1.0, (3.0, 9.0), 4, width=2),
-            sample(2, 2.0, (10.0,), 1),
+            sample(0, 3, 0.0, 1.0, 1.5, 3.0),
+            sample(1, 4, 1.0, 3.0, 9.0, width=2),
+            sample(2, 1, 2.0, 10.0),
         ),
         steps={"sequences": [1, 3]},
         memory=dict(zip(MEMORY_COLUMNS, map(list, zip(*memory, strict=True)), strict=True)),
@@ -311,9 +283,6 @@ def test_numbers_for_people() -> None:
         ("preemptions", None, "-"),
     ):  # fmt: skip
         assert METRICS[metric].format(value) == text
-
-
-def test_verdicts_in_words() -> None:
     for verdict, better, told in (
         ("higher", "lower", "worse"), ("higher", "higher", "better"), ("lower", "lower", "better"),
         ("higher", None, "higher"), ("no difference shown", "lower", "no difference shown"),
@@ -344,46 +313,12 @@ def test_variants_and_their_options() -> None:
         Variant("x", {"kv_mapper": "sometimes"}).config({})
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        (["virtual"], "needs two or more, got virtual"),
-        (["virtual,virtual"], "virtual is given twice"),
-        (["virtual,segments"], "no variant is named 'segments': choose from virtual, paged, auto"),
-        (["virtual", "x=pages=3"], "x: no engine option is named 'pages': known are"),
-        (["virtual", "x=kv_mapper"], "x: 'kv_mapper' has no value"),
-        (["virtual", "x=max_num_seqs=many"], "x: max_num_seqs is a number, not 'many'"),
-        (["virtual", "x=enforce_eager=perhaps"], "x: enforce_eager is on or off, not 'perhaps'"),
-        (["virtual,x=kv_mapper=off"], "give variants with options a --variants of their own"),
-    ],
-)
-def test_bad_variants_are_told(given: list[str], told: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        parse_variants(given)
-    assert told in str(error.value)
-
-
 def test_durations() -> None:
     texts = ("200ms", "0.2s", "0.2", "5us", ".5")
     assert [duration("--x", text) for text in texts] == pytest.approx([0.2, 0.2, 0.2, 5e-6, 0.5])
     for wrong in ("", "fast", "-1", "0", "1 min"):
         with pytest.raises(ConfigurationError, match=r"--x: .* is no duration"):
             duration("--x", wrong)
-
-
-@pytest.mark.parametrize(
-    ("options", "has_slo", "told"),
-    [
-        (LoadOptions(concurrency="2", rate=1.0), False, "exclude each other"),
-        (LoadOptions(search=True, rate=1.0), True, "leave --rate"),
-        (LoadOptions(search=True), False, "needs an objective"),
-        (LoadOptions(burstiness=0.5), False, "give --rate"),
-        (LoadOptions(rate=0.0), False, "--rate: 0 is not a number above 0"),
-    ],
-)
-def test_loads_that_exclude_each_other(options: LoadOptions, has_slo: bool, told: str) -> None:
-    with pytest.raises(ConfigurationError, match=told):
-        options.check(has_slo)
 
 
 # -- rounds
@@ -410,9 +345,8 @@ def test_rounds_pair_the_same_requests(engines: Engines) -> None:
         return [job(10 + seed % 3, 3, index) for index in range(2)]
 
     progress = Silent()
-    result = run_workload(
-        engines, Workload("w", make), Settings(rounds=3, warmup=1, seed=5), progress
-    )
+    settings = Settings(rounds=3, warmup=1, seed=5)
+    result = run_workload(engines, Workload("w", make), settings, progress)
     assert seeds == [1_000_005, 5, 6, 7]
     assert [tuple(one["order"]) for one in result.rounds] == orders(["virtual", "paged"], 3)
     assert progress.num_finished == 2 * 2 * 4
@@ -551,43 +485,19 @@ def test_regret_is_against_the_better_one() -> None:
     assert (exact.low, exact.high, exact.outcome) == (0.0, 0.0, "PASS")
 
 
-@pytest.mark.usefixtures("no_report")
-def test_the_benchmark_of_regimes_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks/regimes"))
-    benchmark = importlib.import_module("run")
-    del sys.modules["run"]  # a later test may mean another module of that name
-    monkeypatch.setattr(benchmark, "TRIES", 1)
-    options = ["--quick", "--rounds", "1", "--workloads", "alpaca", "--same", "paged"]
-    assert benchmark.main([*options, "--output", str(tmp_path)]) == 0
-    assert "regret of auto" in capsys.readouterr().out
-    assert "--same paged" in (tmp_path / "tables.md").read_text()
-    assert (tmp_path / "report.html").exists()
-    found = json.loads((tmp_path / "results.json").read_text())
-    assert found["regrets"]["alpaca"]["elapsed_s"]["outcome"] == "not shown"
-    [one] = found["workloads"][0]["rounds"]
-    assert set(one["metrics"]) == {"virtual", "paged", "auto"}
-    assert "runs" not in one
-    assert [one["resolved"]["kv_regime"] for one in found["variants"]] == ["paged"] * 3
-    assert set(benchmark.SIZES) <= set(KINDS)
-
-
 # -- the command
 
 SMALL = ["--num-requests", "2", "--max-len", "64", "--rounds", "1", "--warmup", "0",
          "--kv-cache-memory", "64MiB", "--max-model-len", "256"]  # fmt: skip
 
 
-def invoke(out: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    command = ["ab", *SMALL, *arguments, "--output", str(out)]
-    done = CliRunner().invoke(app, command, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.output, json.loads((out / "results.json").read_text())
+def run_ab(out: Path, *words: str | Path) -> tuple[str, dict[str, Any]]:
+    told = bench("ab", *SMALL, *words, "--output", out)
+    return told, json.loads((out / "results.json").read_text())
 
 
 def test_the_command_writes_everything(tmp_path: Path) -> None:
-    told, found = invoke(tmp_path, "--slo-ttft", "100s", "--price-per-hour", "2")
+    told, found = run_ab(tmp_path, "--slo-ttft", "100s", "--price-per-hour", "2")
     assert "chat: 2 requests" in told
     assert (tmp_path / "report.html").exists()
     assert (found["schema"], found["schema_version"]) == ("vmserve-bench-ab", 1)
@@ -599,8 +509,8 @@ def test_the_command_writes_everything(tmp_path: Path) -> None:
     run = first["runs"]["paged"]
     assert [request["kv_regime"] for request in run["requests"]] == ["paged", "paged"]
     assert len(run["requests"][0]["itl_us"]) == run["requests"][0]["output_tokens"] - 1
-    assert len({len(column) for column in run["memory"].values()}) == 1
-    assert len({len(column) for column in run["steps"].values()}) == 1
+    for columns in (run["memory"], run["steps"]):
+        assert len({len(column) for column in columns.values()}) == 1
     assert found["machine"]["python"]
 
 
@@ -609,13 +519,12 @@ def test_the_command_takes_traces_prompts_and_named_variants(tmp_path: Path) -> 
     trace, prompts = tmp_path / "mine.jsonl", tmp_path / "asked.txt"
     trace.write_text('{"timestamp": 0, "input_length": 30, "output_length": 2}\n')
     prompts.write_text("Once upon a time\n")
-    files = ["--trace", str(trace), "--prompts", str(prompts)]
-    variants = ["--variants", "paged", "--variants", "off=kv_mapper=off"]
-    _, found = invoke(tmp_path, *files, *variants, "--output-len", "3")
-    assert [one["name"] for one in found["workloads"]] == ["mine", "asked"]
+    words = ["--trace", trace, "--prompts", prompts, "--variants", "paged", "--variants"]
+    _, found = run_ab(tmp_path, *words, "off=kv_mapper=off", "--output-len", "3")
     assert [one["name"] for one in found["variants"]] == ["paged", "off"]
     assert found["variants"][1]["resolved"]["kv_mapper"] == "off"
     mine, asked = found["workloads"]
+    assert [mine["name"], asked["name"]] == ["mine", "asked"]
     assert (mine["load"]["is_open"], asked["load"]["is_open"]) == (True, False)
     assert mine["rounds"][0]["runs"]["off"]["requests"][0]["input_tokens"] == 30
     assert asked["rounds"][0]["runs"]["off"]["requests"][0]["output_tokens"] == 3
@@ -623,9 +532,9 @@ def test_the_command_takes_traces_prompts_and_named_variants(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("no_report")
 def test_the_command_speculates_on_real_text(tmp_path: Path) -> None:
-    variants = ["--variants", "off=speculative=off", "--variants", "on=speculative=prompt-lookup"]
-    more = ["--max-len", "256", "--output-len", "40"]
-    told, found = invoke(tmp_path, "--workload", "stories", *variants, *more)
+    words = ["--variants", "off=speculative=off", "--variants", "on=speculative=prompt-lookup"]
+    words += ["--workload", "stories", "--max-len", "256", "--output-len", "40"]
+    told, found = run_ab(tmp_path, *words)
     assert "at most 40 out" in told
     assert "tokens drafted" in told
     [stories] = found["workloads"]
@@ -639,36 +548,12 @@ def test_the_command_speculates_on_real_text(tmp_path: Path) -> None:
 def test_the_command_renews_and_searches(tmp_path: Path) -> None:
     variants = ["--variants", "virtual,paged"]
     more = ["--rounds", "3", "--renew", "2", "--workload", "beam,alpaca"]
-    told, found = invoke(tmp_path, *more, *variants)
+    told, found = run_ab(tmp_path, *more, *variants)
     assert "beam: 2 requests" in told
     assert found["settings"]["renew_every"] == 2
     assert [one["name"] for one in found["workloads"]] == ["beam", "alpaca"]
     assert found["workloads"][0]["described"]["decoding"] == ["beam 4"]
     search = ["--search", "--search-steps", "1", "--slo-ttft", "100s"]
-    told, found = invoke(tmp_path, *search, *variants)
+    told, found = run_ab(tmp_path, *search, *variants)
     assert "highest rate with 90% of requests in time" in told
     assert [probe["passed"] for probe in found["searches"][0]["probes"]] == [True, True]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["--workload", "chats"], "--workload: no workload is named 'chats'"),
-        (["--variants", "virtual"], "needs two or more"),
-        (["--scale", "nan"], "--scale: nan is not a number above 0"),
-        (["--slo-ttft", "soon"], "--slo-ttft: 'soon' is no duration"),
-        (["--max-len", "9000"], "--max-len: 9000 is above the 8192 tokens"),
-        (["--trace", "none.jsonl"], "none.jsonl: No such file"),
-        (["--renew", "2", "--rebuild-engines"], "--renew: --rebuild-engines does so in every run"),
-        (["--renew", "2", "--search", "--slo-ttft", "1s"], "--renew: --search keeps its engines"),
-        (["--kv-cache-memory", "lots"], "kv_cache_memory: 'lots' is not a size"),
-    ],
-)
-def test_bad_input_is_told_before_anything_runs(
-    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError) as error:
-        CliRunner().invoke(app, ["ab", *arguments], catch_exceptions=False)
-    assert told in str(error.value)
-    assert list(tmp_path.iterdir()) == []

@@ -32,14 +32,12 @@ def run(factor: float) -> dict[str, Any]:
         "memory": {
             "at_us": [0, 5000, 9000],
             **{f"{state}_bytes": [0, 1 << 20, 2 << 20] for state in MEMORY_STATES},
-            "saved_bytes": [0, 0, 0], "virtual": [0, 1, 0], "paged": [0, 0, 1],
+            "saved_bytes": [0, 0, 0], "virtual": [0, 1, 0], "paged": [0, 0, 1]
         },
     }  # fmt: skip
 
 
-def comparison(
-    metric: str, ratio: float, verdict: str | None, high: float | None
-) -> dict[str, Any]:
+def comparison(metric: str, ratio: float, verdict: str | None, high: float | None) -> Any:
     return {"metric": metric, "ratio": ratio, "low": ratio * 0.9, "high": high,
             "verdict": verdict, "p_value": 0.0, "adjusted_p": 0.0, "num_pairs": 6}  # fmt: skip
 
@@ -74,12 +72,12 @@ def document() -> dict[str, Any]:
             "name": "chat", "rounds": rounds, "comparisons": {NAMES[1]: found},
             "same_answers": {NAMES[1]: {"same": 3, "of": 3}},
             "described": {"num_requests": 1, "mean_input_tokens": 5.0, "mean_output_tokens": 3.0,
-                          "decoding": ["greedy"], "load": "all at once"},
+                          "decoding": ["greedy"], "load": "all at once"}
         }],
         "searches": [{
             "name": "chat", "goodput": 0.9, "probes": probes, "closed_loop_per_s": 2.0,
             "max_rate_per_s": {NAMES[0]: [2.0], NAMES[1]: [None]},
-            "comparisons": {NAMES[1]: None},
+            "comparisons": {NAMES[1]: None}
         }],
     }  # fmt: skip
 

@@ -12,17 +12,11 @@ import numpy as np
 import pytest
 
 import vmserve
+from tests.support.bench import job
 from vmserve.errors import ConfigurationError
 from vmserve.sampling import SamplingParams
-from vmserve_bench.ab.jobs import (
-    Decoding,
-    Job,
-    Prompts,
-    fit,
-    generation_params,
-    ideal_hit_rate,
-    with_arrivals,
-)
+from vmserve_bench.ab import jobs as ab_jobs
+from vmserve_bench.ab.jobs import Decoding, Job, Prompts, fit, generation_params, ideal_hit_rate
 from vmserve_bench.ab.plan import LoadOptions, make_workloads, sources
 from vmserve_bench.ab.traces import at_rate, read_prompts, read_trace
 from vmserve_bench.ab.traffic import ARXIV, KINDS, MIX, get_kind, sessions, text_jobs
@@ -30,16 +24,10 @@ from vmserve_bench.workloads import texts
 from vmserve_bench.workloads.shapes import RequestShape
 from vmserve_bench.workloads.texts import TEXTS, conversations
 
-MANY = 20_000
-
 
 def lengths(jobs: list[Job]) -> tuple[list[int], list[int]]:
     shapes = [job.shape for job in jobs]
     return [s.num_input_tokens for s in shapes], [s.num_output_tokens for s in shapes]
-
-
-def job(num_in: int, num_out: int, index: int = 0, **more: Any) -> Job:
-    return Job(RequestShape(num_in, num_out, index=index), **more)
 
 
 # -- shapes
@@ -64,8 +52,6 @@ def test_kinds_have_what_they_say() -> None:
         assert {(one.num_prefix_tokens, one.prefix_group) for one in shapes} == {(prefix, 0)}
         own = [one.num_input_tokens - prefix for one in shapes]
         assert (min(own), max(own)) == (40, 60)
-    with pytest.raises(ConfigurationError, match="'chats': choose from chat, alpaca"):
-        get_kind("chats")
 
 
 def test_vllms_suite_has_a_run_for_each_number_at_once() -> None:
@@ -93,10 +79,8 @@ def test_what_is_asked_for_goes_before_the_workloads_own_numbers() -> None:
             (one.name, one.load.is_open, one.load.concurrency, len(one.make(0))) for one in found
         ]
 
-    assert made(LoadOptions("4, 2")) == [
-        ("vllm-cpu at 2", False, 2, 7),
-        ("vllm-cpu at 4", False, 4, 7),
-    ]
+    both = [("vllm-cpu at 2", False, 2, 7), ("vllm-cpu at 4", False, 4, 7)]
+    assert made(LoadOptions("4, 2")) == both
     assert made(LoadOptions("3")) == [("vllm-cpu", False, 3, 7)]
     assert made(LoadOptions(rate=2.0)) == [("vllm-cpu", True, None, 7)]
     with pytest.raises(ConfigurationError, match="--concurrency: 'x' is no whole number"):
@@ -114,11 +98,9 @@ def test_same_seed_same_jobs_and_indices_are_places(name: str) -> None:
     assert [job.shape.index for job in jobs] == list(range(40))
     assert all(job.previous is None or job.previous < job.shape.index for job in jobs)
     assert {job.shape.arrival_s for job in jobs} == {0.0}
-    fitted = fit(jobs, min(1.0, 512 / (kind.context or 1)), 512)
+    fitted = [job.shape for job in fit(jobs, min(1.0, 512 / (kind.context or 1)), 512)]
     assert fitted
-    assert all(
-        0 < job.shape.num_output_tokens <= 512 - job.shape.num_input_tokens for job in fitted
-    )
+    assert all(0 < one.num_output_tokens <= 512 - one.num_input_tokens for one in fitted)
 
 
 def test_sessions_say_all_that_was_said_before() -> None:
@@ -190,14 +172,9 @@ def test_fit_scales_prefixes_and_cuts_them_first() -> None:
 
 
 def test_fit_ends_conversations_for_which_there_is_no_room() -> None:
-    jobs = [
-        job(10, 20, 0),
-        job(40, 20, 1, previous=0),  # 10 of its own
-        job(160, 20, 2, previous=1),  # 100 of its own: too long
-        job(190, 5, 3, previous=2),
-        job(7, 7, 4),
-        job(20, 4, 5, previous=4),
-    ]
+    # Of their own the turns after the first have 10 tokens, and 100, which is too long.
+    chat = [job(10, 20, 0), job(40, 20, 1, previous=0), job(160, 20, 2, previous=1)]
+    jobs = [*chat, job(190, 5, 3, previous=2), job(7, 7, 4), job(20, 4, 5, previous=4)]
     fitted = fit(jobs, 1.0, 100)
     assert [(j.shape.index, j.previous, j.shape.num_input_tokens) for j in fitted] == [
         (0, None, 10), (1, 0, 40), (2, None, 7), (3, 2, 20),
@@ -217,12 +194,12 @@ def test_given_prompts_are_not_cut() -> None:
 
 def test_arrivals_have_the_rate_over_all_turns() -> None:
     jobs = sessions(100, 0)
-    timed = with_arrivals(jobs, 4.0, 1.0, 0)
+    timed = ab_jobs.with_arrivals(jobs, 4.0, 1.0, 0)
     roots = [one.shape.arrival_s for one in timed if one.previous is None]
     assert max(roots) == pytest.approx(100 / 4.0)
     assert all(one.shape.arrival_s == 0 for one in timed if one.previous is not None)
-    assert [one.shape.arrival_s for one in with_arrivals(jobs, None, 1.0, 0)] == [0.0] * 100
-    twice = with_arrivals(jobs, 8.0, 1.0, 0)
+    assert [one.shape.arrival_s for one in ab_jobs.with_arrivals(jobs, None, 1.0, 0)] == [0.0] * 100
+    twice = ab_jobs.with_arrivals(jobs, 8.0, 1.0, 0)
     assert twice[50].shape.arrival_s == pytest.approx(timed[50].shape.arrival_s / 2)
 
 
@@ -246,9 +223,7 @@ def test_turns_begin_with_their_history() -> None:
 def test_greedy_and_sampled_requests_have_seeds_of_their_own() -> None:
     greedy, other = (generation_params(job(1, 9, index), seed=2) for index in (3, 4))
     sampled = generation_params(job(1, 9, 3, decoding=Decoding("parallel", 4)), seed=2)
-    assert isinstance(greedy, SamplingParams)
-    assert isinstance(sampled, SamplingParams)
-    assert isinstance(other, SamplingParams)
+    assert {type(each) for each in (greedy, sampled, other)} == {SamplingParams}
     assert (greedy.temperature, sampled.temperature) == (0.0, 1.0)
     assert greedy.seed == sampled.seed != other.seed
 
@@ -263,13 +238,9 @@ def write(path: Path, *rows: Any) -> Path:
 
 
 def test_a_trace_in_milliseconds_from_its_first_request(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "t.jsonl",
-        {"timestamp": 1000, "input_length": 900, "output_length": 40, "hash_ids": [1, 2]},
-        "",
-        {"timestamp": 1250, "input_length": 10, "output_length": 2, "other": "ignored"},
-    )
-    first, second = read_trace(path)
+    one = {"timestamp": 1000, "input_length": 900, "output_length": 40, "hash_ids": [1, 2]}
+    two = {"timestamp": 1250, "input_length": 10, "output_length": 2, "other": "ignored"}
+    first, second = read_trace(write(tmp_path / "t.jsonl", one, "", two))
     assert (first.shape.arrival_s, second.shape.arrival_s) == (0.0, 0.25)
     assert (first.hash_ids, first.block_tokens, second.hash_ids) == ((1, 2), 512, ())
     assert (second.shape.num_input_tokens, second.shape.index) == (10, 1)
@@ -357,16 +328,13 @@ def test_files_that_are_no_files(tmp_path: Path) -> None:
             read_trace(tmp_path / name)
     with pytest.raises(ConfigurationError, match="no prompt in it"):
         read_prompts(tmp_path / "empty.txt", list, 4)
-
-
-def test_a_trace_that_arrives_at_once_has_no_rate(tmp_path: Path) -> None:
     jobs = read_trace(write(tmp_path / "t.jsonl", GOOD, GOOD))
     with pytest.raises(ConfigurationError, match="all arrive at once"):
         at_rate(jobs, 1.0)
 
 
 def encode(text: str) -> list[int]:
-    return [ord(letter) for letter in text]
+    return list(map(ord, text))
 
 
 def test_prompts_of_text_and_of_json(tmp_path: Path) -> None:

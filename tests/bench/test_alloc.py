@@ -5,27 +5,20 @@ Nothing here looks at a time: only at counts, sums and structure.
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.bench import bench, compared_with_itself
 from vmserve import _core
-from vmserve.errors import ConfigurationError, DriverError
 from vmserve_bench.alloc import idle
 from vmserve_bench.alloc.bandwidth import WAYS as BANDWIDTH_WAYS
 from vmserve_bench.alloc.bookkeeping import driver_calls, open_batch
-from vmserve_bench.alloc.command import alloc_command
 from vmserve_bench.alloc.prefill import Prefiller
-from vmserve_bench.alloc.section import Driver, make_driver
+from vmserve_bench.alloc.section import make_driver
 from vmserve_bench.alloc.steps import WAYS, Case, ModelStandIn, Stepper
 from vmserve_bench.alloc.waste import CorePool, ReservingPool, largest_batch, replay, reservation
-from vmserve_bench.lab.report import dump, head, kept_arguments, results_directory
-from vmserve_bench.lab.statistics import Summary, summarize
-from vmserve_bench.lab.table import SectionResult, Table, markdown, microseconds, table_of
 from vmserve_bench.simulation.buddy import Buddy, power_of_two
 from vmserve_bench.workloads.shapes import RequestShape
 
@@ -103,11 +96,6 @@ def test_who_came_last_is_preempted_and_comes_back() -> None:
     assert (found["num_saturated_steps"], found["mean_batch"]) == (8, (2 * 2 + 6) / 8)
 
 
-def test_a_replay_needs_more_requests_than_fit() -> None:
-    with pytest.raises(ValueError, match="2 requests do not fill the pool"):
-        replay(CorePool("paged", 16, 4096), [shape(10, 2), shape(10, 2)])
-
-
 def test_largest_batch_is_what_the_pages_hold() -> None:
     shapes = [shape(60, 10, index) for index in range(100)]  # 69 positions: 2 pages of 64
     assert largest_batch("virtual", 64, 1024, shapes) == 8
@@ -116,6 +104,8 @@ def test_largest_batch_is_what_the_pages_hold() -> None:
     assert largest_batch("virtual", 1024, 4096, shapes) == 4
     with pytest.raises(ValueError, match="3 requests do not fill the pool"):
         largest_batch("virtual", 64, 1024, shapes[:3])
+    with pytest.raises(ValueError, match="2 requests do not fill the pool"):
+        replay(CorePool("paged", 16, 4096), shapes[:2])
 
 
 # -- the rigs
@@ -133,20 +123,15 @@ def test_prefault_fills_the_page_tables() -> None:
     driver.zero([(address, 2 * 4096)])
 
 
-@pytest.mark.parametrize(
-    ("way", "slot_calls", "arena_calls"),
-    [
-        ("parked slot", 0, 0),
-        ("free pages", 3, 0),  # one run per group
-        ("scattered pages", 3 * 4, 0),  # one call per page and group
-        ("new memory", 3, 3),
-    ],
-)
-def test_map_calls_of_a_prompt(way: str, slot_calls: int, arena_calls: int) -> None:
-    pool = Prefiller(way, 256, num_groups=3)
-    pool.run()
-    assert (pool.slot_calls, pool.arena_calls) == (slot_calls, arena_calls)
-    pool.memory.check()
+def test_map_calls_of_a_prompt() -> None:
+    """Of slots one per run and group, or per page and group; of the arena for new pages alone."""
+    found = {}
+    for way in ("parked slot", "free pages", "scattered pages", "new memory"):
+        pool = Prefiller(way, 256, num_groups=3)
+        pool.run()
+        found[way] = pool.slot_calls, pool.arena_calls
+        pool.memory.check()
+    assert list(found.values()) == [(0, 0), (3, 0), (3 * 4, 0), (3, 3)]
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -190,15 +175,13 @@ def test_bookkeeping_steps_call_no_driver(views: Any) -> None:
 
 
 def run_quick(directory: Path, *sections: str) -> dict[str, Any]:
-    path = directory / "out" / "results.json"
-    alloc_command(
-        section=",".join(sections), quick=True, json_path=path, markdown_path=directory / "t.md"
-    )
-    document: dict[str, Any] = json.loads(path.read_text())
-    return document
+    path, tables = directory / "out" / "results.json", directory / "t.md"
+    line = f"alloc --quick --section {','.join(sections)}"
+    printed = bench(line, "--json", path, "--markdown", tables, columns=200)
+    return compared_with_itself(path, "alloc") | {"printed": printed}
 
 
-def test_quick_calls_and_bandwidth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quick_calls_and_bandwidth(tmp_path: Path) -> None:
     written = run_quick(tmp_path, "bandwidth", "calls")
     assert list(written["sections"]) == ["calls", "bandwidth"]
     assert (written["quick"], written["seed"], written["driver"]) == (True, 0, "host")
@@ -209,7 +192,7 @@ def test_quick_calls_and_bandwidth(tmp_path: Path, capsys: pytest.CaptureFixture
     assert {tuple(row["gb_per_s"]) for row in rows} == {BANDWIDTH_WAYS}
     quoted = {row["page_bytes"]: row["vattention_a100_gb_per_s"] for row in rows}
     assert (quoted[4096], quoted[65536]) == (None, 7.59)
-    assert "driver calls on runs of pages" in capsys.readouterr().out
+    assert "driver calls on runs of pages" in written["printed"]
     assert "| 2,097,152 |" in (tmp_path / "t.md").read_text()
 
 
@@ -274,77 +257,3 @@ def test_an_idle_pool_holds_little_more_than_what_it_keeps(
         assert found[state]["over_floor"] == pytest.approx(found[state]["pages"] / packed)
         assert 1 <= found[state]["over_floor"] <= most
     assert found["bounded"]["pages"] == 16_000 // layout.page_tokens < found["idle"]["pages"]
-
-
-def test_sections_that_there_are_not_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"no section is named 'nothing'.*calls, steps"):
-        alloc_command(section="calls,nothing")
-    with pytest.raises(ConfigurationError, match=r"--driver cuda is named 'steps'.*calls, band"):
-        alloc_command(section="calls,steps", driver=Driver.cuda)
-
-
-def test_a_machine_without_cuda_says_so_before_anything_is_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def refuse(*numbers: int) -> None:
-        raise DriverError("the CUDA driver library cannot be loaded")
-
-    monkeypatch.setattr(_core, "CudaDriver", refuse)
-    with pytest.raises(DriverError, match="cannot be loaded"):
-        alloc_command(driver=Driver.cuda, quick=True, json_path=tmp_path / "results.json")
-    assert not list(tmp_path.iterdir())
-
-
-# -- tables and files
-
-
-def test_summaries_and_numbers() -> None:
-    """Percentiles are linear between samples."""
-    summary = summarize(list(range(101)))
-    assert summary == Summary(num_samples=101, median=50, p95=95, p99=99, max=100)
-    assert summarize([1, 2]).median == 1.5
-    assert summary.to_dict()["p95"] == 95
-    with pytest.raises(ValueError, match="at least 1 sample"):
-        summarize([])
-    numbers = {940: "0.94", 12_345: "12.3", 123_456: "123", 2.5e9: "2,500,000"}
-    assert {number: microseconds(number) for number in numbers} == numbers
-
-
-def test_tables() -> None:
-    table = Table("t", ("a", "b"), (("1", "2"),), "so it is")
-    assert table.to_markdown() == "**t**\n\n| a | b |\n|---|---:|\n| 1 | 2 |\n\nso it is\n"
-    with pytest.raises(ValueError, match="2 columns, a row of 1"):
-        Table("t", ("a", "b"), (("1",),))
-    row = {"name": "x", "in": {"a_b": 1234, "c": 1234.5}, "few": [0.12345, None], "none": None}
-    table = table_of("t", [row], ["name", "in", "in/c", "few", "none"])
-    assert table.columns == ("name", "in a b", "in c", "few", "none")
-    assert table.rows == (("x", "1,234", "1,234", "[0.123, ]", ""),)
-    described = head("alloc", {"quick": True})
-    first = markdown({"calls": SectionResult({"x": 1}, (table,))}, described).splitlines()[0]
-    assert first.startswith(described["date"])
-    assert described["machine"]["cpu"] in first
-    assert "--quick" in first
-
-
-def test_json_has_a_line_per_list_of_numbers() -> None:
-    described = {"trace": [1.5, 2e-07, -3], "rows": [{"a": [1]}, {"a": []}], "name": "[1, 2]"}
-    text = dump(described)
-    assert json.loads(text) == described
-    assert ' "trace": [ 1.5, 2e-07, -3 ],\n' in text
-
-
-def test_a_kept_run_writes_next_to_its_script_and_over_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for end in ("", "-2", "-3"):
-        path = results_directory("", device="Some (R) CPU @ 2 GHz", root=str(tmp_path))
-        path.mkdir()
-        assert re.fullmatch(rf"\d{{4}}-\d\d-\d\d-some-r-cpu-2-ghz{end}", path.name)
-    monkeypatch.setattr(sys, "argv", ["run.py", "--seed", "3"])
-    script = str(tmp_path / "run.py")
-    *head, option, kept, seed, three = kept_arguments("alloc", script, output=True)
-    assert (head, option) == (["vmserve", "bench", "alloc"], "--output")
-    assert (Path(kept).parent, seed, three) == (tmp_path / "results", "--seed", "3")
-    assert kept_arguments("alloc", script)[3:-2] == [
-        "--json", f"{kept}/results.json", "--markdown", f"{kept}/tables.md",
-    ]  # fmt: skip

@@ -5,20 +5,18 @@ Nothing here looks at a time.
 
 from __future__ import annotations
 
-import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 
+from tests.support.bench import bench, compared_with_itself
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import CpuBackend
-from vmserve.errors import ConfigurationError
 from vmserve.memory.views import PagedView
 from vmserve_bench.kernels.rig import SHAPES, Rig, Shape
-from vmserve_bench.kernels.sections import BLOCK_SIZES, Options, kernels_command
-from vmserve_bench.lab.suite import chosen
+from vmserve_bench.kernels.sections import BLOCK_SIZES, Options
 
 
 def test_the_views_of_a_rig_show_the_same_bytes() -> None:
@@ -60,38 +58,28 @@ def test_reading_reads_everything() -> None:
     assert rig.read() == int(np.bitwise_xor.reduce(words)) % 2**64
 
 
-def test_quick_run_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kernels_command(quick=True, json_path=tmp_path / "r.json", markdown_path=tmp_path / "t.md")
-    written = json.loads((tmp_path / "r.json").read_text())
+def test_quick_run_of_everything(tmp_path: Path) -> None:
+    path, tables = tmp_path / "r.json", tmp_path / "t.md"
+    output = bench("kernels --quick --json", path, "--markdown", tables)
+    assert "decode: one layer" in output
+    written = compared_with_itself(path, "kernels")
     assert (written["benchmark"], written["quick"]) == ("kernels", True)
     assert written["num_threads"] >= 1
     sections = written["sections"]
     assert list(sections) == ["decode", "blocks", "prefill", "products"]
     decode = sections["decode"]["points"]
-    assert {(p["shape"], p["dtype"], p["num_seqs"]) for p in decode} == {
-        (shape.shape, dtype, batch)
-        for shape in SHAPES
-        for dtype in ("float32", "bfloat16")
-        for batch in (1, 2)
-    }
+    assert {(p["shape"], p["dtype"], p["num_seqs"]) for p in decode} == set(
+        product((shape.shape for shape in SHAPES), ("float32", "bfloat16"), (1, 2))
+    )
     for point in decode:
         assert set(point["layer_ns"]) == {"contiguous", "paged", "sdpa", "read"}
         assert all(len(samples) == 2 for samples in point["samples_ns"].values())
         assert point["num_layers"] * point["layer_bytes"] >= Options(quick=True).least_bytes
+    names = {f"blocks of {size}" for size in BLOCK_SIZES}
     for point in sections["blocks"]["points"]:
-        names = {f"blocks of {size}" for size in BLOCK_SIZES}
         assert set(point["ratio_to_contiguous"]) == names
     chunks = [(p["context"], p["num_new"]) for p in sections["prefill"]["points"][:2]]
     assert chunks == [(64, 64), (96, 32)]
-    text = (tmp_path / "t.md").read_text()
+    text = tables.read_text()
     assert "--quick" in text.splitlines()[0]
     assert "| 125M GQA bfloat16 | 2 x 63 + 1 |" in text
-    assert "decode: one layer" in capsys.readouterr().out
-
-
-def test_sections_are_checked() -> None:
-    known = ["decode", "blocks", "prefill"]
-    assert chosen("section", None, known) == known
-    assert chosen("section", "prefill, decode", known) == ["decode", "prefill"]
-    with pytest.raises(ConfigurationError, match=r"'nothing': choose from decode, blocks"):
-        chosen("section", "nothing,decode", known)

@@ -9,15 +9,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
-from typer.testing import CliRunner
 
-from vmserve.errors import ConfigurationError, VmserveError
 from vmserve_bench import options
 from vmserve_bench.command import app
 
-LOAD = {"concurrency", "rate", "burstiness", "scale", "slo_ttft", "slo_tpot"}
 GROUP: Any = typer.main.get_command(app)
 
 
@@ -25,22 +21,19 @@ def declared(command: str) -> dict[str, dict[str, Any]]:
     return {one.name: vars(one) for one in GROUP.get_command(None, command).params}
 
 
-@pytest.mark.parametrize(
-    ("commands", "names"),
-    [
-        (("ab", "serve"), LOAD),
-        (("kernels", "alloc"), {"quick", "json_path", "markdown_path"}),
-        (("kernels", "step"), {"json_path", "markdown_path"}),
-        (("sharing", "papers"), {"output", "json_path"}),
-        (("kernels", "papers"), {"quick"}),
-    ],
-)
-def test_one_declaration_for_both(commands: tuple[str, str], names: set[str]) -> None:
-    a, b = map(declared, commands)
-    assert names <= a.keys() & b.keys()
-    for name in names:
-        for what in ("help", "opts", "default", "required"):
-            assert a[name][what] == b[name][what], (name, what)
+def test_one_declaration_for_both() -> None:
+    for first, second, names in (
+        ("ab", "serve", {"concurrency", "rate", "burstiness", "scale", "slo_ttft", "slo_tpot"}),
+        ("kernels", "alloc", {"quick", "json_path", "markdown_path"}),
+        ("kernels", "step", {"json_path", "markdown_path"}),
+        ("sharing", "papers", {"output", "json_path"}),
+        ("kernels", "papers", {"quick"}),
+    ):
+        a, b = declared(first), declared(second)
+        assert names <= a.keys() & b.keys()
+        for name in names:
+            for what in ("help", "opts", "default", "required"):
+                assert a[name][what] == b[name][what], (name, what)
 
 
 def test_no_shared_option_is_declared_again() -> None:
@@ -57,35 +50,6 @@ def test_no_shared_option_is_declared_again() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
         assert not texts & shared.keys(), path
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ("alloc --section calls --quick --json {here}", "it is a directory"),
-        ("compare a.json b.json --json {here}/file/x.json", "it is no directory"),
-        ("kernels --quick --json -", "standard output"),
-        ("kernels --quick --markdown /proc/none/x.json", "No such file"),
-        ("papers --quick --json -", "standard output"),
-        ("profile --output -", "standard output"),
-        ("sharing --json -", "standard output"),
-        ("startup --json -", "standard output"),
-        ("step --json -", "standard output"),
-        ("ab --model no/such/model --output {here}/file", "it is no directory"),
-    ],
-)
-def test_a_file_that_cannot_be_is_told_before_anything_is_measured(
-    args: str, message: str, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigurationError, match=f"cannot write .*{message}"):
-        CliRunner().invoke(app, args.format(here=tmp_path).split(), catch_exceptions=False)
-
-
-def test_a_full_disk_is_told_with_the_file() -> None:
-    args = ["step", "--steps", "1", "--num-seqs", "1", "--json", "/dev/full"]
-    with pytest.raises(VmserveError, match="cannot write /dev/full: No space left on device"):
-        CliRunner().invoke(app, args, catch_exceptions=False)
 
 
 def test_a_command_waits_for_no_import_of_another() -> None:

@@ -1,20 +1,36 @@
-"""``vmserve bench papers`` and the overload benchmark: what they measure, on short traces."""
+"""``vmserve bench papers``: what is measured on short traces, the table of all figures."""
 
 from __future__ import annotations
 
-import json
+import functools
+import re
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import typer.testing
 
-from benchmarks.overload.run import closed_loop, num_clients, real, simulated
-from vmserve.scheduler.base import Totals
-from vmserve_bench.papers.command import papers_command
+from tests.support.bench import bench, compared_with_itself
+from vmserve.cli.main import app
+from vmserve_bench.compare_cases import read_cases
+from vmserve_bench.papers import served
+from vmserve_bench.papers.command import REAL, SIMULATED, papers_command
+from vmserve_bench.papers.points import METRICS, Points
+from vmserve_bench.papers.real import chat_shapes
+from vmserve_bench.papers.served import SYSTEMS, Fleet, Sample, make_jobs, means, scaled
 from vmserve_bench.papers.simulated import Options, Trace, measure, sustained_rate, swap_seconds
 from vmserve_bench.simulation.devices import opt_13b
-from vmserve_bench.workloads.shapes import RequestShape
+from vmserve_bench.workloads.shapes import RequestShape, sharegpt
+
+ROOT = Path(__file__).parents[2]
+#: Paper, experiment, what it is, state, command, ours, the paper's, and the real engine's.
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in ROOT.joinpath("docs/experiments.md").read_text(encoding="utf-8").splitlines()
+    if line.startswith(("| PagedAttention", "| vAttention"))
+]
+
+
+# -- simulated
 
 SHORT = Trace("sharegpt", 40.0, 10.0)
 
@@ -50,61 +66,168 @@ def test_the_sustained_rate_lies_between_what_was_and_was_not() -> None:
     assert rate == points[-1]["request_rate"] == 8.0
 
 
-@pytest.mark.parametrize(
-    ("block_tokens", "is_merged", "calls"), [(1, False, 256), (16, False, 16), (1, True, 1)]
-)
-def test_swapping_small_blocks_is_slow(block_tokens: int, is_merged: bool, calls: int) -> None:
-    device = opt_13b(block_tokens=block_tokens)
-    seconds = 2 * (256 * 819200 / 24e9 + calls * 80 * 3e-6)
-    assert swap_seconds(device, 256, is_merged=is_merged) == pytest.approx(seconds)
+def test_swapping_small_blocks_is_slow() -> None:
+    for block_tokens, is_merged, calls in ((1, False, 256), (16, False, 16), (1, True, 1)):
+        device = opt_13b(block_tokens=block_tokens)
+        seconds = 2 * (256 * 819200 / 24e9 + calls * 80 * 3e-6)
+        assert swap_seconds(device, 256, is_merged=is_merged) == pytest.approx(seconds)
 
 
-def test_the_command_writes_what_it_printed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    papers_command(figure="19", minutes=0.05, seed=0, output=tmp_path, json_path=None)
-    assert "no GPU was used" in capsys.readouterr().out
-    data = json.loads((tmp_path / "results.json").read_text())
+def test_the_command_writes_what_it_printed(tmp_path: Path) -> None:
+    output = bench("papers --figure 19 --minutes 0.05 --output", tmp_path)
+    assert "no GPU was used" in output
+    data = compared_with_itself(tmp_path / "results.json", "papers")
     assert data["latency_model"]["simulated"] is True
     assert list(data["figures"]["19"]) == ["1", "2", "4", "8", "16", "32", "64", "128", "256"]
     assert "Figure 19, simulated" in (tmp_path / "tables.md").read_text()
     assert Options(minutes=6).trace("alpaca").seconds == 120
 
 
-def test_clients_offer_so_many_times_the_pool() -> None:
-    shapes = [RequestShape(50, 50), RequestShape(150, 50)]
-    assert [num_clients(load, 1500, shapes) for load in (1.0, 4.0, 0.001)] == [10, 40, 1]
+# -- the real engine, with reservations as Orca makes them
 
 
-def test_a_window_is_of_the_time_in_which_all_clients_are_there() -> None:
-    engine: Any = SimpleNamespace(
-        counters=SimpleNamespace(generation_tokens=0),
-        scheduler=SimpleNamespace(totals=Totals()),
-    )
-
-    def step() -> tuple[float, int]:
-        engine.counters.generation_tokens += 10
-        now = engine.counters.generation_tokens / 10
-        return now, max(0, int(now) - 2)
-
-    sent: list[int] = []
-    run = closed_loop(engine, 1.0, 3, 8, sent.append, step)
-    # Two have ended after the fourth step; the last request is sent before the eighth.
-    assert (run["window_s"], run["tokens_per_second"], run["num_steps"]) == (4.0, 10.0, 10)
-    assert sent == list(range(8))
-    with pytest.raises(ValueError, match="nothing was measured"):
-        simulated(4.0, "recompute", "paged", 20)
+def test_means_are_of_the_time_in_which_requests_wait() -> None:
+    samples = [
+        Sample(1.0, 9, 90, 0, waits=True),  # before a quarter has ended
+        Sample(2.0, 4, 50, 2, waits=True),
+        Sample(6.0, 2, 10, 3, waits=True),
+        Sample(9.0, 1, 1, 6, waits=False),
+        Sample(9.0, 1, 1, 7, waits=True),  # over: what waits again was preempted
+    ]
+    found = means(samples, 8, 100)
+    assert found == {"at_once": pytest.approx(20 / 8), "states_share": pytest.approx(1.6 / 8)}
+    quiet = means([Sample(1.0, 3, 30, 8, waits=False)], 8, 100)
+    assert quiet == {"at_once": 3.0, "states_share": 0.3}
 
 
-def test_throughput_does_not_collapse_in_simulation() -> None:
-    """Where four times as much is asked for as there is room, decoding goes on."""
-    points = {load: simulated(load, "swap", "paged", 120) for load in (0.5, 2.0)}
-    assert points[2.0]["num_preemptions"] > 0
-    assert points[2.0]["num_swaps"] == points[2.0]["num_preemptions"]
-    assert points[2.0]["tokens_per_second"] > points[0.5]["tokens_per_second"]
+def test_reservations_bound_what_runs_at_once() -> None:
+    """The paper's figure 13: 7 with the longest reserved, more as more is known, most with none."""
+    shapes = scaled(sharegpt(80, 0), 16)
+    with Fleet(context=128, pool_tokens=15_728 // 16) as fleet:
+        jobs = make_jobs(shapes, fleet.vocabulary, 0)
+        names = ("vmserve, paged", "Orca (Oracle)", "Orca (Max)")
+        ours, oracle, most = (fleet.serve(SYSTEMS[name], jobs) for name in names)
+    assert most["at_once"] == 7.0
+    assert 7.0 < oracle["at_once"] < ours["at_once"]
+    assert most["states_share"] < ours["states_share"]
+    num_output = sum(shape.num_output_tokens for shape in shapes)
+    for one in (ours, oracle, most):
+        assert one["tokens_per_s"] / one["requests_per_s"] == pytest.approx(num_output / 80)
 
 
-def test_the_real_engine_is_measured_alike() -> None:
-    point = real(2.0, "recompute", "paged", 40)
-    assert point["num_clients"] in (15, 16, 17)
-    assert point["tokens_per_second"] > 0
+def test_samples_of_orca_are_requests_of_their_own() -> None:
+    with Fleet() as fleet:
+        jobs = make_jobs([RequestShape(9, 5)], fleet.vocabulary, 0, width=3)
+        for name, prompts_computed in (("vmserve, paged", 1), ("Orca (Oracle)", 3)):
+            engine = fleet.engine(SYSTEMS[name])
+            before = engine.counters.prompt_tokens
+            found = fleet.serve(SYSTEMS[name], jobs)
+            assert found["tokens_per_s"] / found["requests_per_s"] == pytest.approx(15)
+            assert engine.counters.prompt_tokens - before == 9 * prompts_computed
+
+
+def test_memory_that_is_short_is_an_error() -> None:
+    def job(name: int, num_prompt: int, num_output: int) -> served.Job:
+        return served.Job(str(name), list(range(10, 10 + num_prompt)), num_output)
+
+    system = served.System("virtual", "oracle", (("kv_cache_memory", 32 * 16 * 4096),))
+    with Fleet() as fleet, pytest.raises(RuntimeError, match="preemptions behind the gate"):
+        fleet.serve(system, [job(index, 20, 60) for index in range(20)])
+    with (
+        Fleet(pool_tokens=400) as fleet,
+        pytest.raises(ValueError, match="request 0 does not fit into an empty pool"),
+    ):
+        fleet.serve(SYSTEMS["Orca (Max)"], [job(0, 5, 5)])
+
+
+def test_conversations_grow_up_to_half_of_the_context() -> None:
+    shapes = chat_shapes(40, 0)
+    assert max(shape.num_input_tokens for shape in shapes) == served.CONTEXT // 2
+    for turn in range(1, 4):
+        before, shape = shapes[turn - 1], shapes[turn]
+        history = before.num_input_tokens + before.num_output_tokens
+        assert shape.num_input_tokens >= min(served.CONTEXT // 2, history)
+    assert shapes[4].num_input_tokens == scaled(sharegpt(40, 0))[4].num_input_tokens
+
+
+def test_points() -> None:
+    points = Points(["one, a", "one, b"])
+    for value in (3.0, 1.0, 2.0):
+        points.add("one, a", at_once=value)
+    points.add("one, b", at_once=4.0, swaps=1)
+    table = points.table("title", ["at_once", "swaps"], ["a"])
+    assert table.columns == ("", "requests at once", "swapped out", "over a")
+    assert table.rows == (("one, a", "2 (1 to 3)", "-", "1.00"), ("one, b", "4", "1", "2.00"))
+
+
+@pytest.mark.timeout(300)
+def test_every_figure_runs_and_its_file_is_compared(tmp_path: Path) -> None:
+    bench("papers --all --engine real --quick --output", tmp_path)
+    data = compared_with_itself(tmp_path / "results.json", "papers --engine real")
+    said = (data["schema"], data["quick"], data["model"])
+    assert said == ("vmserve-bench-papers", True, "vmserve-embedded")
+    assert list(data["figures"]) == list(REAL.sections)
+    tables = (tmp_path / "tables.md").read_text()
+    for name, found in data["figures"].items():
+        assert f"## {name}\n" in tables
+        assert found.get("cases") or found.get("kernel") or found.get("runs")
+        for metrics in found.get("cases", {}).values():
+            assert metrics.keys() <= METRICS.keys()
+    assert [case.name for case in read_cases(data)] == [f"papers, {name}" for name in REAL.sections]
+
+
+# -- docs/experiments.md
+
+
+def test_every_figure_and_table_is_accounted_for() -> None:
+    def numbers(paper: str, kind: str) -> list[int]:
+        found: list[int] = []
+        for row in ROWS:
+            if row[0] == paper and kind in row[1]:
+                ranges = re.findall(r"(\d+)(?: to (\d+))?", row[1])
+                found += [n for a, b in ranges for n in range(int(a), int(b or a) + 1)]
+        return sorted(found)
+
+    assert numbers("PagedAttention", "Figure") == [2, *range(12, 20)]
+    # Those of the artifact, once here and once on a GPU; and those of the preprint that are known.
+    assert numbers("vAttention", "Figure") == sorted(2 * [2, 3, 4, 6, 7, 8, 9, 11])
+    assert numbers("vAttention, preprint", "Figure") == [10, 12]
+    assert numbers("vAttention, preprint", "Table") == [7, 8]
+    # Each figure of the real engine has its row, whose last two columns say what came out.
+    real = {row[7].partition(":")[0]: row for row in ROWS if row[7] != "–"}
+    assert real.keys() == REAL.sections.keys()
+    for name, row in real.items():
+        own = f"`vmserve bench papers --engine real --figure {name}`"
+        assert name.removeprefix("v") in row[1]
+        assert (row[4] == own) == (row[7] == name)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}")
+def test_results_and_commands_exist(row: list[str]) -> None:
+    _, _, _, state, command, ours, _, _ = row
+    assert state in ("measured", "counted", "simulated", "needs a GPU")
+    assert (ours == "–") == (state == "needs a GPU")
+    for path in re.findall(r"\(\.\./([^)]+)\)", ours):
+        assert ROOT.joinpath(path).is_file()
+    program, *words = command.strip("`").split()
+    if program != "vmserve":
+        assert ROOT.joinpath(program).is_file()
+        return
+    told = help_of(*words[: 2 if words[0] == "bench" else 1])
+    assert all(word in told for word in words if word.startswith("--"))
+
+
+@functools.cache
+def help_of(*words: str) -> str:
+    told = typer.testing.CliRunner().invoke(app, [*words, "--help"])
+    assert told.exit_code == 0
+    return told.output
+
+
+def test_the_figures_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    papers_command(list_all=True)
+    lines = capsys.readouterr().out.splitlines()
+    for kind, suite in (("simulated", SIMULATED), ("real", REAL)):
+        for name in suite.sections:
+            [line] = (line for line in lines if re.match(rf"│ {kind} +│ {name} +│ \S", line))
+            assert "None" not in line

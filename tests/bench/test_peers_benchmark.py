@@ -58,11 +58,8 @@ def test_a_variant_has_a_name_and_engine_options(peers: SimpleNamespace) -> None
 
 def test_a_peer_without_weights_means_those_of_8_and_16_bit(peers: SimpleNamespace) -> None:
     peers_of = peers.subjects.peers_of
-    assert [(each.name, each.width) for each in peers_of("llama.cpp")] == [
-        ("llama.cpp bf16", "16 bit"),
-        ("llama.cpp f16", "16 bit"),
-        ("llama.cpp q8_0", "8 bit"),
-    ]
+    widths = {"llama.cpp bf16": "16 bit", "llama.cpp f16": "16 bit", "llama.cpp q8_0": "8 bit"}
+    assert {each.name: each.width for each in peers_of("llama.cpp")} == widths
     [old] = peers_of("llama.cpp:q4_1:slots=4,isa=avx2")
     assert (old.name, old.isa) == ("llama.cpp q4_1 (slots=4,isa=avx2)", "avx2")
     assert old.options == {"slots": 4}
@@ -236,7 +233,7 @@ def test_metrics_of_a_run(peers: SimpleNamespace) -> None:
             "decode": {"times_s": [[1.0, 1.25, 1.5]], "peak_pss_bytes": 9},
             "prefill": {"times_s": [[3.0]], "due_s": [1.0], "peak_pss_bytes": 7},
             "streams": {"times_s": streams, "peak_pss_bytes": 8},
-            "served": served,
+            "served": served
         },
     }  # fmt: skip
     expected = {
@@ -280,26 +277,21 @@ def test_weights_of_one_width_are_compared_on_the_same_instructions(peers: Simpl
     values = {each.name: metrics for each in subjects if each.engine != "vllm"}
     found = peers.summary.compare(values, subjects)
     assert [(each["vmserve"].removeprefix("vmserve "), each["peer"]) for each in found] == [
-        ("d", "llama.cpp bf16"),
-        ("small", "llama.cpp q8_0"),
-        ("a", "llama.cpp q4_1"),
-        ("a", "openvino int4"),
-        ("b", "llama.cpp q4_k_m"),
-        ("b", "openvino int4"),
-        ("c", "llama.cpp q4_1 (isa=avx2)"),
-    ]
+        ("d", "llama.cpp bf16"), ("small", "llama.cpp q8_0"),
+        ("a", "llama.cpp q4_1"), ("a", "openvino int4"),
+        ("b", "llama.cpp q4_k_m"), ("b", "openvino int4"), ("c", "llama.cpp q4_1 (isa=avx2)"),
+    ]  # fmt: skip
     assert {*found[0]["metrics"]} == {"decode_tokens_per_s"}
 
 
 def test_the_report_says_what_its_intervals_are(peers: SimpleNamespace) -> None:
-    def told(num_repeats: int) -> str:
-        row = {"metrics": {"decode_tokens_per_s": {"num_repeats": num_repeats}}}
-        return str(peers.report.interval([row]))
-
-    assert told(1) == "one repeat: no interval"
-    assert told(2) == "2 repeats: no interval"
-    assert told(3).endswith("over 3 repeats, so few that it is about their range]")
-    assert told(6) == "[95 % interval: bootstrap over 6 repeats]"
+    one, two, three, six = (
+        str(peers.report.interval([{"metrics": {"decode_tokens_per_s": {"num_repeats": num}}}]))
+        for num in (1, 2, 3, 6)
+    )
+    assert (one, two) == ("one repeat: no interval", "2 repeats: no interval")
+    assert three.endswith("over 3 repeats, so few that it is about their range]")
+    assert six == "[95 % interval: bootstrap over 6 repeats]"
 
 
 def test_the_report_has_every_metric_and_names_who_is_missing(peers: SimpleNamespace) -> None:
@@ -311,7 +303,7 @@ def test_the_report_has_every_metric_and_names_who_is_missing(peers: SimpleNames
         "values": {"8m": {
             "vmserve a": {"decode_tokens_per_s": {"0": 1234.5, "1": 1235.5, "2": 1300.0},
                           "offline_peak_pss_bytes": {"0": 3 * 2**20, "1": 5 * 2**20}},
-            "vllm bf16": {"served_unfinished": {"0": 30.0}},
+            "vllm bf16": {"served_unfinished": {"0": 30.0}}
         }},
         "workloads": {"8m": {}},
         "comparisons": {"8m": [{"vmserve": "vmserve a", "peer": "vllm bf16",
@@ -346,25 +338,15 @@ def test_tokens_are_checked_where_an_answer_is_whole(peers: SimpleNamespace) -> 
     assert (found["num_requests"], found["num_identical"], found["max_margin"]) == (3, 1, 1.5)
     assert peers.serving.token_ids_of(" w12w7 w3") == [12, 7, 3]
     answers = [[12, 7, 3], [7, 3]]  # of the second, a token had no text
-    assert [reference.is_whole(answers, index, request) for index in range(3)] == [
-        True,
-        False,
-        False,
-    ]
+    whole = [reference.is_whole(answers, index, request) for index in range(3)]
+    assert whole == [True, False, False]
 
 
 def test_a_worker_that_fails_or_takes_too_long_is_reported(peers: SimpleNamespace) -> None:
-    launch, python = peers.launch, Path(sys.executable)
+    script = "worker.py", Path(sys.executable), {}, dict(os.environ)
     for limit_s, error in ((60, "exit code 1: "), (0, "stopped after 0 s")):
-        arguments = (
-            "worker.py",
-            python,
-            {},
-            dict(os.environ),
-            limit_s,
-            peers.memory.MemorySamples(),
-        )
-        assert launch.run_script(*arguments)["error"].startswith(error)
+        found = peers.launch.run_script(*script, limit_s, peers.memory.MemorySamples())
+        assert found["error"].startswith(error)
 
 
 def test_memory_of_a_running_process(peers: SimpleNamespace) -> None:

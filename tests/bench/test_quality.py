@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,17 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.bench import bench
 from vmserve import LLM, SamplingParams
 from vmserve.errors import ConfigurationError, VmserveError
 from vmserve.models.hub import resolve_model
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
 from vmserve_bench.ab.variants import Variant, parse_variants
-from vmserve_bench.quality.command import KNOWN, Options, quality_command, run
+from vmserve_bench.quality.command import KNOWN, Options, run
 from vmserve_bench.quality.text import Text, cut, read_text
 
 EMBEDDED = resolve_model(None)
+HEAD = "lm_head.weight"
 WINDOW, STRIDE = 96, 40
 TEXT = Text("a text", read_text(None).content[:800])
 
@@ -92,18 +95,26 @@ def test_windows_that_take_several_steps_score_the_same() -> None:
             assert pieces[name][figures] == pytest.approx(whole[name][figures], abs=1e-5)
 
 
+def changed(directory: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """A copy of the embedded model in the directory, with weights changed."""
+    if not directory.exists():
+        shutil.copytree(EMBEDDED, directory)
+    file = directory / "model.safetensors"
+    weights = {name: change(name, weight) for name, weight in load_file(file).items()}
+    save_file(weights, file, metadata={"format": "pt"})
+    return directory
+
+
 def test_worse_weights_are_told_by_every_figure(tmp_path: Path) -> None:
     names = []
     for spread in (0.2, 0.6):
-        directory = tmp_path / str(spread)
-        shutil.copytree(EMBEDDED, directory)
-        weights = load_file(directory / "model.safetensors")
         torch.manual_seed(0)
-        for name, weight in weights.items():
-            if weight.dim() == 2:
-                weights[name] = weight + spread * weight.std() * torch.randn_like(weight)
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-        names.append(f"noise{spread}=model={directory}")
+
+        def noisy(name: str, weight: torch.Tensor, spread: float = spread) -> torch.Tensor:
+            noise = spread * weight.std() * torch.randn_like(weight) if weight.dim() == 2 else 0
+            return weight + noise
+
+        names.append(f"noise{spread}=model={changed(tmp_path / str(spread), noisy)}")
     found = measure("none", "again=dtype=auto", *names, text=known_text())
     rows = [found[name] for name in ("none", "again", "noise0.2", "noise0.6")]
     assert rows[0]["perplexity"] == rows[1]["perplexity"]
@@ -115,20 +126,15 @@ def test_worse_weights_are_told_by_every_figure(tmp_path: Path) -> None:
     assert rows[3]["options"] == {"model": "0.6"}, "without the path"
 
 
-@pytest.mark.parametrize(("scale", "told"), [(1e30, None), (math.nan, "variant b: its logits")])
-def test_broken_weights(scale: float, told: str | None, tmp_path: Path) -> None:
-    directory = tmp_path / "broken"
-    shutil.copytree(EMBEDDED, directory)
-    weights = load_file(directory / "model.safetensors")
-    weights["lm_head.weight"] *= scale
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    if told is None:
-        row = measure("none", f"b=model={directory}")["b"]
-        assert row["nats_above_first"]["mean"] > 1000
-        assert math.isfinite(row["perplexity"])
-    else:
-        with pytest.raises(VmserveError, match=told):
-            measure("none", f"b=model={directory}")
+def test_broken_weights(tmp_path: Path) -> None:
+    def scaled(scale: float) -> Path:
+        return changed(tmp_path / str(scale), lambda name, w: w * scale if name == HEAD else w)
+
+    row = measure("none", f"b=model={scaled(1e30)}")["b"]
+    assert row["nats_above_first"]["mean"] > 1000
+    assert math.isfinite(row["perplexity"])
+    with pytest.raises(VmserveError, match="variant b: its logits"):
+        measure("none", f"b=model={scaled(math.nan)}")
 
 
 def known_text() -> Text:
@@ -153,26 +159,20 @@ def test_variants_of_other_tokens_are_refused(tmp_path: Path) -> None:
     assert set(measure("none", f"b=model={swapped}", tokenizer=str(EMBEDDED))) == {"none", "b", ""}
     config = json.loads((swapped / "config.json").read_text())
     (swapped / "config.json").write_text(json.dumps(config | {"vocab_size": 2047}))
-    weights = load_file(swapped / "model.safetensors")
-    cut_weights = {
-        name: weight[:2047].clone() if weight.shape[0] == 2048 else weight
-        for name, weight in weights.items()
-    }
-    save_file(cut_weights, swapped / "model.safetensors", metadata={"format": "pt"})
+    changed(swapped, lambda _, weight: weight[: 2047 if weight.shape[0] == 2048 else None].clone())
     with pytest.raises(ConfigurationError, match=r"variant b: its vocabulary has 2,047 tokens, "):
         measure("none", f"b=model={swapped}", tokenizer=str(EMBEDDED))
 
 
 def test_what_cannot_be_measured_is_told(tmp_path: Path) -> None:
-    short = Text("short", "a few words")
-    with pytest.raises(ConfigurationError, match=r"--window: the text has \d+ tokens, fewer than"):
-        measure("none", text=short)
-    with pytest.raises(ConfigurationError, match="--stride: 40 leaves no token of a window of 40"):
-        measure("none", window=40)
-    with pytest.raises(ConfigurationError, match="above the context of 64 tokens of variant none"):
-        measure("none", max_model_len=64)
-    with pytest.raises(ConfigurationError, match="no variant is named 'int9': choose from none,"):
-        measure("int9")
+    for variants, options, told in (
+        ("none", {"text": Text("short", "a few words")}, "--window: the text has .* fewer than"),
+        ("none", {"window": 40}, "--stride: 40 leaves no token of a window of 40"),
+        ("none", {"max_model_len": 64}, "above the context of 64 tokens of variant none"),
+        ("int9", {}, "no variant is named 'int9': choose from none,"),
+    ):
+        with pytest.raises(ConfigurationError, match=told):
+            measure(variants, **options)
     with pytest.raises(ConfigurationError, match=r"--text .*missing.txt: No such file"):
         read_text(tmp_path / "missing.txt")
     (tmp_path / "bytes").write_bytes(b"ab\xff")
@@ -181,8 +181,7 @@ def test_what_cannot_be_measured_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "leading"),
-    [("<s> $A </s>", [0]), ("$A </s>", []), ("<s> <s> $A", [0, 0])],
+    ("template", "leading"), [("<s> $A </s>", [0]), ("$A </s>", []), ("<s> <s> $A", [0, 0])]
 )
 def test_windows_begin_as_texts_of_the_tokenizer_do(template: str, leading: list[int]) -> None:
     words = {"<s>": 0, "</s>": 1} | {f"w{i}": 2 + i for i in range(30)}
@@ -199,19 +198,17 @@ def test_windows_begin_as_texts_of_the_tokenizer_do(template: str, leading: list
     assert (windows.leading, windows.num_scored) == (leading, 5)
 
 
-def test_files_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "some.txt"
+def test_files_of_the_command(tmp_path: Path) -> None:
+    text, path, table = (tmp_path / name for name in ("some.txt", "q.json", "q.md"))
     text.write_text(TEXT.content)
-    quality_command(
-        variants=["none,int8"], text=text, window=96, stride=None, json_path=tmp_path / "q.json",
-        markdown_path=tmp_path / "q.md", tokenizer=str(EMBEDDED),
-    )  # fmt: skip
-    written = (tmp_path / "q.json").read_text()
+    line = "quality --variants none,int8 --window 96"
+    where = ("--text", text, "--json", path, "--markdown", table, "--tokenizer", EMBEDDED)
+    assert "quality of vmserve-embedded on some.txt" in bench(line, *where, columns=200)
+    written = path.read_text()
     section = json.loads(written)["sections"]["quality"]
     assert (section["window"], section["stride"], section["text"]["name"]) == (96, 48, "some.txt")
     assert str(tmp_path) not in written
     assert json.loads(written)["options"] == {"tokenizer": EMBEDDED.name}, "without its path"
-    assert "| none | " in (tmp_path / "q.md").read_text()
-    assert "quality of vmserve-embedded on some.txt" in capsys.readouterr().out
+    assert "| none | " in table.read_text()
     assert isinstance(section["rows"][0], dict)
     assert Variant("int8", section["rows"][1]["options"]) == KNOWN["int8"]

@@ -14,26 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.server.conftest import Running
+from tests.support.bench import bench, job, refusal
 from vmserve.errors import ConfigurationError
 from vmserve.testing import VOCAB_SIZE, ByteTokenizer, ScriptedTransport
 from vmserve_bench.ab.client import Load
 from vmserve_bench.ab.jobs import Decoding, Job, Prompts
 from vmserve_bench.ab.metrics import Slo
-from vmserve_bench.command import app
 from vmserve_bench.serve.client import ServedRun, Target, retry_after_s, send_load
 from vmserve_bench.serve.events import Answer, EventReader
 from vmserve_bench.serve.results import ServedRound, notes
 from vmserve_bench.serve.server import api_url, look
-from vmserve_bench.workloads.shapes import RequestShape
 
 Reply = tuple[int, dict[str, str], str]
-
-
-def job(num_in: int, num_out: int, index: int = 0, at: float = 0.0, **more: Any) -> Job:
-    return Job(RequestShape(num_in, num_out, at, index), **more)
 
 
 def send(target: Target, jobs: list[Job], load: Load | None = None) -> ServedRun:
@@ -107,6 +101,9 @@ class Scripted:
 MODELS: Reply = (200, {}, json.dumps({"data": [{"id": "m", "max_model_len": 256}]}))
 
 
+Serves = Callable[..., Scripted]
+
+
 @pytest.fixture
 def scripted() -> Iterator[Callable[..., Scripted]]:
     with contextlib.ExitStack() as stack:
@@ -143,16 +140,16 @@ def test_events_however_the_network_cuts_them(size: int) -> None:
 
 def test_which_events_count() -> None:
     answer = Answer()
-    usage = {"prompt_tokens": 5, "completion_tokens": 3}
-    usage |= {"prompt_tokens_details": {"cached_tokens": 4}}  # type: ignore[dict-item]
-    told: list[Any] = [
-        {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]},
-        {"choices": [{"index": 0, "delta": {"content": ""}}]},
-        {"choices": [{"index": 0, "delta": {"content": "a"}}]},
-        {"choices": [{"index": 1, "delta": {"content": "b"}, "finish_reason": "length"}]},
-        {"choices": [], "usage": usage},
+    deltas: list[dict[str, Any]] = [
+        {"index": 0, "delta": {"role": "assistant", "content": ""}},
+        {"index": 0, "delta": {"content": ""}},
+        {"index": 0, "delta": {"content": "a"}},
+        {"index": 1, "delta": {"content": "b"}, "finish_reason": "length"},
     ]
-    for at, event in enumerate(told):
+    details = {"prompt_tokens_details": {"cached_tokens": 4}}
+    usage = {"prompt_tokens": 5, "completion_tokens": 3, **details}
+    events = [*({"choices": [delta]} for delta in deltas), {"choices": [], "usage": usage}]
+    for at, event in enumerate(events):
         answer.take(json.dumps(event).encode(), float(at))
     assert answer.times_s == {0: [1.0, 2.0], 1: [3.0]}
     assert answer.token_times_s() == [1.0, 2.0, 3.0]
@@ -246,7 +243,7 @@ def test_failures_are_counted_by_status(target: Target) -> None:
 # -- other servers
 
 
-def test_tokens_are_counted_where_no_usage_is_told(scripted: Callable[..., Scripted]) -> None:
+def test_tokens_are_counted_where_no_usage_is_told(scripted: Serves) -> None:
     server = scripted(stream(text_event("a"), text_event(""), text_event("b", "length")))
     run = send(Target(server.url, "m"), [job(4, 3)])
     assert (run.num_counted, run.num_other_length) == (1, 0)
@@ -255,7 +252,7 @@ def test_tokens_are_counted_where_no_usage_is_told(scripted: Callable[..., Scrip
     assert "no usage for 1 answers" in told_of(run)
 
 
-def test_a_busy_server_is_asked_again_if_wanted(scripted: Callable[..., Scripted]) -> None:
+def test_a_busy_server_is_asked_again_if_wanted(scripted: Serves) -> None:
     busy: Reply = (429, {"retry-after": "0"}, '{"error": {"message": "later"}}')
     good = stream(text_event("a", "length"))
     server = scripted(busy, busy, good)
@@ -278,7 +275,7 @@ def test_a_busy_server_is_asked_again_if_wanted(scripted: Callable[..., Scripted
         ((500, {}, "<html>"), "500"),
     ],
 )
-def test_how_an_answer_fails(scripted: Callable[..., Scripted], reply: Reply, status: str) -> None:
+def test_how_an_answer_fails(scripted: Serves, reply: Reply, status: str) -> None:
     run = send(Target(scripted(reply).url, "m"), [job(4, 2)])
     assert run.statuses == {status: 1}
 
@@ -298,9 +295,7 @@ def test_addresses() -> None:
             api_url(wrong)
 
 
-def test_what_the_server_says_of_itself(
-    running: Running, scripted: Callable[..., Scripted]
-) -> None:
+def test_what_the_server_says_of_itself(running: Running, scripted: Serves) -> None:
     info = look(f"{running.url}/v1", None, {})
     assert (info.model, info.max_len) == ("fake", 256)
     assert info.version is not None
@@ -317,12 +312,10 @@ def test_what_the_server_says_of_itself(
 
 def test_the_command_writes_what_it_measured(running: Running, tmp_path: Path) -> None:
     path = tmp_path / "deep" / "a.json"
-    args = ["serve", "--base-url", running.url, "--requests", "5", "--concurrency", "2"]
-    args += ["--vocab-size", "200", "--rounds", "2", "--slo-ttft", "10s", "--json", str(path)]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 0, result.output
-    assert "requests that meet the SLOs" in result.output
-    assert "TTFT p50" in result.output
+    line = "serve --requests 5 --concurrency 2 --vocab-size 200 --rounds 2 --slo-ttft 10s"
+    output = bench(line, "--base-url", running.url, "--json", path)
+    assert "requests that meet the SLOs" in output
+    assert "TTFT p50" in output
     told = json.loads(path.read_text())
     assert (told["schema"], told["schema_version"]) == ("vmserve-bench-serve", 1)
     assert told["server"]["model"] == "fake"
@@ -335,28 +328,33 @@ def test_the_command_writes_what_it_measured(running: Running, tmp_path: Path) -
     assert "api_key" not in path.read_text()
 
 
+def cells_of(output: str) -> dict[str, str]:
+    """The second column of tables by the first."""
+    rows = [line.split("│") for line in output.splitlines() if line.startswith("│")]
+    return {row[1].strip(): row[2].strip() for row in rows}
+
+
+def one_token(num_prompt: int, cached: dict[str, int] | None = None) -> Reply:
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": 1, "prompt_tokens_details": cached}
+    return stream(text_event("a", "length"), {"choices": [], "usage": usage})
+
+
 def test_a_sweep_has_a_row_and_a_file_for_each_number_at_once(
-    scripted: Callable[..., Scripted], tmp_path: Path
+    scripted: Serves, tmp_path: Path
 ) -> None:
-    usage = {"prompt_tokens": 128, "completion_tokens": 1, "prompt_tokens_details": None}
-    server = scripted(
-        stream(text_event("a", "length"), {"choices": [], "usage": usage}),
-    )
-    path = tmp_path / "a.json"
-    args = ["serve", "--base-url", server.url, "--workload", "vllm-cpu", "--requests", "3"]
-    args += ["--concurrency", "2,1", "--rounds", "2", "--warmup", "1", "--json", str(path)]
-    result = CliRunner().invoke(app, args, env={"COLUMNS": "250"})
-    assert result.exit_code == 0, result.output
-    head = [line.split("┃")[1:-1] for line in result.output.splitlines() if line.startswith("┃")]
+    server = scripted(one_token(128))
+    line = "serve --workload vllm-cpu --requests 3 --concurrency 2,1 --rounds 2 --warmup 1"
+    where = ("--base-url", server.url, "--json", tmp_path / "a.json")
+    output = bench(line, *where, columns=250)
+    head = [line.split("┃")[1:-1] for line in output.splitlines() if line.startswith("┃")]
     columns = [" ".join(" ".join(parts).split()) for parts in zip(*head, strict=True)]
     assert columns == [
         "Maximum request concurrency", "Request throughput (req/s)",
         "Output token throughput (tok/s)", "Median TTFT (ms)", "P99 TTFT (ms)", "Median TPOT (ms)",
         "P99 TPOT (ms)", "Median ITL (ms)", "P99 ITL (ms)",
     ]  # fmt: skip
-    assert "Medians of 2 rounds" in result.output
-    rows = [line for line in result.output.splitlines() if line.startswith("│")]
-    assert [row.split("│")[1].strip() for row in rows] == ["1", "2"]
+    assert "Medians of 2 rounds" in output
+    assert list(cells_of(output)) == ["1", "2"]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["a-1.json", "a-2.json"]
     told = [json.loads((tmp_path / f"a-{at}.json").read_text()) for at in (1, 2)]
     assert [one["workload"]["name"] for one in told] == ["vllm-cpu at 1", "vllm-cpu at 2"]
@@ -367,23 +365,15 @@ def test_a_sweep_has_a_row_and_a_file_for_each_number_at_once(
 
 
 def test_a_trace_tells_its_hits_beside_those_without_a_limit(
-    scripted: Callable[..., Scripted], tmp_path: Path
+    scripted: Serves, tmp_path: Path
 ) -> None:
-    usage = {"completion_tokens": 1, "prompt_tokens": 64}
-    usage |= {"prompt_tokens_details": {"cached_tokens": 16}}  # type: ignore[dict-item]
-    server = scripted(
-        stream(text_event("a", "length"), {"choices": [], "usage": usage}),
-    )
+    server = scripted(one_token(64, {"cached_tokens": 16}))
     trace = tmp_path / "t.jsonl"
     row = {"timestamp": 0, "input_length": 2048, "output_length": 32}
     chains = ([0, 1, 2, 3], [0, 1, 4, 5])
     trace.write_text("".join(json.dumps({**row, "hash_ids": ids}) + "\n" for ids in chains))
-    args = ["serve", "--base-url", server.url, "--trace", str(trace), "--scale", "0.03125"]
-    args += ["--warmup", "0", "--json", str(tmp_path / "a.json")]
-    result = CliRunner().invoke(app, args, env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    rows = [line.split("│") for line in result.output.splitlines() if line.startswith("│")]
-    cells = {row[1].strip(): row[2].strip() for row in rows}
+    words = ("--base-url", server.url, "--trace", trace, "--json", tmp_path / "a.json")
+    cells = cells_of(bench("serve --scale 0.03125 --warmup 0", *words, columns=200))
     assert cells["prefix cache hits"] == "25.0%"
     assert cells["prefix cache hits without a limit"] == "25.0%"  # 32 of 128
     first, second = (body["prompt"] for body in server.bodies)
@@ -392,32 +382,26 @@ def test_a_trace_tells_its_hits_beside_those_without_a_limit(
     assert first[32:] != second[32:]
 
 
-@pytest.mark.parametrize(
-    ("more", "told"),
-    [
-        (["--workload", "beam"], "no part of the API"),
-        (["--workload", "nothing"], "no workload is named"),
-        (["--rate", "1", "--concurrency", "2"], "exclude each other"),
-        (["--extra-body", "[1]"], "JSON object"),
-        (["--rate", "-1"], "not a number above 0"),
-        (["--max-len", "9999"], "above the 256 tokens"),
-        (["--model", "other"], "serves no 'other'"),
-        (["--extra-body", '{"logit_bias": 3}'], "of the warm-up with 400"),
-    ],
-)
-def test_wrong_options(running: Running, tmp_path: Path, more: list[str], told: str) -> None:
-    args = ["serve", "--base-url", running.url, "--vocab-size", "200", "--output", str(tmp_path)]
-    result = CliRunner().invoke(app, [*args, *more])
-    assert isinstance(result.exception, ConfigurationError)
-    assert told in str(result.exception)
+def test_wrong_options(running: Running, tmp_path: Path) -> None:
+    where = ("--base-url", running.url, "--vocab-size", "200", "--output", tmp_path)
+    for more, told in (
+        ("--workload beam", "no part of the API"),
+        ("--workload nothing", "no workload is named"),
+        ("--rate 1 --concurrency 2", "exclude each other"),
+        ("--extra-body [1]", "JSON object"),
+        ("--rate -1", "not a number above 0"),
+        ("--max-len 9999", "above the 256 tokens"),
+        ("--model other", "serves no 'other'"),
+        ('--extra-body {"logit_bias":3}', "of the warm-up with 400"),
+    ):
+        assert told in refusal("serve", *more.split(), *where, kind=ConfigurationError)
 
 
-def test_a_server_that_cannot_be_used(scripted: Callable[..., Scripted], tmp_path: Path) -> None:
+def test_a_server_that_cannot_be_used(scripted: Serves, tmp_path: Path) -> None:
     closed = scripted()
     closed.close()
     locked = scripted(models=(401, {}, '{"error": {"message": "a key"}}'))
     for url, told in ((closed.url, "no server answers"), (locked.url, "--api-key")):
-        result = CliRunner().invoke(app, ["serve", "--base-url", url, "--output", str(tmp_path)])
-        assert isinstance(result.exception, ConfigurationError)
-        assert told in str(result.exception)
+        where = ("--base-url", url, "--output", tmp_path)
+        assert told in refusal("serve", *where, kind=ConfigurationError)
     assert list(tmp_path.iterdir()) == []

@@ -5,23 +5,20 @@ Nothing here looks at a time: only at counts, tokens and structure.
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.bench import bench, compared_with_itself
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
-from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Growth, MemoryPlan, Regime
 from vmserve.memory.layout import HOST_GRANULARITY, plan_layout
 from vmserve.memory.manager import MemoryManager
-from vmserve_bench.lab.suite import numbers
 from vmserve_bench.sharing import prefix
 from vmserve_bench.sharing.blocks import MAX_NUM_SEQS, parallel_from_lengths, run_engine
-from vmserve_bench.sharing.command import sharing_command
 from vmserve_bench.sharing.prefix import Runner, translation_shapes
 from vmserve_bench.sharing.record import Step, common_prefixes, count_memory, described, replay
 from vmserve_bench.workloads.shapes import RequestShape
@@ -178,42 +175,17 @@ def test_the_cache_changes_no_token_and_is_empty_at_each_start() -> None:
 # -- the command
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"section": "block"}, "no section is named 'block': choose from blocks, prefix"),
-        ({"widths": "1,2"}, "--widths: '1' is no whole number of at least 2"),
-        ({"block_sizes": "16,24"}, "24 is no power of two"),
-        ({"workload": "alpaca,books"}, "no workload is named 'books'"),
-        ({"mode": "twice"}, "no mode is named 'twice'"),
-    ],
-)
-def test_errors_come_before_anything_is_measured(
-    options: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigurationError, match=message):
-        sharing_command(output=tmp_path / "results", **options)
-    assert not (tmp_path / "results").exists()
-
-
-def test_numbers_of_an_option() -> None:
-    assert numbers("widths", "6, 2,4,2", least=2) == (2, 4, 6)
-    for text in ("1", "2,x", "", "2,,4", "-4"):
-        with pytest.raises(ConfigurationError, match="--widths"):
-            numbers("widths", text, least=2)
-
-
-def run(directory: Path, section: str, **options: Any) -> dict[str, Any]:
-    sharing_command(section=section, num_requests=2, output=directory, **options)
+def run(directory: Path, section: str, more: str) -> dict[str, Any]:
+    bench(f"sharing --section {section} --num-requests 2 {more} --output", directory)
     assert sorted(path.name for path in directory.iterdir()) == ["results.json", "tables.md"]
-    written = json.loads((directory / "results.json").read_text())
+    written = compared_with_itself(directory / "results.json", "sharing")
     assert list(written["sections"]) == [section]
     found: dict[str, Any] = written["sections"][section]
     return found
 
 
 def test_blocks_writes_results_and_tables(tmp_path: Path) -> None:
-    found = run(tmp_path, "blocks", workload="alpaca", widths="2", block_sizes="8,16")
+    found = run(tmp_path, "blocks", "--workload alpaca --widths 2 --block-sizes 8,16")
     assert [each["method"] for each in found["runs"]] == ["parallel", "beam"]
     for each in found["runs"]:
         by = [(size["block_tokens"], size["by"]) for size in each["sizes"]]
@@ -234,7 +206,7 @@ def test_prefix_writes_results_and_a_table(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(prefix, "translation_shapes", short)
     monkeypatch.setattr(prefix, "SHOT_TOKENS", {"one-shot": 20})
-    found = run(tmp_path, "prefix", pairs=1, mode="at once")
+    found = run(tmp_path, "prefix", "--pairs 1 --mode 'at once'")
     assert found["model"]["name"] == "embedded"
     cases = [(case["regime"], case["prefix_tokens"]) for case in found["cases"]]
     assert cases == [("virtual", 20), ("paged", 20)]

@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from vmserve.errors import VmserveError
+from tests.support.bench import bench
 from vmserve_bench import startup
-from vmserve_bench.command import app
 from vmserve_bench.startup import PHASES, PROCESSES, has_bytecode, tables
 
 # One process imports torch, which takes its time on a busy machine.
@@ -24,10 +22,8 @@ def test_a_process_and_a_server_from_start_to_first_token(
 ) -> None:
     monkeypatch.setenv("VMSERVE_API_KEY", "secret")
     path = tmp_path / "deep" / "s.json"
-    args = ["startup", "--repeats", "1", "--serve", "--json", str(path)]
-    args += ["--kv-cache-memory", "64MiB", "--max-model-len", "256"]
-    result = CliRunner().invoke(app, args)
-    assert result.exit_code == 0, result.output
+    line = "startup --repeats 1 --serve --kv-cache-memory 64MiB --max-model-len 256"
+    output = bench(line, "--json", path)
     told = json.loads(path.read_text())
     assert (told["schema"], told["schema_version"]) == ("vmserve-bench-startup", 2)
     assert told["options"] == {"kv_cache_memory": "64MiB", "max_model_len": 256}
@@ -49,13 +45,7 @@ def test_a_process_and_a_server_from_start_to_first_token(
     assert told["sizes_bytes"]["weights"] == 6_815_744
     assert all(memory[each]["pss"] < memory["torch"]["pss"] for each in memory if each != "torch")
     for shown in ("first token over HTTP", "an interpreter with torch"):
-        assert shown in result.output
-
-
-def test_what_the_process_said_is_told(tmp_path: Path) -> None:
-    args = ["startup", "--repeats", "1", "--model", str(tmp_path / "none")]
-    with pytest.raises(VmserveError, match=r"the process did not start: .*none"):
-        CliRunner().invoke(app, args, catch_exceptions=False)
+        assert shown in output
 
 
 def test_medians() -> None:

@@ -5,23 +5,15 @@ Nothing here looks at a time.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.support.bench import bench, compared_with_itself
 from vmserve.errors import ConfigurationError
 from vmserve_bench import step
-from vmserve_bench.step import (
-    BEYOND,
-    PARTS,
-    REGIMES,
-    Case,
-    SteppedEngine,
-    Stopwatch,
-    step_command,
-)
+from vmserve_bench.step import BEYOND, PARTS, REGIMES, Case, SteppedEngine, Stopwatch
 
 if TYPE_CHECKING:
     from vmserve.scheduler.sequence import Sequence
@@ -73,11 +65,11 @@ def test_a_part_is_without_what_is_watched_within() -> None:
     assert watch._within == sum(watch.spent.values())
 
 
-def test_the_command_writes_what_it_prints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    step_command("1,3", 2, tmp_path / "out" / "r.json", tmp_path / "t.md")
-    written = json.loads((tmp_path / "out" / "r.json").read_text())
+def test_the_command_writes_what_it_prints(tmp_path: Path) -> None:
+    path, tables = tmp_path / "out" / "r.json", tmp_path / "t.md"
+    printed = bench("step --num-seqs 1,3 --steps 2", "--json", path, "--markdown", tables)
+    assert "us / sequence" in printed
+    written = compared_with_itself(path, "step")
     assert written["benchmark"] == "step"
     rows = written["sections"]["step"]["rows"]
     assert [(row["num_seqs"], row["regime"]) for row in rows] == [
@@ -86,14 +78,7 @@ def test_the_command_writes_what_it_prints(
     for row in rows:
         assert row["overhead_ns_per_sequence"] == row["overhead_ns"]["median"] / row["num_seqs"]
         assert row["parts_ns"]["step"]["num_samples"] == 2
-    assert "us / sequence" in capsys.readouterr().out
-    assert (tmp_path / "t.md").read_text().count("| 3 | mixed |") == 2
-
-
-@pytest.mark.parametrize("counts", ["0", "2000", "1,,2"])
-def test_counts_that_are_none(counts: str) -> None:
-    with pytest.raises(ConfigurationError, match="no whole number from 1 to 1024"):
-        step_command(counts)
+    assert tables.read_text().count("| 3 | mixed |") == 2
 
 
 def sequences(engine: SteppedEngine) -> list[Sequence]:

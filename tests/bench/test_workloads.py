@@ -126,12 +126,12 @@ def test_arrivals_at_the_edges() -> None:
         assert workloads.arrival_times(3, rate).tolist() == [0.0, 0.0, 0.0]
     # Gaps that underflow: all at the end.
     assert workloads.arrival_times(3, 2.0, 1e-9).tolist() == [1.5, 1.5, 1.5]
-    for rate in (0.0, -1.0, math.nan):
+    for wrong in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="request_rate must be above 0"):
-            workloads.arrival_times(3, rate)
-    for burstiness in (0.0, -1.0, math.nan, math.inf):
+            workloads.arrival_times(3, wrong)
+    for wrong in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="burstiness must be finite and above 0"):
-            workloads.arrival_times(3, 1.0, burstiness)
+            workloads.arrival_times(3, 1.0, wrong)
 
 
 def test_azure_code_comes_in_bursts() -> None:

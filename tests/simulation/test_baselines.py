@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from tests.simulation.test_engine import SECONDS
+from tests.support.simulation import SECONDS
 from vmserve_bench.simulation import Asked, replay
 from vmserve_bench.simulation.baselines import Buddies, Knowledge, Place, Reserving, reserved_tokens
 

@@ -7,42 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.simulation import FREE, LAYOUT, SECONDS, config, simulate, steps_of
 from vmserve import LLM, SamplingParams, _core
 from vmserve.memory.base import Regime
-from vmserve.memory.layout import layer_kinds, plan_layout
-from vmserve.scheduler.profile import DeviceProfile, KernelCosts
+from vmserve.memory.layout import layer_kinds
 from vmserve_bench.simulation import Asked, Run, SimulatedEngine, SimulationConfig, asked, replay
 from vmserve_bench.simulation.devices import OPT_13B_A100, opt_13b
 from vmserve_bench.workloads.shapes import sharegpt
-
-FREE = KernelCosts(call=0.0, sequence=0.0, read=0.0, pair=0.0)
-#: A step takes a second, a token in it a hundredth, a page that it waits for ten.
-SECONDS = DeviceProfile(
-    name="whole seconds",
-    virtual=FREE,
-    paged=FREE,
-    step=1.0,
-    weights=0.0,
-    token=0.01,
-    map_page=10.0,
-    map_page_hidden=0.0,
-    copy_bytes_per_second=1e15,
-    swap_bytes_per_second=1e15,
-)
-LAYOUT = plan_layout(4, 2, 64, "float32", 4096, page_tokens=32)
-
-
-def config(pages: int = 12, **options: Any) -> SimulationConfig:
-    given: dict[str, Any] = {
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "check_every": 1,
-        **options,
-    }
-    return SimulationConfig(
-        layout=LAYOUT, limit_bytes=pages * LAYOUT.total_page_bytes, profile=SECONDS, **given
-    )
 
 
 def some(
@@ -58,12 +29,6 @@ def some(
         )
         for i in range(num)
     ]
-
-
-def simulate(requests: list[Asked], **options: Any) -> tuple[Run, SimulatedEngine]:
-    with SimulatedEngine(config(**options)) as engine:
-        run = replay(engine, requests)
-    return run, engine
 
 
 def test_the_clock_is_the_profile_of_the_work() -> None:
@@ -98,12 +63,21 @@ def test_a_simulation_repeats_exactly() -> None:
     assert first.num_finished == 7
 
 
-def real_steps(requests: list[Asked], pages: int, swap: int, regime: Any) -> list[Any]:
-    """What the real engine computes in each step, with the embedded model."""
-    seen: list[Any] = []
+@pytest.mark.parametrize(
+    ("regime", "swap"), [("virtual", 0), ("virtual", 16 << 20), ("paged", 16 << 20)]
+)
+def test_its_steps_are_those_of_the_real_engine(regime: Any, swap: int) -> None:
+    """Which computes with the embedded model."""
+    requests = [*some(5, output=70), dataclasses.replace(some(1, n=3, output=70)[0], name="three")]
+    preemption = "swap" if swap else "recompute"
+    options = {"regime": regime, "mapper": "off", "prefix_caching": False, "swap_bytes": swap}
+    with SimulatedEngine(config(preemption=preemption, **options)) as engine:
+        seen = steps_of(engine.scheduler)
+        replay(engine, requests)
+    assert engine.run.counters["num_preemptions_total"] > 0
     with LLM(
         dtype="float32",
-        kv_cache_memory=pages * LAYOUT.total_page_bytes,
+        kv_cache_memory=12 * LAYOUT.total_page_bytes,
         kv_page_size=LAYOUT.shape.page_bytes,
         kv_regime=regime,
         max_model_len=256,
@@ -112,60 +86,18 @@ def real_steps(requests: list[Asked], pages: int, swap: int, regime: Any) -> lis
         enable_prefix_caching=False,
         kv_mapper="off",
         swap_space=swap,
-        preemption="swap" if swap else "recompute",
+        preemption=preemption,
     ) as llm:
-        engine: Any = llm.engine
-        applied = engine.scheduler.applied
-
-        def note(plan: Any) -> None:
-            seen.append([step_of(item) for item in plan.scheduled])
-            applied(plan)
-
-        engine.scheduler.applied = note
+        real: Any = llm.engine
+        expected = steps_of(real.scheduler)
         for what in requests:
-            params = SamplingParams(
-                n=len(what.outputs), max_tokens=what.max_output, ignore_eos=True
-            )
-            engine.add_request(what.name, [1 + t for t in what.prompt], params)
-        while engine.has_unfinished:
-            engine.step()
-        assert engine.scheduler.totals.preemptions > 0
-    return seen
-
-
-def step_of(item: Any) -> tuple[str, int, int, int, str]:
-    sequence = item.sequence
-    name = sequence.request.request_id
-    return name, sequence.index, item.num_past, item.num_new, item.regime.value
-
-
-@pytest.mark.parametrize(
-    ("regime", "swap"), [("virtual", 0), ("virtual", 16 << 20), ("paged", 16 << 20)]
-)
-def test_its_steps_are_those_of_the_real_engine(regime: Any, swap: int) -> None:
-    requests = [
-        *some(5, output=70),
-        dataclasses.replace(some(1, n=3, output=70)[0], name="three"),
-    ]
-    seen: list[Any] = []
-    options = config(
-        regime=regime,
-        mapper="off",
-        prefix_caching=False,
-        swap_bytes=swap,
-        preemption="swap" if swap else "recompute",
-    )
-    with SimulatedEngine(options) as engine:
-        applied = engine.scheduler.applied
-
-        def note(plan: Any) -> None:
-            seen.append([step_of(item) for item in plan.scheduled])
-            applied(plan)
-
-        engine.scheduler.applied = note  # type: ignore[method-assign]
-        replay(engine, requests)
-    assert engine.run.counters["num_preemptions_total"] > 0
-    assert seen == real_steps(requests, 12, swap, regime)
+            counts = {"n": len(what.outputs), "max_tokens": what.max_output}
+            params = SamplingParams(ignore_eos=True, **counts)
+            real.add_request(what.name, [1 + t for t in what.prompt], params)
+        while real.has_unfinished:
+            real.step()
+        assert real.scheduler.totals.preemptions > 0
+    assert seen == expected
 
 
 @pytest.mark.parametrize("regime", ["virtual", "paged"])
@@ -280,22 +212,19 @@ def seconds_one_by_one(regime: Any, pages: int, *, caching: bool) -> float:
         return engine.now
 
 
-def test_auto_finds_out_that_parked_slots_keep_their_pages() -> None:
-    """All were paged, as a slot that nobody had used shows no page."""
-    auto, virtual, paged = (
-        seconds_one_by_one(regime, 100, caching=True) for regime in ("auto", "virtual", "paged")
-    )
-    assert virtual < 0.97 * paged
-    assert auto == pytest.approx(virtual)
-
-
-def test_auto_finds_out_that_slots_lose_their_pages() -> None:
-    """Nothing is cached, so that an idle engine gives all pages back after each request."""
-    auto, virtual, paged = (
-        seconds_one_by_one(regime, 12, caching=False) for regime in ("auto", "virtual", "paged")
-    )
-    assert paged < 0.95 * virtual
-    assert auto < paged + 0.1 * (virtual - paged)
+@pytest.mark.parametrize("caching", [True, False], ids=["parked", "given back"])
+def test_auto_finds_out_what_slots_keep(caching: bool) -> None:
+    """Parked ones their pages, which no slot shows that nobody has used. Where nothing is cached an
+    idle engine gives all pages back after each request."""
+    regimes: tuple[Any, ...] = ("auto", "virtual", "paged")
+    pages = 100 if caching else 12
+    auto, virtual, paged = (seconds_one_by_one(each, pages, caching=caching) for each in regimes)
+    if caching:
+        assert virtual < 0.97 * paged
+        assert auto == pytest.approx(virtual)
+    else:
+        assert paged < 0.95 * virtual
+        assert auto < paged + 0.1 * (virtual - paged)
 
 
 @pytest.mark.parametrize("regime", ["paged", "virtual"])
@@ -303,9 +232,7 @@ def test_kinds_of_layers_have_pages_of_their_own(regime: str) -> None:
     """Three of four layers see 32 tokens, so more requests of 120 and more run at once."""
 
     def served(**options: Any) -> Run:
-        requests = some(8, length=120)
-        with SimulatedEngine(config(pages=14, regime=regime, **options)) as engine:
-            run = replay(engine, requests, max_steps=1000)
+        run, _ = simulate(some(8, length=120), 1000, pages=14, regime=regime, **options)
         assert run.num_finished == 8
         return run
 

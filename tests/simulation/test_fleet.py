@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,14 +14,16 @@ from vmserve_bench.ab.jobs import Job as Request
 from vmserve_bench.ab.jobs import ideal_hit_rate
 from vmserve_bench.simulation import SimulatedEngine, SimulationConfig
 from vmserve_bench.simulation.devices import LLAMA_8B_A100
-from vmserve_bench.simulation.fleet import PIECE_TOKENS, EngineReplica, Job, Replica, replay
+from vmserve_bench.simulation.fleet import (
+    PIECE_TOKENS,
+    EngineReplica,
+    FleetRun,
+    Job,
+    Replica,
+    replay,
+)
 from vmserve_bench.simulation.light import LightReplica
 from vmserve_bench.workloads.shapes import RequestShape
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from vmserve_bench.simulation.fleet import FleetRun
 
 CACHE_PIECES = LLAMA_8B_A100.kv_tokens // PIECE_TOKENS
 
@@ -48,19 +50,22 @@ def jobs(num: int, rate: float, num_prefixes: int) -> list[Job]:
     return made
 
 
-def serve(
-    make: Callable[[], Replica], policy: Policy, num: int = 120, num_prefixes: int = 20
-) -> FleetRun:
+def served(asked: list[Job], policy: Policy = "prefix", **replicas: Replica) -> FleetRun:
     router = Router(policy, block_tokens=1)
-    replicas = {name: make() for name in "ab"}
     for name in replicas:
         router.join(name, CACHE_PIECES)
-    return replay(replicas, router, jobs(num, 6, num_prefixes))
+    return replay(replicas, router, asked)
+
+
+def two(
+    make: Callable[[], Replica], policy: Policy, num: int = 120, num_prefixes: int = 20
+) -> FleetRun:
+    return served(jobs(num, 6, num_prefixes), policy, a=make(), b=make())
 
 
 @pytest.mark.parametrize("policy", ["prefix", "round-robin"])
 def test_the_light_replica_is_near_the_real_engine(policy: Policy) -> None:
-    light_run, real_run = serve(light, policy), serve(real, policy)
+    light_run, real_run = two(light, policy), two(real, policy)
     for run in (light_run, real_run):
         assert all(job.arrival < job.first_token < job.finished for job in run.jobs)
     assert light_run.hit_rate(0.2) == pytest.approx(real_run.hit_rate(0.2), abs=0.05)
@@ -73,7 +78,7 @@ def test_the_light_replica_is_near_the_real_engine(policy: Policy) -> None:
 
 def test_prefixes_are_found_again_where_they_were_sent() -> None:
     """More prefixes than one cache holds, and no more than two hold."""
-    by_prefix, in_turn = (serve(light, policy, 800, 120) for policy in ("prefix", "round-robin"))
+    by_prefix, in_turn = (two(light, policy, 800, 120) for policy in ("prefix", "round-robin"))
     assert by_prefix.hit_rate(0.5) > 1.3 * in_turn.hit_rate(0.5) > 0
 
 
@@ -81,7 +86,7 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
     """A prompt of two steps, then one step for each further token, by the profile's prices."""
     profile = LLAMA_8B_A100.profile
     job = Job(list(range(40)), 3, 1.0)
-    replay({"a": light()}, _router_of("a"), [job])
+    served([job], a=light())
     kernels = profile.paged
     prompt = sum(
         profile.linear_seconds(num) + kernels.call + kernels.pair * num * (past + (num + 1) / 2)
@@ -95,7 +100,7 @@ def test_one_request_takes_the_time_of_its_steps() -> None:
 def test_an_arrival_waits_for_the_step_that_runs_and_no_longer() -> None:
     profile = LLAMA_8B_A100.profile
     first, second = Job([0], 1000, 0.0), Job([1], 1, 2.0)
-    replay({"a": light()}, _router_of("a"), [first, second])
+    served([first, second], a=light())
     step = profile.linear_seconds(1) + profile.paged.call + profile.paged.read * 300
     own = profile.linear_seconds(65) + profile.paged.call
     assert own < second.first_token - 2.0 < own + 1.1 * step
@@ -105,10 +110,8 @@ def test_a_full_cache_forgets_the_least_recently_used_pieces() -> None:
     def at(index: int, first: int) -> Job:
         return Job(list(range(first, first + 10)), 1, float(index))
 
-    router = _router_of("a")
-    replica = LightReplica(LLAMA_8B_A100.profile, 25)
     asked = [at(0, 0), at(1, 100), at(2, 0), at(3, 200), at(4, 0), at(5, 100)]
-    replay({"a": replica}, router, asked)
+    served(asked, a=LightReplica(LLAMA_8B_A100.profile, 25))
     # The third one uses the first pieces, so the fourth pushes out the second's.
     assert [job.num_cached for job in asked] == [0, 0, 9, 0, 9, 4]
 
@@ -127,22 +130,12 @@ def test_one_cache_without_a_limit_finds_what_a_trace_repeats() -> None:
     ]
     asked = list(of_trace(trace))
     assert [len(job.pieces) for job in asked] == [18, 32, 11, 24]
-    run = replay({"a": light()}, _router_of("a"), asked)
+    run = served(asked, a=light())
     # Of a prompt that is there the last piece is computed again.
     assert [job.num_cached for job in run.jobs] == [0, 16, 8, 23]
     ideal = ideal_hit_rate(trace)
     assert ideal == (1024 + 512 + 1536) / (1100 + 2048 + 700 + 1536)
     assert run.hit_rate(0) == pytest.approx(ideal, abs=0.02)
-
-
-def test_a_trace_has_to_name_its_blocks() -> None:
     for wrong in (request(1100, 0.0, 0, 1), request(9, 0.0)):
         with pytest.raises(ValueError, match=r"t\.jsonl:1: hash_ids"):
             list(of_trace([wrong]))
-
-
-def _router_of(*names: str) -> Router:
-    router = Router(block_tokens=1)
-    for name in names:
-        router.join(name, CACHE_PIECES)
-    return router

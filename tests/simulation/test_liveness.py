@@ -5,59 +5,67 @@ The whole: ``python -m vmserve_bench.simulation.liveness --workloads 10000``.
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.simulation.test_engine import SECONDS
+from tests.support.simulation import config, one_layer, simulate
 from vmserve.memory.base import Regime
-from vmserve.memory.layout import plan_layout
+from vmserve.memory.layout import layer_kinds, plan_layout
+from vmserve.memory.longest import LongestSequence
 from vmserve.memory.manager import MemoryManager
 from vmserve.scheduler.base import NoRoomError
 from vmserve.scheduler.fcfs import FCFSScheduler
 from vmserve.scheduler.order import Order
 from vmserve.scheduler.sequence import Sequence
-from vmserve_bench.simulation import Asked, SimulatedEngine, SimulationConfig, replay
-from vmserve_bench.simulation.liveness import (
-    check_many,
-    check_workload,
-    draw,
-    main,
-    step_bound,
+from vmserve_bench.simulation import Asked, SimulatedEngine, liveness, replay
+from vmserve_bench.simulation.liveness import check_many, check_workload, draw, step_bound
+
+
+def with_windows(workload: liveness.Workload) -> liveness.Workload:
+    """Over layers with windows, in the least pool that is accepted at the start."""
+    rng = random.Random(workload.seed)
+    given = workload.config
+    tokens = {name: getattr(given.layout, name) for name in ("page_tokens", "block_tokens")}
+    layout = plan_layout(4, 1, 64, "float32", 4096, **tokens)
+    kinds = layer_kinds([None, *rng.choice([(20, 20, 20), (7, 33, 33), (1, 1, None)])])
+    longest = LongestSequence(layout, kinds, given.max_model_len, 0, given.max_num_batched_tokens)
+    num_pages = longest.num_pages + rng.choice([0, 0, 0, 1, longest.num_pages])
+    limit_bytes = num_pages * layout.total_page_bytes
+    longest.require(limit_bytes)
+    pool = {"layout": layout, "limit_bytes": limit_bytes, "swap_bytes": 4 * given.swap_bytes}
+    return replace(workload, config=replace(given, kinds=kinds, **pool))
+
+
+BOTH = (
+    *("num_preemptions_total", "num_swapped_out_total", "converted_to_virtual_total"),
+    *("forks_total", "prefix_hit_blocks_total", "hidden_calls_total"),
+)
+ONE_KIND = (
+    *("finished", "failed", "aborted", "faults", "waits", "converted_to_paged_total"),
+    *("num_priority_preemptions_total", "num_fairness_preemptions_total"),
+    "num_priority_raised_total",
 )
 
-NUM_WORKLOADS = 60
 
-
-@pytest.fixture(scope="module")
-def report() -> Any:
-    return check_many(0, NUM_WORKLOADS)
-
-
-def test_every_request_ends_and_nothing_is_left(report: Any) -> None:
+def test_every_request_ends_and_nothing_is_left() -> None:
+    """And the workloads reach what they are about."""
+    report = check_many(0, 60)
     assert report.violations == {}
-    assert report.tally["workloads"] == NUM_WORKLOADS
+    assert report.tally["workloads"] == 60
+    assert all(report.tally[what] > 0 for what in (*BOTH, *ONE_KIND)), report.tally
 
 
-def test_the_workloads_reach_what_they_are_about(report: Any) -> None:
-    for what in (
-        "finished",
-        "failed",
-        "aborted",
-        "faults",
-        "waits",
-        "num_preemptions_total",
-        "num_swapped_out_total",
-        "num_priority_preemptions_total",
-        "num_fairness_preemptions_total",
-        "num_priority_raised_total",
-        "converted_to_virtual_total",
-        "converted_to_paged_total",
-        "forks_total",
-        "prefix_hit_blocks_total",
-        "hidden_calls_total",
-    ):
-        assert report.tally[what] > 0, what
+def test_every_request_ends_in_the_least_pool_of_layers_with_windows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(liveness, "draw", lambda seed: with_windows(draw(seed)))
+    windows = check_many(0, 40)
+    assert windows.violations == {}
+    assert windows.tally["finished"] > 100
+    assert all(windows.tally[what] > 0 for what in BOTH), windows.tally
 
 
 def test_no_later_request_of_a_tenant_claims_the_place_of_one_that_was_raised() -> None:
@@ -79,19 +87,10 @@ def test_the_bound_counts_what_is_to_be_computed() -> None:
 
 def test_cached_blocks_beside_a_parked_slot_do_not_end_a_request() -> None:
     """It began with one cached block of a page that a parked slot shows, and needs all pages."""
-    layout = plan_layout(1, 1, 64, "float32", 4096, page_tokens=32, block_tokens=8)
-    config = SimulationConfig(
-        layout=layout,
-        limit_bytes=3 * layout.total_page_bytes,
-        profile=SECONDS,
-        max_model_len=96,
-        max_num_seqs=2,
-        max_num_batched_tokens=64,
-        regime="virtual",
-        check_every=1,
-    )
+    limits = {"max_model_len": 96, "max_num_seqs": 2}
+    options = config(3, one_layer(32, 8), regime="virtual", **limits)
     common = tuple(range(8))
-    with SimulatedEngine(config) as engine:
+    with SimulatedEngine(options) as engine:
         alone = Asked(name="virtual", prompt=(*common, *range(100, 108)), outputs=(59,))
         replay(engine, [alone])
         engine.add(Asked(name="paged", prompt=(*common, *range(200, 280)), outputs=(3,)))
@@ -106,25 +105,13 @@ def test_cached_blocks_beside_a_parked_slot_do_not_end_a_request() -> None:
 
 def test_beams_that_never_fit_do_not_keep_another_tenant_waiting() -> None:
     """Preempted, they would be the first to come back, before whoever waits longer."""
-    layout = plan_layout(1, 1, 64, "float32", 4096, page_tokens=8, block_tokens=8)
-    config = SimulationConfig(
-        layout=layout,
-        limit_bytes=6 * layout.total_page_bytes,
-        profile=SECONDS,
-        max_model_len=48,
-        max_num_seqs=8,
-        max_num_batched_tokens=64,
-        regime="virtual",
-        fair_sharing=True,
-        check_every=1,
-    )
+    options: dict[str, Any] = {"max_model_len": 48, "regime": "virtual", "fair_sharing": True}
     requests = [
         Asked(name="first", prompt=tuple(range(40)), outputs=(5,), tenant="one"),
         Asked(name="second", prompt=tuple(range(40, 80)), outputs=(5,), tenant="one"),
         Asked(name="beams", prompt=tuple(range(6)), outputs=(42,), beam_width=4, tenant="two"),
     ]
-    with SimulatedEngine(config) as engine:
-        run = replay(engine, requests, max_steps=500)
+    run, _ = simulate(requests, 500, pages=6, layout=one_layer(8, 8), **options)
     assert {record.name: record.end for record in run.requests} == {
         "first": "finished",
         "beams": "failed",
@@ -134,20 +121,9 @@ def test_beams_that_never_fit_do_not_keep_another_tenant_waiting() -> None:
 
 def test_a_conversion_takes_the_gaps_that_others_could_have_had() -> None:
     """What fits by the plan fits: a page that becomes a slot's offers no blocks any more."""
-    layout = plan_layout(1, 1, 64, "float32", 4096, page_tokens=32, block_tokens=16)
-    config = SimulationConfig(
-        layout=layout,
-        limit_bytes=3 * layout.total_page_bytes,
-        profile=SECONDS,
-        max_model_len=96,
-        max_num_seqs=8,
-        max_num_batched_tokens=16,
-        watermark=0.0,
-        regime="paged",
-        mapper="off",
-        check_every=1,
-    )
-    with SimulatedEngine(config) as engine:
+    limits = {"max_model_len": 96, "max_num_batched_tokens": 16, "watermark": 0.0}
+    options = config(3, one_layer(32, 16), regime="paged", mapper="off", **limits)
+    with SimulatedEngine(options) as engine:
         engine.add(Asked(name="long", prompt=tuple(range(39)), outputs=(20,)))
         engine.add(Asked(name="cached", prompt=tuple(range(100, 143)), outputs=(1,)))
         engine.add(Asked(name="again", prompt=tuple(range(100, 121)), outputs=(8,)))
@@ -163,47 +139,21 @@ def test_a_conversion_takes_the_gaps_that_others_could_have_had() -> None:
 # -- each property notices
 
 
-def breaks(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, broken: Any) -> str:
-    """What is violated, in one of a few workloads, with this method instead."""
-    monkeypatch.setattr(kind, name, broken)
-    texts = check_many(0, 12).violations.values()
-    assert texts
-    return "\n".join(texts)
-
-
-def test_a_scheduler_that_stops_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = FCFSScheduler.schedule
+def broken(name: str) -> tuple[type, str, Any, str]:
+    """Class, method, another one in its place, and what is violated then."""
+    schedule, wait, release = FCFSScheduler.schedule, Order.wait, MemoryManager.release
+    calls = iter(range(1_000_000))
 
     def stop(self: FCFSScheduler, **options: Any) -> Any:
         return None if self.num_running == 2 else schedule(self)
-
-    assert "computed nothing and ended nobody" in breaks(
-        monkeypatch, FCFSScheduler, "schedule", stop
-    )
-
-
-def test_a_queue_that_serves_the_last_first_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = Order.wait
 
     def push(self: Order, sequence: Sequence) -> None:
         wait(self, sequence)
         self.waiting.reverse()
 
-    assert "has its first token before" in breaks(monkeypatch, Order, "wait", push)
-
-
-def test_a_leak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    release, count = MemoryManager.release, iter(range(1_000_000))
-
     def forget(self: MemoryManager, seq: int) -> None:
-        if next(count) % 50 != 49:
+        if next(calls) % 50 != 49:
             release(self, seq)
-
-    assert "at the end" in breaks(monkeypatch, MemoryManager, "release", forget)
-
-
-def test_a_request_that_fails_for_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule, calls = FCFSScheduler.schedule, iter(range(1_000_000))
 
     def fail(self: FCFSScheduler, **options: Any) -> Any:
         running = self.running_request_ids
@@ -211,17 +161,40 @@ def test_a_request_that_fails_for_nothing_is_noticed(monkeypatch: pytest.MonkeyP
             raise NoRoomError(running[0], "for nothing")
         return schedule(self)
 
-    assert "failed, and nothing was wrong with it" in breaks(
-        monkeypatch, FCFSScheduler, "schedule", fail
-    )
+    return {
+        "a scheduler that stops": (
+            FCFSScheduler,
+            "schedule",
+            stop,
+            "computed nothing and ended nobody",
+        ),
+        "the last first": (Order, "wait", push, "has its first token before"),
+        "a leak": (MemoryManager, "release", forget, "at the end"),
+        "a failure for nothing": (
+            FCFSScheduler,
+            "schedule",
+            fail,
+            "failed, and nothing was wrong with it",
+        ),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name", ["a scheduler that stops", "the last first", "a leak", "a failure for nothing"]
+)
+def test_what_is_broken_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    kind, method, instead, told = broken(name)
+    monkeypatch.setattr(kind, method, instead)
+    texts = check_many(0, 12).violations.values()
+    assert told in "\n".join(texts)
 
 
 def test_the_command_tells(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["liveness", "--workloads", "2", "--seed", "3"])
-    assert main() == 0
+    assert liveness.main() == 0
     assert '"workloads": 2' in capsys.readouterr().out
     monkeypatch.setattr(FCFSScheduler, "schedule", lambda self, **_: None)
-    assert main() == 1
+    assert liveness.main() == 1
     assert "--- seed 3" in capsys.readouterr().out

@@ -11,18 +11,17 @@ import hashlib
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.simulation import config, one_layer
 from vmserve import _core
-from vmserve.memory.base import Regime
-from vmserve.memory.layout import plan_layout
 from vmserve.memory.manager import MemoryOptions
 from vmserve.scheduler.base import StepPlan
-from vmserve_bench.simulation import Asked, SimulatedEngine
+from vmserve_bench.simulation import Asked, SimulatedEngine, liveness
 from vmserve_bench.simulation.engine import _WatchedMemory
-from vmserve_bench.simulation.liveness import draw
 
 NUM_WORKLOADS = 24
 CHECKPOINT_TOKENS = 24
@@ -34,6 +33,8 @@ class StatefulEngine(SimulatedEngine):
     def _create_memory(self) -> _WatchedMemory:
         config = self.config
         self._drivers = [_core.NullDriver(4096, 1)]  # does no work
+        if self._wrap_driver is not None:
+            self._wrap_driver(self._drivers[0])
         return _WatchedMemory(
             config.layout,
             num_slots=config.max_num_seqs,
@@ -68,85 +69,46 @@ def state_after(tokens: list[int]) -> bytes:
     return hashlib.blake2b(repr(tokens).encode(), digest_size=16).digest()
 
 
-@pytest.fixture(scope="module")
-def tally() -> Counter[str]:
-    """Random workloads in pools that hold little more than one sequence."""
-    counts: Counter[str] = Counter()
+def with_states(workload: liveness.Workload) -> liveness.Workload:
+    """In a pool that holds little more than one sequence; without faults."""
+    given = workload.config
+    layout = replace(given.layout, state_bytes=8192)
+    states = random.Random(workload.seed).randint(2, 8) * layout.state_bytes
+    limit_bytes = given.limit_bytes + states + layout.total_page_bytes
+    swap_bytes = given.swap_bytes and given.swap_bytes + 16 * layout.state_bytes
+    pool = {"limit_bytes": limit_bytes, "swap_bytes": swap_bytes, "mapper": "off"}
+    config: Any = replace(given, layout=layout, check_every=1, **pool)
+    return replace(workload, config=config, faults_until=0, lends={})
+
+
+def test_every_step_finds_the_state_that_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In random workloads, which reach what they are about."""
+    monkeypatch.setattr(liveness, "SimulatedEngine", StatefulEngine)
+    tally: Counter[str] = Counter()
     for seed in range(NUM_WORKLOADS):
-        workload = draw(seed)
-        config, layout = workload.config, replace(workload.config.layout, state_bytes=8192)
-        extra = (random.Random(seed).randint(2, 8) * layout.state_bytes) + layout.total_page_bytes
-        swap_bytes = config.swap_bytes and config.swap_bytes + 16 * layout.state_bytes
-        config = replace(
-            config,
-            layout=layout,
-            mapper="off",
-            limit_bytes=config.limit_bytes + extra,
-            swap_bytes=swap_bytes,
-            check_every=1,
-        )
-        engine = StatefulEngine(config)
-        coming = dict(workload.arrivals)
-        while coming or engine.has_unfinished:
-            assert engine.num_steps < 20_000
-            for what in coming.pop(engine.num_steps, []):
-                engine.add(what)
-            for event, name in workload.events.get(engine.num_steps, []):
-                if event == "abort":
-                    engine.abort(name)
-                else:
-                    engine.convert(name, Regime(event))
-            engine.step()
-        ends = Counter(record.end for record in engine.run.requests)
-        names = {what.name: what for what in workload.requests}
-        for record in engine.run.requests:
-            assert record.end != "failed" or names[record.name].beam_width, record
+        life = liveness._Life(with_states(liveness.draw(seed)))
+        life.run()
+        engine: Any = life.engine
         stats = engine.memory.kind_stats()[-1]
         engine.close()
-        counts.update(ends)
-        counts["states"] += engine.num_states
-        counts.update(engine.run.counters)
-        counts["copies of checkpoints"] += stats.cow_blocks_total
-        counts["states on the host"] += stats.swapped_out_blocks_total
-    return counts
-
-
-def test_every_step_finds_the_state_that_it_continues(tally: Counter[str]) -> None:
+        tally.update(record.end for record in engine.run.requests)
+        tally.update(engine.run.counters)
+        tally["states"] += engine.num_states
+        tally["copies of checkpoints"] += stats.cow_blocks_total
+        tally["states on the host"] += stats.swapped_out_blocks_total
     assert tally["states"] > 1000
-
-
-def test_the_workloads_reach_what_they_are_about(tally: Counter[str]) -> None:
     for what in (
-        "finished",
-        "aborted",
-        "num_preemptions_total",
-        "states on the host",
-        "copies of checkpoints",
-        "prefix_hit_blocks_total",
-        "converted_to_virtual_total",
-        "forks_total",
+        *("finished", "aborted", "num_preemptions_total", "states on the host", "forks_total"),
+        *("copies of checkpoints", "prefix_hit_blocks_total", "converted_to_virtual_total"),
     ):
         assert tally[what] > 0, what
 
 
 def test_chunks_of_prompts_end_where_a_state_is_kept() -> None:
-    config = replace(
-        draw(0).config,
-        layout=plan_layout(
-            1, 1, 64, "float32", 4096, page_tokens=16, block_tokens=8, state_bytes=4096
-        ),
-        limit_bytes=1 << 20,
-        max_model_len=160,
-        max_num_batched_tokens=64,
-        max_num_seqs=2,
-        prefix_caching=True,
-        mapper="off",
-        policy="fcfs",
-    )
-    engine = StatefulEngine(config)
+    limits = {"max_model_len": 160, "max_num_seqs": 2, "limit_bytes": 1 << 20, "mapper": "off"}
+    engine = StatefulEngine(config(layout=one_layer(16, 8, state_bytes=4096), **limits))
     prompt = tuple(range(100, 211))
-    lengths = (111, 104, 111, 96, 60)
-    for name, length in enumerate(lengths):
+    for name, length in enumerate((111, 104, 111, 96, 60)):
         engine.add(Asked(name=str(name), prompt=prompt[:length], outputs=(2,)))
         while engine.has_unfinished:
             engine.step()

@@ -34,11 +34,8 @@ def test_a_request_from_arrival_to_end(engine: LLMEngine) -> None:
     for name in ("a", "b", "c"):
         engine.add_request(name, prompt, greedy(4), RequestTerms(priority=3, tenant="key-1"))
     rows = engine.snapshot().requests
-    assert [(row.request_id, row.state, row.regime) for row in rows] == [
-        ("a", "waiting", ""),
-        ("b", "waiting", ""),
-        ("c", "waiting", ""),
-    ]
+    states = [(row.request_id, row.state, row.regime) for row in rows]
+    assert states == [(name, "waiting", "") for name in "abc"]
     assert (rows[0].ttft_seconds, rows[0].queue_seconds, rows[0].slots) == (None, None, [])
     engine.step()
     engine.step()

@@ -23,16 +23,9 @@ def named(events: list[Event], phase: str, name: str) -> list[Event]:
 def test_every_step_and_request_is_there(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     prompts = [[1, *range(5, 5 + length)] for length in (90, 60, 30)]
-    with LLM(
-        dtype="float32",
-        kv_regime="paged",
-        kv_page_size="16KiB",
-        kv_cache_memory="1MiB",
-        max_model_len=256,
-        swap_space="8MiB",
-        preemption="swap",
-        trace_file=str(path),
-    ) as llm:
+    pool = {"kv_page_size": "16KiB", "kv_cache_memory": "1MiB", "max_model_len": 256}
+    swap = {"kv_regime": "paged", "swap_space": "8MiB", "preemption": "swap"}
+    with LLM(dtype="float32", trace_file=str(path), **pool, **swap) as llm:
         drawn = SamplingParams(n=3, seed=1, max_tokens=40, ignore_eos=True)
         results = llm.generate(prompts, drawn)
         llm.beam_search(prompts[2:], BeamSearchParams(beam_width=2, max_tokens=8))
@@ -61,13 +54,11 @@ def test_every_step_and_request_is_there(tmp_path: Path) -> None:
     assert happened["forks"] == stats["forks_total"] > 0
     assert happened["swapped_in_blocks"] == stats["swapped_in_blocks_total"] > 0
     for result in results:
-        begun = named(events, "b", result.request_id)
-        ended = named(events, "e", result.request_id)
-        assert len(begun) == len(ended) == 1
-        assert begun[0]["args"]["preemptions"] == result.metrics.num_preemptions
-        assert begun[0]["args"]["regime"] == "paged"
+        [begun], [ended] = (named(events, phase, result.request_id) for phase in "be")
+        assert begun["args"]["preemptions"] == result.metrics.num_preemptions
+        assert begun["args"]["regime"] == "paged"
         took = result.metrics.finished_time - result.metrics.arrival_time  # type: ignore[operator]
-        assert ended[0]["ts"] - begun[0]["ts"] == pytest.approx(took * 1e6, abs=100)
+        assert ended["ts"] - begun["ts"] == pytest.approx(took * 1e6, abs=100)
 
 
 def test_a_trace_that_is_cut_off_lacks_its_end_only(tmp_path: Path) -> None:
