@@ -13,9 +13,6 @@ from typing import Final
 __all__ = ["LONG", "leaving"]
 
 LONG: Final[Mapping[str, Mapping[str, int | tuple[str, ...]]]] = {
-    "attention/test_flashinfer.py": {
-        "test_the_same_as_the_reference": 24,
-    },
     "batch/test_batch.py": {
         "test_the_command_is_interrupted_and_goes_on": 0,
     },
