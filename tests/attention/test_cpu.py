@@ -1,4 +1,5 @@
-"""The C++ kernels against float64, in both views, bit for bit where that is promised."""
+"""The C++ kernels against float64, over numbers and codes of 8 bits, in both views; bit for bit
+where that is promised."""
 
 from __future__ import annotations
 
@@ -7,15 +8,29 @@ import math
 import os
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.attention.views import dense_view, paged_view
+from tests.attention.cpu_cases import (
+    ISAS,
+    ROUNDING,
+    SCALE_BYTES,
+    SHAPES,
+    Cache,
+    Shape,
+    assert_right,
+    batches,
+    draw,
+    filled,
+    lengths_of,
+    reference,
+)
+from tests.attention.views import dense_view, rotary_of
+from tests.support.attention import attention_of, sequences_of
 from vmserve import _core
 from vmserve.attention.base import LayerAttention, RaggedBatch
 from vmserve.attention.cpu import ISA_VARIABLE, CpuBackend, CpuCall, tensor_tuple
@@ -27,185 +42,12 @@ from vmserve.memory.manager import MemoryManager, MemoryOptions
 from vmserve.memory.tensors import arena_tensors, contiguous_view
 from vmserve.memory.views import ContiguousView, KVView, PagedView
 
-ISAS = _core.cpu_isas()
-#: Half a unit in the last place, relative: what rounding to the type can add.
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
-#: These multiply pairs of bfloat16, and round the softmax's weights to it for that.
-PAIRING_ISAS = {"avx512_bf16", "generic16"}
+with_codes = pytest.mark.parametrize("coded", [False, True], ids=["numbers", "codes"])
+any_isa = pytest.mark.parametrize("isa", ISAS)
+any_dtype = pytest.mark.parametrize("dtype", list(ROUNDING))
 
 
-@dataclass(frozen=True)
-class Shape:
-    kv_heads: int = 2
-    group: int = 2
-    head_dim: int = 16
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def q_heads(self) -> int:
-        return self.kv_heads * self.group
-
-
-@dataclass(frozen=True)
-class Inputs:
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-
-    def rows(self, start: int, count: int) -> Inputs:
-        part = slice(start, start + count)
-        return Inputs(self.q[part], self.k[part], self.v[part])
-
-
-def draw(tokens: int, shape: Shape, seed: int) -> Inputs:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(heads: int) -> torch.Tensor:
-        return (1.5 * torch.randn(tokens, heads, shape.head_dim, generator=generator)).to(
-            shape.dtype
-        )
-
-    return Inputs(normal(shape.q_heads), normal(shape.kv_heads), normal(shape.kv_heads))
-
-
-def filled_view(
-    batch: RaggedBatch, shape: Shape, num_layers: int = 1, seed: int = 0, slack: int = 3
-) -> ContiguousView:
-    """Random numbers at every position before the batch, NaN at all others."""
-    generator = torch.Generator().manual_seed(seed)
-    longest = max(p + n for p, n in zip(batch.num_past, batch.num_new, strict=True))
-    view = dense_view(
-        num_layers,
-        max(batch.places) + 1,
-        longest + slack,
-        shape.kv_heads,
-        shape.head_dim,
-        shape.dtype,
-    )
-    for tensor in (*view.keys, *view.values):
-        for slot, past in zip(batch.places, batch.num_past, strict=True):
-            numbers = torch.randn(past, shape.kv_heads, shape.head_dim, generator=generator)
-            tensor[slot, :past] = numbers.to(shape.dtype)
-    return view
-
-
-def rotary_of(batch: RaggedBatch, head_dim: int, dtype: torch.dtype) -> Rotary:
-    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
-    angle = torch.from_numpy(batch.positions)[:, None] * frequency
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    return Rotary(
-        cos=torch.cat([cos, cos], -1).unsqueeze(1),
-        signed_sin=torch.cat([-sin, sin], -1).unsqueeze(1),
-    )
-
-
-def reference(call: CpuCall, spec: LayerAttention, q: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Float64 output and log-sum-exp, by the simple loops in C++."""
-    out, lse = _core.attend_reference(
-        call.batch,
-        spec.layer,
-        tensor_tuple(q),
-        spec.scale,
-        spec.window or 0,
-        spec.softcap or 0.0,
-        None if spec.sinks is None else tensor_tuple(spec.sinks),
-    )
-    return torch.from_numpy(out), torch.from_numpy(lse)
-
-
-def bound(
-    view: ContiguousView, batch: RaggedBatch, spec: LayerAttention, q: torch.Tensor, lse: bool
-) -> torch.Tensor:
-    """How far from float64 a float32 computation may be, ``[tokens, q_heads]``.
-
-    With u = 2^-24 and first-order terms only (Higham, Accuracy and Stability, chapter 3), D the
-    head dimension, n positions, A = scale * max_t sum_d |q_d k_td|, the largest sum of absolute
-    products of a score:
-
-    * a score is a sum of D products in some order, times constants that are rounded themselves
-      (the scale, log2 e), less the maximum: at most (D + 8) u A off, in absolute terms. tanh is off
-      by 8 u, times the cap, which is at most A / tanh-slope 1: softcap * 8 u is added;
-    * a weight is exp2 of it: that times its own error, 4 u, relative;
-    * the sums of n weights and of n products add n u each, merging parts 8 u, 1 / total 2 u.
-
-    That holds for pairs of bfloat16 as well, whose products are added in yet another order and
-    scaled after that (numbers below 2^-126 count as zero there, which none of ours is).
-
-    So each weight's share of the output is off by a relative (D + 8) A u + 8 softcap u +
-    (n + 16) u, twice (numerator and denominator), and the output by that times max |v|. The
-    log-sum-exp is off by it once, plus the rounding of its own size.
-    """
-    u = 2.0**-24
-    group = q.shape[1] // view.keys[0].shape[2]
-    rows = []
-    for row in range(batch.num_tokens):
-        place, position = (
-            int(torch.from_numpy(batch.token_places)[row]),
-            int(torch.from_numpy(batch.positions)[row]),
-        )
-        first = 0 if spec.window is None else max(0, position + 1 - spec.window)
-        k = view.keys[spec.layer][place, first : position + 1].double().abs()
-        v = view.values[spec.layer][place, first : position + 1].double().abs()
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        size = torch.einsum("hd,thd->ht", q[row].double().abs(), k).amax(-1) * abs(spec.scale)
-        n = position + 1 - first
-        off = u * ((q.shape[2] + 8) * size + 8 * (spec.softcap or 0.0) + n + 16)
-        rows.append(off + u * (size + math.log(n)) if lse else 2 * off * v.amax((0, 2)))
-    return torch.stack(rows)
-
-
-def bound_of_rounded_weights(
-    view: ContiguousView, batch: RaggedBatch, spec: LayerAttention, q: torch.Tensor
-) -> torch.Tensor:
-    """What it adds that weights are multiplied as bfloat16, ``[tokens, q_heads, head_dim]``.
-
-    A weight is off by a relative 2^-8 in the numerator only (what the sum of weights adds is not
-    rounded), so the output by that times the mean of ``abs(v)`` under the same weights.
-    """
-    sizes = ContiguousView(view.keys, tuple(v.abs() for v in view.values))
-    call = CpuBackend(num_threads=1).bind(sizes, batch)
-    return ROUNDING[torch.bfloat16] * reference(call, spec, q)[0]
-
-
-def assert_right(
-    got: torch.Tensor,
-    lse: torch.Tensor,
-    call: CpuCall,
-    view: ContiguousView,
-    batch: RaggedBatch,
-    spec: LayerAttention,
-    q: torch.Tensor,
-    isa: str,
-) -> None:
-    expected, expected_lse = reference(call, spec, q)
-    allowed = bound(view, batch, spec, q, lse=False).unsqueeze(-1)
-    if q.dtype == torch.bfloat16 and isa in PAIRING_ISAS:
-        allowed = allowed + bound_of_rounded_weights(view, batch, spec, q)
-    allowed = (1 + ROUNDING[q.dtype]) * allowed + ROUNDING[q.dtype] * expected.abs()
-    assert ((got.double() - expected).abs() <= allowed).all()
-    assert ((lse.double() - expected_lse).abs() <= bound(view, batch, spec, q, lse=True)).all()
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> RaggedBatch:
-    count = draw(st.integers(1, 4))
-    places = draw(st.permutations(range(count + 1)))[:count]
-    past = draw(
-        st.lists(st.integers(0, 40) | st.integers(100, 330), min_size=count, max_size=count)
-    )
-    new = draw(st.lists(st.just(1) | st.integers(1, 70), min_size=count, max_size=count))
-    return RaggedBatch.build(list(places), past, new)
-
-
-SHAPES = st.builds(
-    Shape,
-    kv_heads=st.integers(1, 3),
-    group=st.sampled_from([1, 2, 3, 4, 5, 7, 8]),
-    head_dim=st.sampled_from([8, 16, 24, 32, 40, 64, 80, 128, 256, 576]),
-    dtype=st.sampled_from(list(ROUNDING)),
-)
-
-
+@with_codes
 @settings(max_examples=40, deadline=None)
 @given(
     batch=batches(),
@@ -213,196 +55,129 @@ SHAPES = st.builds(
     window=st.none() | st.integers(1, 20) | st.integers(20, 200),
     softcap=st.none() | st.sampled_from([0.5, 3.0, 50.0]),
     sink=st.none() | st.floats(-2, 2),
-    isa=st.sampled_from(ISAS),
-    num_threads=st.integers(1, 4),
+    backend=st.builds(CpuBackend, num_threads=st.integers(1, 4), isa=st.sampled_from(ISAS)),
     block_tokens=st.sampled_from([8, 16, 32, 64, 128]),
     blocks_per_page=st.sampled_from([1, 2, 4]),
     rotated=st.booleans(),
 )
 def test_ragged_batches_in_both_views(
-    batch: RaggedBatch,
-    shape: Shape,
-    window: int | None,
-    softcap: float | None,
-    sink: float | None,
-    isa: str,
-    num_threads: int,
-    block_tokens: int,
-    blocks_per_page: int,
-    rotated: bool,
-) -> None:
-    dense = filled_view(batch, shape, num_layers=2)
-    lengths = [0] * dense.keys[0].shape[0]
-    for place, past, new in zip(batch.places, batch.num_past, batch.num_new, strict=True):
-        lengths[place] = past + new
-    paged = paged_view(dense, lengths, block_tokens, blocks_per_page, seed=1)
+    coded, batch, shape, window, softcap, sink, backend, block_tokens, blocks_per_page, rotated
+):
+    cache, wanted = (filled(batch, shape, coded, num_layers=2) for _ in range(2))
     sinks = None if sink is None else sink + 0.1 * torch.arange(shape.q_heads)
     spec = LayerAttention(1, 1 / math.sqrt(shape.head_dim), window, softcap, sinks=sinks)
-    inputs = draw(batch.num_tokens, shape, seed=2)
+    inputs = draw(batch.num_tokens, shape, seed=200)
     rotary = rotary_of(batch, shape.head_dim, shape.dtype) if rotated else None
-    backend = CpuBackend(num_threads=num_threads, isa=isa)
     results = []
-    for view in (dense, paged):
-        call = backend.bind(view, batch)
+    for view in (cache.view, cache.paged(lengths_of(batch), block_tokens, blocks_per_page)):
         lse = torch.empty(batch.num_tokens, shape.q_heads)
-        out = call(spec, inputs.q, inputs.k, inputs.v, rotary, lse)
-        results.append((out, lse, call))
-    (out, lse, call), (paged_out, paged_lse, _) = results
-    assert torch.equal(out, paged_out)
-    assert torch.equal(lse, paged_lse)
-    q, k = (rotate(x, rotary) if rotary else x for x in (inputs.q, inputs.k))
-    assert_right(out, lse, call, dense, batch, spec, q, isa)
+        results.append((backend.bind(view, batch)(spec, *inputs.all, rotary, lse), lse))
+    assert all(map(torch.equal, *results))
     # What was written, bit for bit; nothing else was.
-    assert torch.equal(
-        dense.keys[1][torch.from_numpy(batch.token_places), torch.from_numpy(batch.positions)], k
-    )
-    assert torch.equal(
-        dense.values[1][torch.from_numpy(batch.token_places), torch.from_numpy(batch.positions)],
-        inputs.v,
-    )
-    for tensor in (*dense.keys, *dense.values):
-        numbers = torch.zeros(tensor.shape[:2], dtype=torch.bool)
-        for place, length in enumerate(lengths):
-            numbers[place, :length] = True
-        if tensor is dense.keys[0] or tensor is dense.values[0]:
-            numbers[torch.from_numpy(batch.token_places), torch.from_numpy(batch.positions)] = False
-        assert torch.equal(~tensor.isnan().all(-1).all(-1), numbers)
+    q, k = (rotate(x, rotary) if rotary else x for x in (inputs.q, inputs.k))
+    for place, past, start, new in zip(
+        batch.places, batch.num_past, batch.starts, batch.num_new, strict=True
+    ):
+        rows = slice(start, start + new)
+        wanted.put(place, past, k[rows], inputs.v[rows], layer=1)
+    assert all(map(torch.equal, cache.bits(), wanted.bits()))
+    assert_right(*results[0], cache, batch, spec, q, backend.isa)
 
 
-@pytest.mark.parametrize("dtype", list(ROUNDING))
+@any_dtype
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize(("softcap", "sink"), [(None, None), (2.0, None), (None, 0.5)])
 def test_the_reference_is_attention(
     dtype: torch.dtype, window: int | None, softcap: float | None, sink: float | None
 ) -> None:
     """The C++ reference against the definition, written with tensor operations."""
-    batch = RaggedBatch.build([1, 0], [9, 4], [3, 1])
-    shape = Shape(dtype=dtype)
-    view = filled_view(batch, shape)
-    inputs = draw(batch.num_tokens, shape, seed=3)
+    batch, shape = RaggedBatch.build([1, 0], [9, 4], [3, 1]), Shape(dtype=dtype)
+    cache, inputs = filled(batch, shape), draw(batch.num_tokens, shape, seed=3)
     sinks = None if sink is None else sink * torch.arange(shape.q_heads)
-    spec = LayerAttention(0, 0.3, window, softcap, sinks=sinks)
-    call = CpuBackend(num_threads=1).bind(view, batch)
-    call(spec, inputs.q, inputs.k, inputs.v)
-    out, lse = reference(call, spec, inputs.q)
-    for row in range(batch.num_tokens):
-        place, position = (
-            int(torch.from_numpy(batch.token_places)[row]),
-            int(torch.from_numpy(batch.positions)[row]),
-        )
-        first = 0 if window is None else max(0, position + 1 - window)
-        k = view.keys[0][place, first : position + 1].double().repeat_interleave(2, dim=1)
-        v = view.values[0][place, first : position + 1].double().repeat_interleave(2, dim=1)
-        scores = torch.einsum("hd,thd->ht", inputs.q[row].double(), k) * np.float32(0.3)
-        if softcap is not None:
-            scores = softcap * (scores / softcap).tanh()
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.double()[:, None]], -1)
-            v = torch.cat([v, torch.zeros_like(v[:1])])
-        expected = torch.einsum("ht,thd->hd", scores.softmax(-1), v)
-        torch.testing.assert_close(out[row], expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(lse[row], scores.logsumexp(-1), rtol=1e-12, atol=1e-12)
+    spec = LayerAttention(0, 0.3125, window, softcap, sinks=sinks)
+    call = CpuBackend(num_threads=1).bind(cache.view, batch)
+    call(spec, *inputs.all)
+    truth = attention_of(batch, sequences_of(cache.view, batch, 0), inputs.q, spec)
+    for found, expected in zip(reference(call, spec, inputs.q), truth, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", list(ROUNDING))
-@pytest.mark.parametrize("head_dim", [8, 24, 32, 64, 128])
+@any_isa
+@any_dtype
+@pytest.mark.parametrize(
+    ("head_dim", "rotary_dim"), [(8, 8), (24, 24), (32, 32), (32, 8), (64, 64), (128, 128)]
+)
 def test_rotation_and_write_equal_separate_operations(
-    isa: str, dtype: torch.dtype, head_dim: int
+    isa: str, dtype: torch.dtype, head_dim: int, rotary_dim: int
 ) -> None:
     """Bit for bit: kernel, C++ reference and torch; with large, tiny and infinite numbers."""
-    batch = RaggedBatch.build([0, 2], [3, 0], [20, 1])
-    shape = Shape(head_dim=head_dim, dtype=dtype)
+    batch, shape = RaggedBatch.build([0, 2], [3, 0], [20, 1]), Shape(head_dim=head_dim, dtype=dtype)
     inputs = draw(batch.num_tokens, shape, seed=4)
     inputs.q[1] *= 1e30
     inputs.k[2] *= 1e-38
     inputs.k[3, 0, 1] = math.inf
-    rotary = rotary_of(batch, head_dim, dtype)
-    views = [filled_view(batch, shape) for _ in range(2)]
-    call = CpuBackend(num_threads=1, isa=isa).bind(views[0], batch)
-    call(LayerAttention(0, 0.1), inputs.q, inputs.k, inputs.v, rotary)
-    core_view = CpuBackend(num_threads=1).bind(views[1], batch)
-    q_out = torch.empty_like(inputs.q)
-    _core.write_reference(
-        core_view.batch,
-        0,
-        tensor_tuple(inputs.q),
-        tensor_tuple(inputs.k),
-        tensor_tuple(inputs.v),
-        (tensor_tuple(rotary.cos), tensor_tuple(rotary.signed_sin)),
-        q_out.data_ptr(),
+    rotary = rotary_of(batch, rotary_dim, dtype)
+    views = [filled(batch, shape).view for _ in range(2)]
+    CpuBackend(num_threads=1, isa=isa).bind(views[0], batch)(
+        LayerAttention(0, 0.1), *inputs.all, rotary
     )
+    by_reference = CpuBackend(num_threads=1).bind(views[1], batch).batch
+    q_out = torch.empty_like(inputs.q)
+    tensors = map(tensor_tuple, inputs.all)
+    turn = (tensor_tuple(rotary.cos), tensor_tuple(rotary.signed_sin))
+    _core.write_reference(by_reference, 0, *tensors, turn, q_out.data_ptr())
     at = (torch.from_numpy(batch.token_places), torch.from_numpy(batch.positions))
     expected = rotate(inputs.k, rotary)
+    assert torch.equal(expected[..., rotary_dim:], inputs.k[..., rotary_dim:])
     for view in views:
         torch.testing.assert_close(view.keys[0][at], expected, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(view.values[0][at], inputs.v)
     assert torch.equal(q_out, rotate(inputs.q, rotary))
 
 
-def test_a_part_of_the_components_is_rotated() -> None:
-    batch = RaggedBatch.build([0], [5], [4])
-    shape = Shape(head_dim=32)
-    inputs, view = draw(4, shape, seed=5), filled_view(batch, shape)
-    rotary = rotary_of(batch, 8, shape.dtype)
-    CpuBackend(num_threads=1).bind(view, batch)(
-        LayerAttention(0, 0.1), inputs.q, inputs.k, inputs.v, rotary
-    )
-    written = view.keys[0][0, 5:9]
-    assert torch.equal(written[..., :8], rotate(inputs.k[..., :8], rotary))
-    assert torch.equal(written[..., 8:], inputs.k[..., 8:])
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", list(ROUNDING))
+@any_isa
+@any_dtype
 def test_bits_do_not_depend_on_the_rest_of_the_batch(isa: str, dtype: torch.dtype) -> None:
     """Nor on the threads, nor on the place; long enough that positions are cut into parts."""
     shape = Shape(kv_heads=2, group=3, head_dim=32, dtype=dtype)
-    cases = [(1500, 1), (700, 37), (0, 90), (129, 1)]
-    batch = RaggedBatch.build([2, 0, 3, 1], [c[0] for c in cases], [c[1] for c in cases])
-    view = filled_view(batch, shape)
-    inputs = draw(batch.num_tokens, shape, seed=6)
+    batch = RaggedBatch.build([2, 0, 3, 1], [1500, 700, 0, 129], [1, 37, 90, 1])
+    view, inputs = filled(batch, shape).view, draw(batch.num_tokens, shape, seed=6)
     spec = LayerAttention(0, 0.2)
-    backend = CpuBackend(num_threads=3, isa=isa)
-    together = backend.bind(view, batch)(spec, inputs.q, inputs.k, inputs.v)
-    for i, (past, new) in enumerate(cases):
-        slot = batch.places[i]
+    together = CpuBackend(num_threads=3, isa=isa).bind(view, batch)(spec, *inputs.all)
+    for slot, past, start, new in zip(
+        batch.places, batch.num_past, batch.starts, batch.num_new, strict=True
+    ):
         lone = ContiguousView(
-            keys=(view.keys[0][slot : slot + 1].clone(),),
-            values=(view.values[0][slot : slot + 1].clone(),),
+            *((tensors[0][slot : slot + 1].clone(),) for tensors in (view.keys, view.values))
         )
-        single = RaggedBatch.build([0], [past], [new])
-        rows = inputs.rows(batch.starts[i], new)
         for num_threads in (1, 4):
-            alone = CpuBackend(num_threads=num_threads, isa=isa).bind(lone, single)
-            got = alone(spec, rows.q, rows.k, rows.v)
-            assert torch.equal(got, together[batch.starts[i] : batch.starts[i] + new]), i
+            backend = CpuBackend(num_threads=num_threads, isa=isa)
+            alone = backend.bind(lone, RaggedBatch.build([0], [past], [new]))
+            got = alone(spec, *inputs.rows(start, new).all)
+            assert torch.equal(got, together[start : start + new]), slot
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", list(ROUNDING))
+@any_isa
+@any_dtype
 @pytest.mark.parametrize("window", [None, 2000])
 def test_long_sequences_are_cut_and_merged(
     isa: str, dtype: torch.dtype, window: int | None
 ) -> None:
-    """A decode and a short chunk behind thousands of tokens: positions are cut into parts."""
+    """A decode and a short chunk after thousands of tokens: positions are cut into parts."""
     shape = Shape(kv_heads=1, group=3, head_dim=16, dtype=dtype)
     batch = RaggedBatch.build([0, 1, 2], [4500, 2500, 1030], [1, 5, 40])
-    view = filled_view(batch, shape)
-    paged = paged_view(view, [4501, 2505, 1070], 64, 2, seed=3)
-    inputs = draw(batch.num_tokens, shape, seed=10)
+    cache, inputs = filled(batch, shape), draw(batch.num_tokens, shape, seed=10)
+    paged = cache.paged(lengths_of(batch), 64, 2)
     inputs.q.mul_(4)  # so that the parts' maxima differ
     spec = LayerAttention(0, 0.5, window)
     results = []
-    for backend_threads, each in ((1, view), (4, view), (2, paged)):
-        call = CpuBackend(num_threads=backend_threads, isa=isa).bind(each, batch)
+    for num_threads, view in ((1, cache.view), (4, cache.view), (2, paged)):
         lse = torch.empty(batch.num_tokens, shape.q_heads)
-        results.append((call(spec, inputs.q, inputs.k, inputs.v, lse=lse), lse, call))
-    out, lse, call = results[0]
-    for other, other_lse, _ in results[1:]:
-        assert torch.equal(out, other)
-        assert torch.equal(lse, other_lse)
-    assert_right(out, lse, call, view, batch, spec, inputs.q, isa)
+        call = CpuBackend(num_threads=num_threads, isa=isa).bind(view, batch)
+        results.append((call(spec, *inputs.all, lse=lse), lse))
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+    assert_right(*results[0], cache, batch, spec, inputs.q, isa)
 
 
 @st.composite
@@ -413,10 +188,23 @@ def cut_prompts(draw: st.DrawFn) -> tuple[int, list[int]]:
     return past, draw(st.lists(chunk, min_size=1, max_size=12))
 
 
-@settings(max_examples=30, deadline=None)
+LATENTS = st.builds(
+    Shape,
+    kv_heads=st.just(1),
+    group=st.sampled_from([1, 3, 16, 40, 128]),
+    head_dim=st.sampled_from([24, 40, 136, 576]),
+    dtype=st.sampled_from(list(ROUNDING)),
+)
+#: Values are so many components of the keys, the last ones.
+VALUE_DIMS = {24: 16, 40: 32, 136: 72, 576: 512}
+
+
+@with_codes
+@pytest.mark.parametrize("latent", [False, True])
+@settings(max_examples=25, deadline=None)
 @given(
     prompt=cut_prompts(),
-    shape=SHAPES,
+    data=st.data(),
     window=st.none() | st.integers(1, 20) | st.integers(20, 300),
     softcap=st.none() | st.just(3.0),
     isa=st.sampled_from(ISAS),
@@ -424,90 +212,54 @@ def cut_prompts(draw: st.DrawFn) -> tuple[int, list[int]]:
     block_tokens=st.none() | st.sampled_from([8, 64]),
 )
 def test_bits_do_not_depend_on_how_a_prompt_is_cut(
-    prompt: tuple[int, list[int]],
-    shape: Shape,
-    window: int | None,
-    softcap: float | None,
-    isa: str,
-    num_threads: int,
-    block_tokens: int | None,
-) -> None:
-    """All rows at once, in chunks and one by one, on other threads and in another view."""
+    coded, latent, prompt, data, window, softcap, isa, num_threads, block_tokens
+):
+    """All rows at once, in chunks and one by one, on other threads and in another view; latents
+    give the bits that values beside the keys would, and their scale is their keys'."""
+    shape = data.draw(LATENTS if latent else SHAPES)
     past, chunks = prompt
     new = sum(chunks)
     inputs = draw(new, shape, seed=7)
     inputs.q.mul_(2)  # so that maxima change from tile to tile
-    spec = LayerAttention(0, 1 / math.sqrt(shape.head_dim), window, softcap)
+    if latent:
+        inputs = replace(inputs, v=inputs.k)
+    whole = RaggedBatch.build([0], [past], [new])
+    value_dim = VALUE_DIMS[shape.head_dim] if latent else None
+    spec = LayerAttention(0, 1 / math.sqrt(shape.head_dim), window, softcap, value_dim=value_dim)
+    alone = CpuBackend(num_threads=1, isa=isa)
 
-    def compute(cuts: list[int], backend: CpuBackend, paged: int | None) -> list[torch.Tensor]:
-        dense = filled_view(RaggedBatch.build([0], [past], [new]), shape)
-        view = dense if paged is None else paged_view(dense, [past + new], paged, 2, seed=1)
+    def compute(
+        cuts: list[int], backend: CpuBackend, paged: int | None, spec: LayerAttention = spec
+    ) -> list[torch.Tensor]:
+        cache = filled(whole, shape, coded)
+        if latent:
+            cache.rows.values[0].copy_(cache.rows.keys[0])
+        view: KVView = cache.view if paged is None else cache.paged([past + new], paged, 2)
+        if spec.value_dim is not None:
+            view = replace(view, values=view.keys)
         results, start = [], 0
         for count in cuts:
-            rows = inputs.rows(start, count)
             lse = torch.empty(count, shape.q_heads)
             call = backend.bind(view, RaggedBatch.build([0], [past + start], [count]))
-            results.append((call(spec, rows.q, rows.k, rows.v, lse=lse), lse))
+            results.append((call(spec, *inputs.rows(start, count).all, lse=lse), lse))
             start += count
         return [torch.cat(parts) for parts in zip(*results, strict=True)]
 
-    alone = CpuBackend(num_threads=1, isa=isa)
-    at_once, one_by_one = compute([new], alone, None), compute([1] * new, alone, None)
+    at_once = compute([new], alone, None)
+    assert all(map(torch.equal, compute([1] * new, alone, None), at_once))
     in_chunks = compute(chunks, CpuBackend(num_threads=num_threads, isa=isa), block_tokens)
-    for other in (one_by_one, in_chunks):
-        for got, expected in zip(other, at_once, strict=True):
-            assert torch.equal(got, expected)
+    assert all(map(torch.equal, in_chunks, at_once))
+    if value_dim is not None:
+        beside, _ = compute([new], alone, None, replace(spec, value_dim=None))
+        assert torch.equal(at_once[0], beside[..., shape.head_dim - value_dim :])
+        cache, out = filled(whole, shape, coded), torch.empty_like(at_once[0])
+        call = alone.bind(replace(cache.view, values=cache.view.keys), whole)
+        call.attend(spec, *map(tensor_tuple, (*inputs.all, out)))
+        assert torch.equal(out, at_once[0])
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    prompt=cut_prompts(),
-    q_heads=st.sampled_from([1, 3, 16, 40, 128]),
-    sizes=st.sampled_from([(24, 16), (40, 32), (136, 72), (576, 512)]),
-    dtype=st.sampled_from(list(ROUNDING)),
-    isa=st.sampled_from(ISAS),
-    num_threads=st.integers(1, 3),
-    block_tokens=st.none() | st.sampled_from([8, 64]),
-)
-def test_values_that_are_the_end_of_their_keys(
-    prompt: tuple[int, list[int]],
-    q_heads: int,
-    sizes: tuple[int, int],
-    dtype: torch.dtype,
-    isa: str,
-    num_threads: int,
-    block_tokens: int | None,
-) -> None:
-    """Latents give the bits that values beside the keys would, however a prompt is cut."""
-    past, chunks = prompt
-    new, (head_dim, value_dim) = sum(chunks), sizes
-    shape = Shape(1, q_heads, head_dim, dtype)
-    inputs = draw(new, shape, seed=7)
-    spec = LayerAttention(0, 1 / math.sqrt(head_dim))
-    whole = RaggedBatch.build([0], [past], [new])
-    view = filled_view(whole, shape)
-    keys = view.keys[0].clone()
-    beside = ContiguousView((keys.clone(),), (keys.clone(),))
-    expected = CpuBackend(num_threads=1, isa=isa).bind(beside, whole)(
-        spec, inputs.q, inputs.k, inputs.k
-    )
-    latents: ContiguousView | PagedView = ContiguousView((keys,), (keys,))
-    if block_tokens is not None:
-        paged = paged_view(view, [past + new], block_tokens, 2, seed=1)
-        latents = replace(paged, values=paged.keys)
-    backend = CpuBackend(num_threads=num_threads, isa=isa)
-    start = 0
-    for count in chunks:
-        rows = inputs.rows(start, count)
-        call = backend.bind(latents, RaggedBatch.build([0], [past + start], [count]))
-        out = torch.empty(count, q_heads, value_dim, dtype=dtype)
-        call.attend(spec, *map(tensor_tuple, (rows.q, rows.k, rows.k, out)))
-        assert torch.equal(out, expected[start : start + count, :, head_dim - value_dim :])
-        start += count
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", list(ROUNDING))
+@any_isa
+@any_dtype
 def test_a_sum_of_zero_has_one_sign(isa: str, dtype: torch.dtype) -> None:
     """It is -0 for the 65th row; in a chunk, later tokens add products of 0 and positive values."""
     shape = Shape(kv_heads=1, group=1, head_dim=16, dtype=dtype)
@@ -520,86 +272,141 @@ def test_a_sum_of_zero_has_one_sign(isa: str, dtype: torch.dtype) -> None:
     inputs.v[65:] = 1
     outputs = []
     for cuts in ([0, 70], [0, 64, 65, 70]):
-        view = filled_view(RaggedBatch.build([0], [0], [70]), shape)
+        view = filled(RaggedBatch.build([0], [0], [70]), shape).view
         for start, stop in itertools.pairwise(cuts):
-            rows = inputs.rows(start, stop - start)
             batch = RaggedBatch.build([0], [start], [stop - start])
             call = CpuBackend(num_threads=1, isa=isa).bind(view, batch)
-            outputs.append(call(LayerAttention(0, 1.0), rows.q, rows.k, rows.v))
+            rows = inputs.rows(start, stop - start)
+            outputs.append(call(LayerAttention(0, 1.0), *rows.all))
     whole, parts = outputs[0], torch.cat(outputs[1:])
     assert not whole[64].any()
     assert torch.equal(whole.view(torch.uint8), parts.view(torch.uint8))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@any_isa
 @pytest.mark.parametrize(("dtype", "window"), [(torch.float32, None), (torch.bfloat16, 30)])
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("coded", "parts", "where", "wrong"),
+    [
+        pytest.param(False, "kv", slice(None), math.nan, id="numbers, nan"),
+        pytest.param(False, "kv", slice(None), math.inf, id="numbers, inf"),
+        pytest.param(True, "q", (0, 3), math.nan, id="codes, q"),
+        pytest.param(True, "k", (0, 3), math.nan, id="codes, k"),
+        pytest.param(True, "v", (0, 3), math.nan, id="codes, v"),
+    ],
+)
 @pytest.mark.parametrize(("past", "new", "at"), [(3, 130, 70), (58, 10, 4), (61, 10, 4)])
 def test_a_token_that_is_no_number_hurts_only_those_that_see_it(
-    isa: str, dtype: torch.dtype, window: int | None, wrong: float, past: int, new: int, at: int
-) -> None:
+    isa, dtype, window, coded, parts, where, wrong, past, new, at
+):
     """Rows before it in a prompt become blocks of the prefix cache, which others may share."""
     shape = Shape(kv_heads=1, group=2, head_dim=24, dtype=dtype)
     batch = RaggedBatch.build([0], [past], [new])
-    spec = LayerAttention(0, 0.2, window)
-    backend = CpuBackend(num_threads=1, isa=isa)
     outputs = []
     for is_broken in (False, True):
         inputs = draw(new, shape, seed=7)
-        if is_broken:
-            inputs.k[at], inputs.v[at] = wrong, wrong
-        call = backend.bind(filled_view(batch, shape), batch)
-        outputs.append(call(spec, inputs.q, inputs.k, inputs.v))
+        for part in parts if is_broken else "":
+            getattr(inputs, part)[at][where] = wrong
+        call = CpuBackend(num_threads=1, isa=isa).bind(filled(batch, shape, coded).view, batch)
+        outputs.append(call(LayerAttention(0, 0.2, window), *inputs.all))
     fine, broken = outputs
     end = new if window is None else min(new, at + window)
-    assert not broken[at:end].isfinite().any()
+    end = at + 1 if parts == "q" else end
+    heads = slice(0, 1) if parts == "q" else slice(None)  # its own
+    assert not broken[at:end, heads].isfinite().any()
     assert torch.equal(broken[:at], fine[:at])
     assert torch.equal(broken[end:], fine[end:])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@any_isa
+@any_dtype
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 576])
+def test_codes_at_the_edges_are_written_as_numpy_would(
+    isa: str, dtype: torch.dtype, head_dim: int
+) -> None:
+    """Zeros, tiny and huge numbers, halves between two codes, what is no number."""
+    shape = Shape(kv_heads=1, group=1, head_dim=head_dim, dtype=dtype)
+    inputs = draw(8, shape, seed=3)
+    inputs.k[0] = 0
+    inputs.k[1] *= 1e-36
+    inputs.k[2] *= 1e37
+    inputs.k[3] = torch.arange(head_dim).remainder(255).sub(127).div(2)
+    inputs.k[3, 0, 0] = 63.5
+    inputs.k[4, 0, 1] = math.inf
+    inputs.k[5, 0, head_dim - 1] = math.nan
+    inputs.k[6, 0, 2] = -math.inf
+    inputs.v[0] = 1e-45
+    cache, expected = (Cache(1, 8, shape, coded=True) for _ in range(2))
+    CpuBackend(num_threads=1, isa=isa).bind(cache.view, RaggedBatch.build([0], [0], [8]))(
+        LayerAttention(0, 0.1), *inputs.all
+    )
+    expected.put(0, 0, inputs.k, inputs.v)
+    for part in ("keys", "values"):
+        got, wanted = (getattr(each.rows, part)[0] for each in (cache, expected))
+        assert torch.equal(got[..., :head_dim], wanted[..., :head_dim])
+        scales = [rows[..., head_dim:].contiguous().view(torch.float32) for rows in (got, wanted)]
+        torch.testing.assert_close(*scales, rtol=0, atol=0, equal_nan=True)
+
+
+@any_dtype
+def test_over_codes_instruction_sets_agree_but_for_rounding(dtype: torch.dtype) -> None:
+    """Integers are the same in all; only the softmax differs."""
+    shape = Shape(kv_heads=2, group=3, head_dim=64, dtype=dtype)
+    batch = RaggedBatch.build([0, 1], [700, 70], [1, 50])
+    inputs, spec = draw(batch.num_tokens, shape, seed=4), LayerAttention(0, 0.125)
+    views = [filled(batch, shape, coded=True).view for _ in ISAS]
+    first, *others = (
+        CpuBackend(num_threads=1, isa=isa).bind(view, batch)(spec, *inputs.all)
+        for isa, view in zip(ISAS, views, strict=True)
+    )
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=2 * ROUNDING[dtype], atol=1e-3)
+
+
+@any_isa
 @pytest.mark.parametrize("new", [1, 2, 64])
 def test_what_lies_before_every_window_is_not_read(isa: str, new: int) -> None:
-    shape = Shape()
-    batch = RaggedBatch.build([0], [250], [new])
-    view = filled_view(batch, shape)
+    shape, batch = Shape(), RaggedBatch.build([0], [250], [new])
+    cache, inputs = filled(batch, shape), draw(new, shape, seed=9)
     spec = LayerAttention(0, 0.3, window=30)
-    for tensor in (*view.keys, *view.values):
+    for tensor in (*cache.rows.keys, *cache.rows.values):
         tensor[0, :221] = math.nan
-    paged = paged_view(view, [250 + new], 16, 2, seed=8)
+    paged = cache.paged([250 + new], 16, 2)
     paged.block_tables[0, : 221 // 16] = torch.tensor([-5, 2**30] * 7)[: 221 // 16]
-    inputs = draw(new, shape, seed=9)
     backend = CpuBackend(num_threads=2, isa=isa)
-    out = backend.bind(view, batch)(spec, inputs.q, inputs.k, inputs.v)
+    out = backend.bind(cache.view, batch)(spec, *inputs.all)
     assert out.isfinite().all()
     call = backend.bind(paged, batch)
-    assert torch.equal(call(spec, inputs.q, inputs.k, inputs.v), out)
+    assert torch.equal(call(spec, *inputs.all), out)
     with pytest.raises(ValueError, match=r"row 0: entry 12 is 1073741824|row 0: entry 12 is -5"):
-        call(replace(spec, window=50), inputs.q, inputs.k, inputs.v)
+        call(replace(spec, window=50), *inputs.all)
 
 
 def test_strided_inputs() -> None:
     """q, k and v as they come out of one fused projection."""
-    shape = Shape(kv_heads=2, group=2, head_dim=16)
-    batch = RaggedBatch.build([0, 1], [4, 0], [1, 5])
+    batch, shape = RaggedBatch.build([0, 1], [4, 0], [1, 5]), Shape(2, 2, 16)
     fused = torch.randn(6, 8, 16, generator=torch.Generator().manual_seed(1))
-    q, k, v = fused.split([4, 2, 2], dim=1)
-    outputs = []
-    for tensors in ((q, k, v), (q.contiguous(), k.contiguous(), v.contiguous())):
-        view = filled_view(batch, shape)
-        call = CpuBackend(num_threads=1).bind(view, batch)
-        rotary = rotary_of(batch, 16, torch.float32)
-        outputs.append(call(LayerAttention(0, 0.25), *tensors, rotary))
-        outputs.append(call(LayerAttention(0, 0.25), *tensors))
-    assert torch.equal(outputs[0], outputs[2])
-    assert torch.equal(outputs[1], outputs[3])
+    strided = fused.split([4, 2, 2], dim=1)
+    for rotary in (None, rotary_of(batch, 16, torch.float32)):
+        outs = [
+            CpuBackend(num_threads=1).bind(filled(batch, shape).view, batch)(
+                LayerAttention(0, 0.25), *tensors, rotary
+            )
+            for tensors in (strided, [tensor.contiguous() for tensor in strided])
+        ]
+        assert torch.equal(*outs)
 
 
-@pytest.mark.parametrize("dtype", list(ROUNDING))
-def test_real_slots_and_arena_pages(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("int8", torch.float32)],
+)
+def test_real_slots_and_arena_pages(stored: str, dtype: torch.dtype) -> None:
     """The engine's memory in both regimes: what is not mapped is a fault, so it is not touched."""
-    name = str(dtype).removeprefix("torch.")
-    layout = plan_layout(2, 2, 32, name, HOST_GRANULARITY, page_tokens=64, block_tokens=16)
+    coded, shape = stored == "int8", Shape(kv_heads=2, group=2, head_dim=32, dtype=dtype)
+    layout = plan_layout(2, 2, 32, stored, HOST_GRANULARITY, page_tokens=64, block_tokens=16)
+    if coded:
+        assert layout.shape.token_bytes == 2 * 2 * (32 + SCALE_BYTES)
     memory = MemoryManager(
         layout,
         num_slots=4,
@@ -608,7 +415,8 @@ def test_real_slots_and_arena_pages(dtype: torch.dtype) -> None:
         limit_bytes=64 * layout.total_page_bytes,
         options=MemoryOptions(seal_read_only=True),
     )
-    lengths = [1, 63, 64, 200]
+    page = layout.page_tokens
+    lengths = [1, page - 1, page, 200]
     keys, values = arena_tensors(memory)
     with warnings.catch_warnings():  # torch has no read-only tensors
         warnings.simplefilter("ignore", UserWarning)
@@ -617,7 +425,7 @@ def test_real_slots_and_arena_pages(dtype: torch.dtype) -> None:
         Regime.VIRTUAL: contiguous_view(memory),
         Regime.PAGED: PagedView.of_one_kind(keys, values, tables, layout.block_tokens),
     }
-    shape = Shape(kv_heads=2, group=2, head_dim=32, dtype=dtype)
+    plain = Cache(4, 300 + page, shape, coded, num_layers=2).view
     seqs: dict[Regime, list[int]] = {regime: [] for regime in views}
     for _ in lengths:  # interleaved, so that the pages of neither are in order
         for regime in views:
@@ -625,7 +433,6 @@ def test_real_slots_and_arena_pages(dtype: torch.dtype) -> None:
             assert seq is not None
             seqs[regime].append(seq)
     backend = CpuBackend(num_threads=2)
-    outputs: dict[Regime, list[torch.Tensor]] = {regime: [] for regime in views}
     past = [0] * len(lengths)
     for step, new in enumerate((lengths, [1] * 4, [70, 1, 2, 1])):
         ends = [p + n for p, n in zip(past, new, strict=True)]
@@ -635,23 +442,27 @@ def test_real_slots_and_arena_pages(dtype: torch.dtype) -> None:
         plan = memory.plan(everyone)
         assert isinstance(plan, MemoryPlan)
         epoch = memory.apply(plan)
-        for regime, view in views.items():
-            places = seqs[regime]
-            if regime is Regime.VIRTUAL:
-                places = [int(slot) for slot in memory.slots(places)]
-            batch = RaggedBatch.build(places, past, new)
-            inputs = draw(batch.num_tokens, shape, seed=step)
-            rotary = rotary_of(batch, 32, dtype)
-            call = backend.bind(view, batch)
-            for layer in range(2):
-                spec = LayerAttention(layer, 0.2, window=50 if layer else None)
-                outputs[regime].append(call(spec, inputs.q, inputs.k, inputs.v, rotary))
+        slots = [int(slot) for slot in memory.slots(seqs[Regime.VIRTUAL])]
+        inputs = draw(sum(new), shape, seed=step)
+        bound = [
+            (view, RaggedBatch.build(places, past, new))
+            for view, places in (
+                (plain, range(4)),
+                (views[Regime.VIRTUAL], slots),
+                (views[Regime.PAGED], seqs[Regime.PAGED]),
+            )
+        ]
+        rotary = rotary_of(bound[0][1], 32, dtype)
+        for layer in range(2):
+            spec = LayerAttention(layer, 0.2, window=50 if layer else None)
+            first, *others = (
+                backend.bind(view, batch)(spec, *inputs.all, rotary) for view, batch in bound
+            )
+            assert first.isfinite().all()
+            assert all(torch.equal(other, first) for other in others)
         memory.complete(epoch)
         memory.check()
         past = ends
-    for virtual, paged in zip(outputs[Regime.VIRTUAL], outputs[Regime.PAGED], strict=True):
-        assert virtual.isfinite().all()
-        assert torch.equal(virtual, paged)
     memory.close()
 
 
@@ -660,7 +471,7 @@ def test_real_slots_and_arena_pages(dtype: torch.dtype) -> None:
 
 def bound_call(view: KVView | None = None) -> CpuCall:
     batch = RaggedBatch.build([0], [2], [3])
-    return CpuBackend(num_threads=1).bind(view or filled_view(batch, Shape()), batch)
+    return CpuBackend(num_threads=1).bind(view or filled(batch, Shape()).view, batch)
 
 
 @pytest.mark.parametrize(
@@ -710,13 +521,12 @@ def wrong_calls() -> list[tuple[str, str, LayerAttention, dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("message", "spec", "wrong"),
-    [pytest.param(*case[1:], id=case[0]) for case in wrong_calls()],
+    ("message", "spec", "wrong"), [pytest.param(*case[1:], id=case[0]) for case in wrong_calls()]
 )
 def test_wrong_tensors_are_refused_before_anything_is_written(
     message: str, spec: LayerAttention, wrong: dict[str, torch.Tensor]
 ) -> None:
-    view = filled_view(RaggedBatch.build([0], [2], [3]), Shape())
+    view = filled(RaggedBatch.build([0], [2], [3]), Shape()).view
     tensors = {
         "q": torch.zeros(3, 4, 16),
         "k": torch.zeros(3, 2, 16),
@@ -753,6 +563,9 @@ def test_views_must_agree_with_themselves() -> None:
         bound_call(ContiguousView((crossed,), (crossed,)))
     with pytest.raises(ValueError, match=r"1 key and 0 value tensors"):
         bound_call(ContiguousView((a,), ()))
+    codes = torch.zeros(1, 4, 2, 8, dtype=torch.int8)
+    with pytest.raises(ValueError, match="rows of 8 bits need 4 bytes behind them"):
+        bound_call(ContiguousView((codes,), (codes,)))
     with pytest.raises(UnsupportedError, match=r"torch.float16 on cpu"):
         bound_call(ContiguousView((a.half(),), (a.half(),)))
     tables = torch.zeros(1, 2, dtype=torch.int32)
@@ -809,14 +622,13 @@ def test_a_child_computes_alone() -> None:
     """After fork() there are no workers: the caller does everything, and nothing waits for them."""
     shape = Shape(kv_heads=4, group=4, head_dim=128)
     batch = RaggedBatch.build([0], [700], [1])
-    view = filled_view(batch, shape)
-    inputs = draw(1, shape, seed=1)
+    view, inputs = filled(batch, shape).view, draw(1, shape, seed=1)
     backend = CpuBackend(num_threads=3)
     spec = LayerAttention(0, 0.1)
-    expected = backend.bind(view, batch)(spec, inputs.q, inputs.k, inputs.v)
+    expected = backend.bind(view, batch)(spec, *inputs.all)
     pid = os.fork()
     if pid == 0:
-        got = backend.bind(view, batch)(spec, inputs.q, inputs.k, inputs.v)
+        got = backend.bind(view, batch)(spec, *inputs.all)
         same = torch.equal(got, expected)
         del backend
         os._exit(0 if same else 1)
@@ -831,9 +643,11 @@ def test_callers_on_several_threads_take_turns() -> None:
     spec = LayerAttention(0, 0.1)
 
     def compute(seed: int) -> torch.Tensor:
-        call = backend.bind(filled_view(batch, shape, seed=seed), batch)
+        view = filled(batch, shape).view
+        view.values[0][:, :900] *= seed + 1
+        call = backend.bind(view, batch)
         for _ in range(20):
-            out = call(spec, inputs.q, inputs.k, inputs.v)
+            out = call(spec, *inputs.all)
         return out
 
     expected = [compute(seed) for seed in range(4)]

@@ -9,7 +9,7 @@ import torch
 
 from vmserve.attention.base import RaggedBatch
 from vmserve.attention.rotary import Rotary
-from vmserve.memory.views import ContiguousView, KindTables, PagedView
+from vmserve.memory.views import ContiguousView, KindTables, KVView, PagedView
 
 #: An entry for a block that was given up: kernels that look it up fail.
 NO_BLOCK = 1 << 30
@@ -27,10 +27,12 @@ def dense_view(
     kv_heads: int,
     head_dim: int,
     dtype: torch.dtype = torch.float32,
+    spare: int = 0,
 ) -> ContiguousView:
-    """Each token holds all layers' K and V side by side; every number in it is NaN."""
-    shape = (slots, max_len, num_layers, 2, kv_heads, head_dim)
-    memory = torch.full(shape, _nothing(dtype), dtype=dtype)
+    """Each token holds all layers' K and V side by side; every number in it is NaN. ``spare``: so
+    many more tokens lie between slots."""
+    shape = (slots, max_len + spare, num_layers, 2, kv_heads, head_dim)
+    memory = torch.full(shape, _nothing(dtype), dtype=dtype)[:, :max_len]
     return ContiguousView(
         keys=tuple(memory[:, :, layer, 0] for layer in range(num_layers)),
         values=tuple(memory[:, :, layer, 1] for layer in range(num_layers)),
@@ -43,6 +45,8 @@ def paged_view(
     block_tokens: int,
     blocks_per_page: int,
     seed: int,
+    padding: int = 48,
+    spare_pages: int = 1,
 ) -> PagedView:
     """The first ``tokens[row]`` positions of each slot of ``dense``, in blocks placed at random.
 
@@ -53,10 +57,10 @@ def paged_view(
     num_layers = len(dense.keys)
     _, max_len, kv_heads, head_dim = dense.keys[0].shape
     counts = [-(-count // block_tokens) for count in tokens]
-    num_pages = -(-sum(counts) // blocks_per_page) + 1
+    num_pages = -(-sum(counts) // blocks_per_page) + spare_pages
     num_blocks = num_pages * blocks_per_page
     token_floats = num_layers * 2 * kv_heads * head_dim
-    page_floats = blocks_per_page * block_tokens * token_floats + 48
+    page_floats = blocks_per_page * block_tokens * token_floats + padding
     dtype = dense.keys[0].dtype
     memory = torch.full((num_pages, page_floats), _nothing(dtype), dtype=dtype)
     shape = (num_pages, blocks_per_page * block_tokens, num_layers, 2, kv_heads, head_dim)
@@ -100,6 +104,19 @@ def with_kinds(
     )
 
 
+def places_of(
+    view: KVView, place: int, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a sequence's positions are in each of the view's tensors: their first two indices."""
+    if isinstance(view, ContiguousView):
+        return torch.full_like(positions, place), positions
+    per_page = view.keys[0].shape[1] // view.block_tokens
+    table = view.block_tables[place].to(positions.device, torch.int64)
+    block = table[positions // view.block_tokens]
+    token = block % per_page * view.block_tokens + positions % view.block_tokens
+    return block // per_page, token
+
+
 def of_layer(view: PagedView, layer: int) -> PagedView:
     """The layer alone, with its block tables."""
     [tables] = (kind.block_tables for kind in view.tables if layer in kind.layers)
@@ -129,3 +146,14 @@ def attention_inputs(
         for heads in (q_heads, kv_heads, kv_heads)
     )
     return q, k, v, rotary
+
+
+def rotary_of(batch: RaggedBatch, dim: int, dtype: torch.dtype) -> Rotary:
+    """The rotations of the batch's positions, as of a model."""
+    frequency = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
+    angle = torch.from_numpy(batch.positions)[:, None] * frequency
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    return Rotary(
+        cos=torch.cat([cos, cos], -1).unsqueeze(1),
+        signed_sin=torch.cat([-sin, sin], -1).unsqueeze(1),
+    )

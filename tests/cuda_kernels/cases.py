@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from tests.attention.views import dense_view, paged_view
+from tests.attention.views import dense_view, paged_view, rotary_of
 from tests.cuda_kernels.emulation import EmulatedLauncher, Range, kv_ranges, tensor_range
+from tests.support.attention import masked_scores
 from vmserve.attention.base import LayerAttention, RaggedBatch
-from vmserve.attention.cuda import CudaCall
+from vmserve.attention.cuda import CudaCall, CudaPagedBackend, SharedPrefix
 from vmserve.attention.cuda.variant import Variant
 from vmserve.attention.rotary import Rotary, rotate
 from vmserve.memory.views import ContiguousView, KVView, PagedView
 from vmserve.numbers.dtypes import DType, vector_bytes
-
-__all__ = [
-    "UNIT",
-    "VARIANTS",
-    "Case",
-    "Inputs",
-    "as_codes",
-    "as_vectors",
-    "assert_right",
-    "attend",
-    "expected",
-    "make_case",
-    "numbers",
-    "quantized",
-    "rotary_of",
-    "scales_of",
-]
 
 #: What the tests compile for the CPU: every head size, dtype and view, not every combination; the
 #: last ones with a KV cache of codes.
@@ -114,9 +99,8 @@ def make_case(
     stored = dense
     if variant.fp8:
         stored = dense_view(*size, 1, vector_bytes(kv_heads, dim, DType.FP8), torch.uint8)
-    for tensor, bytes_of in zip(
-        (*dense.keys, *dense.values), (*stored.keys, *stored.values), strict=True
-    ):
+    parts = (*dense.keys, *dense.values), (*stored.keys, *stored.values)
+    for tensor, bytes_of in zip(*parts, strict=True):
         for place, count in zip(places, past, strict=True):
             row = torch.randn(count, kv_heads, dim, generator=generator)
             if variant.fp8:
@@ -131,17 +115,24 @@ def make_case(
             rows[place] = length
         view = paged_view(stored, rows, block_tokens, blocks_per_page, seed)
     if variant.fp8:
-        view = replace(
-            view,
-            keys=as_codes(view.keys, kv_heads, dim),
-            values=as_codes(view.values, kv_heads, dim),
-        )
+        keys, values = (as_codes(each, kv_heads, dim) for each in (view.keys, view.values))
+        view = replace(view, keys=keys, values=values)
     # As a fused projection gives them: q, k and v of a token side by side.
     heads = (group + 2) * kv_heads
     fused = 1.5 * torch.randn(batch.num_tokens, heads, dim, generator=generator)
     q, k, v = fused.to(dtype).split([group * kv_heads, kv_heads, kv_heads], dim=1)
     rotary = rotary_of(batch, dim, dtype) if rotated else None
     return Case(batch, dense, view, Inputs(q, k, v), group, rotary)
+
+
+def share(case: Case, tokens: int, layers: Iterable[int] = (0,)) -> Case:
+    """The same, where all sequences begin with the first one's blocks in these layers."""
+    assert isinstance(case.view, PagedView)
+    tables, blocks = case.view.block_tables, tokens // case.view.block_tokens
+    tables[:, :blocks] = tables[0, :blocks].clone()
+    for tensor in (part[i] for part in (case.dense.keys, case.dense.values) for i in layers):
+        tensor[:, :tokens] = tensor[0, :tokens].clone()
+    return case
 
 
 def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -194,16 +185,6 @@ def scales_of(codes: torch.Tensor) -> torch.Tensor:
         (*codes.stride()[:2], 1),
     )
     return raw.contiguous().view(torch.float32)
-
-
-def rotary_of(batch: RaggedBatch, dim: int, dtype: torch.dtype) -> Rotary:
-    frequency = 10000.0 ** (-torch.arange(0, dim, 2) / dim)
-    angle = torch.from_numpy(batch.positions)[:, None] * frequency
-    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
-    return Rotary(
-        cos=torch.cat([cos, cos], -1).unsqueeze(1),
-        signed_sin=torch.cat([-sin, sin], -1).unsqueeze(1),
-    )
 
 
 def attend(
@@ -274,30 +255,22 @@ def expected(case: Case, spec: LayerAttention) -> Expected:
     ):
         rows = slice(int(start), int(start + new))
         keys, values = (
-            torch.cat([cache[spec.layer][place, :past], fresh[rows]])
-            .double()
-            .repeat_interleave(case.group, 1)
+            torch.cat([cache[spec.layer][place, :past], fresh[rows]]).double()
             for cache, fresh in ((case.dense.keys, k), (case.dense.values, values_in))
         )
-        queries = q[rows].double()
-        scores = torch.einsum("qhd,thd->hqt", queries, keys) * spec.scale
-        size = torch.einsum("qhd,thd->hqt", queries.abs(), keys.abs()) * spec.scale
-        if spec.softcap is not None:
-            scores = spec.softcap * torch.tanh(scores / spec.softcap)
-        position = torch.arange(int(past), int(past + new)).unsqueeze(1)
-        key = torch.arange(int(past + new))
-        hidden = key > position
-        if spec.window is not None:
-            hidden |= key <= position - spec.window
-        scores = scores.masked_fill(hidden, float("-inf"))
+        values = values.repeat_interleave(case.group, 1)
+        scores = masked_scores(q[rows], keys, spec.scale, spec.window, spec.softcap)
+        hidden = scores.isneginf()
+        size = (
+            masked_scores(q[rows].abs(), keys.abs(), spec.scale).masked_fill(hidden, 0.0).amax(-1)
+        )
         lse = scores.logsumexp(-1)
         total, sink_size = lse, torch.zeros(scores.shape[0], 1)
         if spec.sinks is not None:
             total = torch.logaddexp(lse, spec.sinks.double()[:, None])
             sink_size = spec.sinks.abs()[:, None]
         weights = (scores - total.unsqueeze(-1)).exp()
-        size = size.masked_fill(hidden, 0.0).amax(-1)
-        seen = (~hidden).sum(-1)
+        seen = (~hidden[0]).sum(-1)
         off = u * ((q.shape[2] + 9) * size + 8 * (spec.softcap or 0.0) + seen + 17 + 2 * sink_size)
         out = torch.einsum("hqt,thd->qhd", weights, values)
         mean = torch.einsum("hqt,thd->qhd", weights, values.abs())
@@ -311,6 +284,22 @@ def expected(case: Case, spec: LayerAttention) -> Expected:
         ):
             column.append(value)
     return Expected(*(torch.cat(column) for column in columns))
+
+
+def check(
+    launcher: EmulatedLauncher,
+    case: Case,
+    spec: LayerAttention,
+    prefixes: Sequence[SharedPrefix] = (),
+    call: CudaCall | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A step is right, of ``call`` or of a backend with options; its output and log-sum-exp."""
+    if call is None:
+        call = CudaPagedBackend(launcher, **options).bind(case.view, case.batch, prefixes)
+    got = attend(case, call, launcher, spec)
+    assert_right(got, expected(case, spec))
+    return got
 
 
 def assert_right(got: tuple[torch.Tensor, torch.Tensor], want: Expected) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tests.attention.views import NO_BLOCK, of_layer
+from tests.attention.views import NO_BLOCK, of_layer, places_of
 from vmserve.attention.cuda.compile import source_directory
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import KERNELS, Sizes, Variant, sizes_for
@@ -59,14 +59,9 @@ def kv_ranges(
     for place, length, first in zip(places, lengths, writable_from, strict=True):
         position = torch.arange(length)
         if isinstance(view, PagedView):
-            per_page = view.keys[0].shape[1] // view.block_tokens
-            block = view.block_tables[place].to(torch.int64)[position // view.block_tokens]
-            position = position[block < NO_BLOCK]
-            block = block[block < NO_BLOCK]
-            index = block // per_page
-            token = block % per_page * view.block_tokens + position % view.block_tokens
-        else:
-            index, token = torch.full_like(position, place), position
+            blocks = view.block_tables[place].to(torch.int64)
+            position = position[blocks[position // view.block_tokens] < NO_BLOCK]
+        index, token = places_of(view, place, position)
         for tensor in (*view.keys, *view.values):
             size = tensor.element_size()
             offsets = (index * tensor.stride(0) + token * tensor.stride(1)) * size
@@ -93,22 +88,11 @@ class _Library:
             return found
 
         self.allow = function("allow", None, ctypes.c_void_p, ctypes.c_int64)
-        self.shared_bytes = function("shared_bytes", ctypes.c_int64, ctypes.c_char_p)
-        self.round_bits = function("round", ctypes.c_uint32, ctypes.c_float)
-        self.widen_bits = function("widen", ctypes.c_float, ctypes.c_uint32)
         self.code = function("code", ctypes.c_uint32, ctypes.c_float)
         self.widen_code = function("widen_code", ctypes.c_uint32, ctypes.c_uint32)
-        self.run = function(
-            "launch",
-            ctypes.c_char_p,
-            ctypes.c_char_p,
-            *[ctypes.c_int64] * 3,
-            ctypes.c_void_p,
-            ctypes.c_int64,
-            ctypes.c_int,
-            ctypes.c_uint32,
-            ctypes.c_int,
-        )
+        arguments = [ctypes.c_char_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, ctypes.c_int64]
+        arguments += [ctypes.c_int, ctypes.c_uint32, ctypes.c_int]
+        self.run = function("launch", ctypes.c_char_p, *arguments)
 
 
 class Emulators:
@@ -230,16 +214,8 @@ class EmulatedLauncher:
         self.launches.append(Launch(kernel, blocks))
         if kernel in ("vms_decode", "vms_append"):
             blocks = min(blocks, self.launch_blocks)
-        error = library.run(
-            kernel.encode(),
-            blocks,
-            written.threads,
-            shared,
-            ctypes.addressof(args),
-            ctypes.sizeof(args),
-            self._order,
-            self._seed,
-            int(self._eager),
-        )
+        structure = ctypes.addressof(args), ctypes.sizeof(args)
+        turns = self._order, self._seed, int(self._eager)
+        error = library.run(kernel.encode(), blocks, written.threads, shared, *structure, *turns)
         if error is not None:
             raise EmulationError(f"{kernel}: {error.decode()}")

@@ -477,14 +477,6 @@ extern "C" void emu_allow(const std::int64_t* ranges, std::int64_t count) {
   emu::m.last_range = 0;
 }
 
-// Shared memory that a kernel takes, or -1 for a name that there is not.
-extern "C" std::int64_t emu_shared_bytes(const char* name) {
-  for (const auto& entry : emu::kEntries) {
-    if (std::strcmp(entry.name, name) == 0) return static_cast<std::int64_t>(entry.shared_bytes);
-  }
-  return -1;
-}
-
 // Runs a kernel; returns null, or what went wrong (valid until the next call).
 extern "C" const char* emu_launch(const char* name, std::int64_t blocks, std::int64_t threads,
                                   std::int64_t shared_bytes, const void* args,
@@ -515,11 +507,6 @@ extern "C" const char* emu_launch(const char* name, std::int64_t blocks, std::in
   return m.error.c_str();
 }
 
-// The element type's conversions, to be checked: bits of a float rounded, and a float's bits
-// widened.
-extern "C" std::uint32_t emu_round(float x) {
-  return ptx::pack<VMS_TYPE>(x, 0.0F) & 0xffff;
-}
 // The code nearest to a float, as the write has it.
 extern "C" std::uint32_t emu_code(float x) {
   return code_of(x);
@@ -529,7 +516,4 @@ extern "C" std::uint32_t emu_widen_code(std::uint32_t code) {
   std::uint32_t even = 0, odd = 0;
   widen_codes<VMS_TYPE>(code * 0x01010101U, even, odd);
   return even == odd ? even : 0xffffffffU;
-}
-extern "C" float emu_widen(std::uint32_t bits) {
-  return ptx::widen(VMS_TYPE{static_cast<u16>(bits)});
 }

@@ -14,15 +14,7 @@ from numpy.typing import NDArray
 
 from benchmarks.gpu.gpu_probe import bench_kernels
 from benchmarks.gpu.gpu_probe.attention_kernels import HostLoop
-from benchmarks.gpu.gpu_probe.bench_kernels import (
-    LLAMA3_8B,
-    PARTS,
-    TINY,
-    Absent,
-    Point,
-    Rig,
-    Stock,
-)
+from benchmarks.gpu.gpu_probe.bench_kernels import LLAMA3_8B, PARTS, TINY, Absent, Point, Rig, Stock
 from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators
 from vmserve.attention.base import RaggedBatch
 from vmserve.attention.phases import CudnnPrompts

@@ -4,10 +4,13 @@ over buffers whose contents change."""
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from tests.attention.views import dense_view, paged_view, places_of
 from tests.cuda_kernels.cases import (
     VARIANTS,
     Case,
@@ -15,13 +18,14 @@ from tests.cuda_kernels.cases import (
     assert_right,
     expected,
     make_case,
+    share,
 )
 from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators
 from vmserve.attention.base import LayerAttention, RaggedBatch
-from vmserve.attention.cuda import CudaPagedBackend, SharedPrefix
+from vmserve.attention.cuda import CapacityPlan, CudaPagedBackend, SharedPrefix
 from vmserve.attention.cuda.plan import Resident
 from vmserve.attention.cuda.variant import Variant
-from vmserve.memory.views import PagedView
+from vmserve.memory.views import KVView, PagedView
 
 #: A compiler is waited for, which takes long where many want the processor.
 pytestmark = pytest.mark.timeout(600)
@@ -44,10 +48,35 @@ class Recorder(EmulatedLauncher):
             super().launch(*recorded)
 
 
-def steps_of(variant: Variant) -> list[Case]:
-    """Steps of the same view, with other sequences, lengths and tables each time."""
-    cases = [
-        make_case(variant, past, new, seed=seed, places=places, block_tokens=16)
+def home_of(variant: Variant) -> KVView:
+    """One memory of all steps, which is filled anew for each."""
+    dense = dense_view(1, 4, 1010, 2, variant.head_dim, variant.dtype)
+    return paged_view(dense, [0] * 4, 16, 2, 0, spare_pages=300) if variant.paged else dense
+
+
+def put_in_place(case: Case, seed: int) -> None:
+    """The home has this step's past, in other blocks each time."""
+    view = case.view
+    for tensor in (*view.keys, *view.values):
+        tensor.fill_(float("nan"))
+    if isinstance(view, PagedView):
+        generator = torch.Generator().manual_seed(seed)
+        blocks = torch.randperm(600, generator=generator).to(torch.int32)
+        view.block_tables.copy_(blocks[: view.block_tables.numel()].view(view.block_tables.shape))
+    for place, past in zip(case.batch.places.tolist(), case.batch.num_past.tolist(), strict=True):
+        at = places_of(view, place, torch.arange(past))
+        view.keys[0][at] = case.dense.keys[0][place, :past]
+        view.values[0][at] = case.dense.values[0][place, :past]
+
+
+@pytest.mark.parametrize("variant", [PAGED, SLOTS], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("copy_tables", [False, True])
+def test_one_capture_serves_other_batches(
+    emulators: Emulators, variant: Variant, copy_tables: bool
+) -> None:
+    launcher, view = Recorder(emulators, Resident(12, 6)), home_of(variant)
+    steps = [
+        replace(make_case(variant, past, new, seed=seed, places=places), view=view)
         for seed, (places, past, new) in enumerate(
             [
                 ([0, 1, 2], [5, 700, 63], [1, 1, 1]),
@@ -57,59 +86,8 @@ def steps_of(variant: Variant) -> list[Case]:
             ]
         )
     ]
-    shape = cases[0].dense.keys[0].shape
-    # One home for all of them: as large as the largest, filled anew for each step.
-    slots, length = 4, 1010
-    memory = torch.full((slots, length, 2, shape[2], shape[3]), float("nan"), dtype=variant.dtype)
-    arena = torch.full((300, 32, 2, shape[2], shape[3]), float("nan"), dtype=variant.dtype)
-    tables = torch.zeros((slots, 64), dtype=torch.int32)
-    return [moved(case, memory, arena, tables) for case in cases]
-
-
-def moved(case: Case, memory: torch.Tensor, arena: torch.Tensor, tables: torch.Tensor) -> Case:
-    view = case.dense
-    keys, values = (memory[:, :, 0],), (memory[:, :, 1],)
-    if isinstance(case.view, PagedView):
-        keys, values = (arena[:, :, 0],), (arena[:, :, 1],)
-        view = PagedView.of_one_kind(keys, values, tables, 16)
-    else:
-        view = type(case.dense)(keys, values)
-    return Case(case.batch, case.dense, view, case.inputs, case.group, None)
-
-
-def put_in_place(case: Case, memory_seed: int) -> None:
-    """Fills the one home of all steps with this step's past, in other blocks each time."""
-    view = case.view
-    for tensor in (*view.keys, *view.values):
-        tensor.fill_(float("nan"))
-    if isinstance(view, PagedView):
-        generator = torch.Generator().manual_seed(memory_seed)
-        blocks = torch.randperm(600, generator=generator).to(torch.int32)
-        view.block_tables.copy_(blocks[: view.block_tables.numel()].view(view.block_tables.shape))
-    for place, past in zip(case.batch.places.tolist(), case.batch.num_past.tolist(), strict=True):
-        position = torch.arange(past)
-        index, token = torch.full_like(position, place), position
-        if isinstance(view, PagedView):
-            block = view.block_tables[place].long()[position // 16]
-            index, token = block // 2, block % 2 * 16 + position % 16
-        view.keys[0][index, token] = case.dense.keys[0][place, :past]
-        view.values[0][index, token] = case.dense.values[0][place, :past]
-
-
-@pytest.mark.parametrize("variant", [PAGED, SLOTS], ids=lambda variant: variant.name)
-@pytest.mark.parametrize("copy_tables", [False, True])
-def test_one_capture_serves_other_batches(
-    emulators: Emulators, variant: Variant, copy_tables: bool
-) -> None:
-    launcher = Recorder(emulators, Resident(12, 6))
-    steps = steps_of(variant)
-    # All steps share one view object: a plan is made for it.
-    steps = [
-        Case(step.batch, step.dense, steps[0].view, step.inputs, step.group, None) for step in steps
-    ]
-    backend = CudaPagedBackend(launcher, copy_tables=copy_tables)
-    plan = backend.plan_capacity(
-        steps[0].view, max_seqs=4, max_tokens=8, max_len=1008, q_heads=8, windows=(None, 90)
+    plan = CudaPagedBackend(launcher, copy_tables=copy_tables).plan_capacity(
+        view, max_seqs=4, max_tokens=8, max_len=1008, q_heads=8, windows=(None, 90)
     )
     inputs = Inputs(*(torch.zeros(8, heads, 64, dtype=variant.dtype) for heads in (8, 2, 2)))
     out, lse = torch.empty_like(inputs.q), torch.empty(8, 8)
@@ -122,47 +100,43 @@ def test_one_capture_serves_other_batches(
         for seed, step in enumerate(steps):
             put_in_place(step, seed)
             count = step.batch.num_tokens
-            for buffer, fresh in zip(
-                (inputs.q, inputs.k, inputs.v),
-                (step.inputs.q, step.inputs.k, step.inputs.v),
-                strict=True,
-            ):
+            for name, buffer in vars(inputs).items():
                 buffer.fill_(float("nan"))
-                buffer[:count] = fresh
+                buffer[:count] = getattr(step.inputs, name)
             out.fill_(-7.0)
             plan.update(step.batch)
             launcher.replay()
             assert_right((out[:count], lse[:count]), expected(step, spec))
             assert (out[count:] == -7.0).all(), "rows that are no tokens are left alone"
+            for written in (view.keys[0], view.values[0]):
+                numbers = int((~written.isnan()).sum())
+                assert numbers == sum(step.lengths) * 2 * variant.head_dim, "nor written"
 
 
-def test_plans_for_decodes_share_their_room_and_have_none_for_chunks(
-    emulators: Emulators,
-) -> None:
+def test_plans_for_decodes_share_their_room_and_have_none_for_chunks(emulators: Emulators) -> None:
     launcher = Recorder(emulators, Resident(264, 264))
     case = make_case(PAGED, [30, 9], [1, 1])
+
+    def planned(backend: CudaPagedBackend, **options: int) -> tuple[CapacityPlan, Any]:
+        sizes = {"max_seqs": 64, "max_tokens": 64, "max_len": 1 << 20, "q_heads": 8}
+        plan = backend.plan_capacity(case.view, **(sizes | options))
+        return plan, plan._plans.of(None, 8)
+
+    def alone(**options: int) -> int:
+        """Numbers that parts of a backend's only plan have room for."""
+        return planned(CudaPagedBackend(launcher), **options)[1].parts.numel()
+
     backend = CudaPagedBackend(launcher)
-    sizes = {"max_seqs": 64, "max_tokens": 64, "max_len": 1 << 20, "q_heads": 8}
-    whole = backend.plan_capacity(case.view, **sizes)._plans.of(None, 8)
-    plan = backend.plan_capacity(case.view, **sizes, max_new=1)
-    decode = plan._plans.of(None, 8)
+    _, whole = planned(backend)
+    plan, decode = planned(backend, max_new=1)
     # Parts of one token each instead of 4 and 32; an item of a decode has 16 parts.
     limit = 4 * 264 // 2
     assert whole.parts.numel() == limit * (16 * 4 + 32) * 8 * 64
     assert decode.buffer.counts.append == decode.blocks["vms_append"] == 0
-    assert (
-        CudaPagedBackend(launcher)
-        .plan_capacity(case.view, **sizes, max_new=1)
-        ._plans.of(None, 8)
-        .parts.numel()
-        == limit * 16 * 8 * 64
-    )
-    short = {**sizes, "max_len": 8192}
-    few = CudaPagedBackend(launcher).plan_capacity(case.view, **short)._plans.of(None, 8)
-    assert few.parts.numel() == 64 * (8192 // 512) * 8 * 64
-    narrow = backend.plan_capacity(case.view, **{**sizes, "max_seqs": 2, "max_tokens": 2})
-    assert narrow._plans.of(None, 8).parts.data_ptr() == whole.parts.data_ptr()
-    assert narrow._plans.of(None, 8).parts.data_ptr() == decode.parts.data_ptr()
+    assert alone(max_new=1) == limit * 16 * 8 * 64
+    assert alone(max_len=8192) == 64 * (8192 // 512) * 8 * 64
+    _, narrow = planned(backend, max_seqs=2, max_tokens=2)
+    assert narrow.parts.data_ptr() == whole.parts.data_ptr() == decode.parts.data_ptr()
     plan.update(case.batch)
     inputs = case.inputs
     spec = LayerAttention(0, 0.125)
@@ -178,34 +152,23 @@ def test_plans_for_decodes_share_their_room_and_have_none_for_chunks(
         plan.update(RaggedBatch.build([0], [0], [2]))
 
 
-def test_a_fixed_plan_gives_the_bits_of_a_direct_one(emulators: Emulators) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_fixed_plan_gives_the_bits_of_a_direct_one(emulators: Emulators, shared: bool) -> None:
     launcher = EmulatedLauncher(emulators, resident=Resident(12, 6))
-    case = make_case(PAGED, [500, 64, 17], [1, 40, 2])
-    spec = LayerAttention(0, 0.125)
-    backend = CudaPagedBackend(launcher)
-    inputs = case.inputs
+    past, new = ([600, 630, 599], [1, 1, 3]) if shared else ([500, 64, 17], [1, 40, 2])
+    case = make_case(PAGED, past, new)
+    prefixes = [SharedPrefix((0, 1, 2), 512)] if shared else []
+    if shared:
+        share(case, 512)
+    backend, spec, inputs = CudaPagedBackend(launcher), LayerAttention(0, 0.125), case.inputs
     direct = backend.bind(case.view, case.batch)(spec, inputs.q, inputs.k, inputs.v)
     plan = backend.plan_capacity(
-        case.view, max_seqs=3, max_tokens=43, max_len=501, q_heads=8, shared_prefixes=True
+        case.view, max_seqs=3, max_tokens=43, max_len=631, q_heads=8, shared_prefixes=True
     )
-    plan.update(case.batch)
-    assert torch.equal(plan.call(spec, inputs.q, inputs.k, inputs.v), direct)
-
-
-def test_a_fixed_plan_takes_shared_prefixes(emulators: Emulators) -> None:
-    launcher = EmulatedLauncher(emulators, resident=Resident(12, 6))
-    case = make_case(PAGED, [600, 630, 599], [1, 1, 3])
-    tables = case.view.block_tables
-    tables[:, :32] = tables[0, :32].clone()
-    for tensor in (*case.dense.keys, *case.dense.values):
-        tensor[:, :512] = tensor[0, :512].clone()
-    spec = LayerAttention(0, 0.125)
-    plan = CudaPagedBackend(launcher).plan_capacity(
-        case.view, max_seqs=3, max_tokens=5, max_len=631, q_heads=8, shared_prefixes=True
-    )
-    plan.update(case.batch, [SharedPrefix((0, 1, 2), 512)])
-    inputs, lse = case.inputs, torch.empty(5, 8)
+    plan.update(case.batch, prefixes)
+    lse = torch.empty(sum(new), 8)
     out = plan.call(spec, inputs.q, inputs.k, inputs.v, lse=lse)
+    assert torch.equal(out, direct)
     assert_right((out, lse), expected(case, spec))
 
 
@@ -213,14 +176,17 @@ def test_what_does_not_fit_is_refused_with_the_numbers(emulators: Emulators) -> 
     case = make_case(PAGED, [30, 9, 2], [1, 1, 2])
     backend = CudaPagedBackend(EmulatedLauncher(emulators))
     plan = backend.plan_capacity(case.view, max_seqs=2, max_tokens=3, max_len=32, q_heads=8)
-    with pytest.raises(ValueError, match="3 sequences: the plan has room for 2"):
-        plan.update(case.batch)
-    with pytest.raises(ValueError, match="4 tokens: the plan has room for 3"):
-        plan.update(RaggedBatch.build([0], [0], [4]))
-    with pytest.raises(ValueError, match="33 tokens in one sequence: the plan has room for 32"):
-        plan.update(RaggedBatch.build([0], [32], [1]))
-    with pytest.raises(ValueError, match="without shared_prefixes=True"):
-        plan.update(RaggedBatch.build([0], [31], [1]), [SharedPrefix((0,), 16)])
+    for batch, prefixes, message in (
+        (case.batch, (), "3 sequences: the plan has room for 2"),
+        (RaggedBatch.build([0], [0], [4]), (), "4 tokens: the plan has room for 3"),
+        (RaggedBatch.build([0], [32], [1]), (), "33 tokens in one sequence: the plan has room for"),
+        (
+            RaggedBatch.build([0], [31], [1]), [SharedPrefix((0,), 16)],
+            "without shared_prefixes=True",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            plan.update(batch, prefixes)
     inputs = case.inputs
     with pytest.raises(ValueError, match="q has 4 rows, the plan room for 3"):
         plan.call(LayerAttention(0, 0.125), inputs.q, inputs.k, inputs.v)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cuda_kernels.cases import VARIANTS, Case, assert_right, attend, expected, make_case
+from tests.cuda_kernels.cases import VARIANTS, Case, check, make_case
 from tests.cuda_kernels.emulation import ORDERS, EmulatedLauncher, Emulators
 from vmserve.attention.base import LayerAttention
 from vmserve.attention.cuda import CudaPagedBackend
@@ -19,54 +19,32 @@ pytestmark = pytest.mark.timeout(600)
 
 SLOTS = VARIANTS[1]
 
-#: A file, what is in it, what takes its place, and how often it is there.
+#: A file, what is once in it, and what takes its place.
 MISTAKES = {
-    "no wait for the copies of the decode": (
-        "decode.cuh",
-        "ptx::copy_wait<kStages - 2>();",
-        "",
-    ),
-    "a wait for too few of them": (
-        "decode.cuh",
-        "ptx::copy_wait<kStages - 2>();",
-        "ptx::copy_wait<kStages - 1>();",
-    ),
+    "no wait for the copies of the decode": ("decode.cuh", "ptx::copy_wait<kStages - 2>();", ""),
+    "a wait for too few of them": ("decode.cuh", "wait<kStages - 2>", "wait<kStages - 1>"),
     "the warps of the decode do not meet": (
-        "decode.cuh",
-        "    ptx::sync_block();  // the tile has arrived, ",
-        "    // ",
+        "decode.cuh", "    ptx::sync_block();  // the tile has arrived, ", "    // ",
     ),
     "scores are read before they are there": (
-        "decode.cuh",
-        "    share_scores<T>(queries, stage, memory);\n    ptx::sync_block();\n",
-        "    share_scores<T>(queries, stage, memory);\n",
+        "decode.cuh", "(queries, stage, memory);\n    ptx::sync_block();\n",
+        "(queries, stage, memory);\n",
     ),
     "a block's next item overwrites the one before": (
-        "decode.cuh",
-        "    ptx::sync_block();  // all warps are done before queries and tiles are overwritten\n",
-        "",
+        "decode.cuh", "    ptx::sync_block();  // all warps are done before queries ", "    // ",
     ),
     "the warps of the append do not meet": (
-        "append.cuh",
-        "    ptx::sync_block();  // the tile has arrived, ",
-        "    // ",
+        "append.cuh", "    ptx::sync_block();  // the tile has arrived, ", "    // ",
     ),
     "one key too many is read": (
-        "kv.cuh",
-        "begin + sixteen + r < end;",
-        "begin + sixteen + r <= end;",
+        "kv.cuh", "begin + sixteen + r < end;", "begin + sixteen + r <= end;"
     ),
-    "the edge is not masked": (
-        "tile.cuh",
-        "position >= high[i >> 1]",
-        "position > high[i >> 1]",
-    ),
+    "the edge is not masked": ("tile.cuh", "position >= high[i >> 1]", "position > high[i >> 1]"),
     "half a warp meets elsewhere": (
-        "tile.cuh",
-        "  return x + ptx::shuffle_xor(x, 2);",
+        "tile.cuh", "  return x + ptx::shuffle_xor(x, 2);",
         "  if ((ptx::thread() & 16) != 0) return x;\n  return x + ptx::shuffle_xor(x, 2);",
     ),
-}
+}  # fmt: skip
 
 
 RUNS = [(order, eager) for order in ORDERS for eager in (False, True)]
@@ -79,7 +57,7 @@ def passes(emulators: Emulators, case: Case, spec: LayerAttention, order: str, e
     launcher.launch_blocks = 1  # works on all items, one after the other
     call = CudaPagedBackend(launcher).bind(case.view, case.batch)
     try:
-        assert_right(attend(case, call, launcher, spec), expected(case, spec))
+        check(launcher, case, spec, call=call)
     except AssertionError:  # EmulationError is one
         return False
     return True

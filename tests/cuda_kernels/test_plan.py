@@ -12,16 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vmserve.attention.cuda import params
 from vmserve.attention.cuda.backend import _Limits
-from vmserve.attention.cuda.params import (
-    AttendArgs,
-    CombineArgs,
-    GateArgs,
-    KvLayer,
-    MoveArgs,
-    NormArgs,
-    WriteArgs,
-)
 from vmserve.attention.cuda.plan import (
     APPEND_COSTS,
     APPEND_ROWS,
@@ -68,6 +60,11 @@ def items_of(plan: CudaPlan) -> list[tuple[int, dict[str, int]]]:
     ]
 
 
+def lengths_of(plan: CudaPlan) -> list[int]:
+    """Keys of each item of the decodes."""
+    return (plan.decode[:, 4] - plan.decode[:, 3]).tolist()
+
+
 def tokens_of(plan: CudaPlan, item: dict[str, int]) -> list[int]:
     first, count = item["token"], item["num_tokens"]
     if first >= 0:
@@ -75,34 +72,31 @@ def tokens_of(plan: CudaPlan, item: dict[str, int]) -> list[int]:
     return plan.lists[-1 - first : -1 - first + count].tolist()
 
 
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Step, list[SharedPrefix]]:
+    past = draw(st.lists(st.integers(0, 200) | st.integers(1000, 9000), min_size=1, max_size=6))
+    one = st.just(1) | st.integers(1, 80)
+    new = draw(st.lists(one, min_size=len(past), max_size=len(past)))
+    members = draw(st.lists(st.sampled_from(range(len(past))), unique=True, max_size=4))
+    most = min((past[i] // PART_TOKENS for i in members), default=0)
+    shared = PART_TOKENS * draw(st.integers(1, most)) if most else 0
+    return step_of(past, new), [SharedPrefix(tuple(members), shared)] if most else []
+
+
+RESIDENT = st.sampled_from([Resident(1, 1), Resident(16, 8), H100])
+
+
 @settings(max_examples=150, deadline=None)
 @given(
-    past=st.lists(st.integers(0, 200) | st.integers(1000, 9000), min_size=1, max_size=6),
-    data=st.data(),
-    kv_heads=st.sampled_from([1, 2, 8]),
-    group=st.integers(1, 16),
+    step_and_prefixes=steps(),
+    heads=st.builds(Heads, st.sampled_from([1, 2, 8]), st.integers(1, 16), st.just(APPEND_ROWS)),
     window=st.none() | st.integers(1, 5000),
-    resident=st.sampled_from([Resident(1, 1), Resident(16, 8), H100]),
+    resident=RESIDENT,
 )
-def test_a_plan_covers_each_visible_pair_once(
-    past: list[int],
-    data: st.DataObject,
-    kv_heads: int,
-    group: int,
-    window: int | None,
-    resident: Resident,
-) -> None:
-    new = data.draw(
-        st.lists(st.just(1) | st.integers(1, 80), min_size=len(past), max_size=len(past))
-    )
-    members = data.draw(st.lists(st.sampled_from(range(len(past))), unique=True, max_size=4))
-    most = min((past[i] // PART_TOKENS for i in members), default=0)
-    prefixes = []
-    if most:
-        shared = PART_TOKENS * data.draw(st.integers(1, most))
-        prefixes = [SharedPrefix(tuple(members), shared)]
-    step = step_of(past, new)
-    plan = make_plan(step, Heads(kv_heads, group), resident, window, prefixes)
+def test_a_plan_covers_each_visible_pair_once(step_and_prefixes, heads, window, resident):
+    step, prefixes = step_and_prefixes
+    new = step.num_new
+    plan = make_plan(step, heads, resident, window, prefixes)
     sequence = np.repeat(np.arange(len(new)), new)
     position = np.arange(sum(new)) - np.repeat(step.starts - step.num_past, new)
     rows_of_prefix = {int(step.rows[m]) for p in prefixes for m in p.members}
@@ -111,7 +105,7 @@ def test_a_plan_covers_each_visible_pair_once(
     parts: dict[int, list[tuple[int, int]]] = {token: [] for token in range(sum(new))}
     for rows, item in items_of(plan):
         tokens = tokens_of(plan, item)
-        assert 0 < len(tokens) * group <= rows
+        assert 0 < len(tokens) * heads.group <= rows
         begin, end = item["kv_begin"], item["kv_end"]
         assert begin % TILE_TOKENS == 0
         assert begin < end
@@ -153,24 +147,16 @@ def test_a_plan_covers_each_visible_pair_once(
     kv_heads=st.sampled_from([1, 2, 8]),
     group=st.integers(1, 16),
     shared=st.booleans(),
-    resident=st.sampled_from([Resident(1, 1), Resident(16, 8), H100]),
+    resident=RESIDENT,
     head_dim=st.sampled_from(HEAD_DIMS),
 )
 def test_the_room_for_parts_in_a_plan_of_a_fixed_size_is_enough(
-    new: list[int],
-    past: int,
-    kv_heads: int,
-    group: int,
-    shared: bool,
-    resident: Resident,
-    head_dim: int,
-) -> None:
+    new, past, kv_heads, group, shared, resident, head_dim
+):
     step = step_of([past] * len(new), new)
-    prefixes = (
-        [SharedPrefix(tuple(range(len(new))), past // PART_TOKENS * PART_TOKENS)] if shared else []
-    )
+    prefix = SharedPrefix(tuple(range(len(new))), past // PART_TOKENS * PART_TOKENS)
     heads = Heads(kv_heads, group, append_rows(head_dim))
-    plan = make_plan(step, heads, resident, None, prefixes)
+    plan = make_plan(step, heads, resident, None, [prefix] if shared else [])
     limits = (chunk_limit(resident.decode, kv_heads), chunk_limit(resident.append, kv_heads))
     room = _Limits(len(new), sum(new), max(new), past + 90, shared)
     assert plan.num_parts <= room.parts(group, head_dim, limits)
@@ -206,20 +192,16 @@ def test_a_short_step_is_one_item_for_each_tile() -> None:
     assert plan.part_starts.tolist() == [-1] * 21
 
 
-def test_one_long_sequence_fills_the_device() -> None:
-    plan = make_plan(step_of([8191], [1]), Heads(8, 4), H100)
-    assert len(plan.decode) == 16
-    assert set((plan.decode[:, 4] - plan.decode[:, 3]).tolist()) == {512}
-    assert plan.num_parts == 16
-
-
-def test_many_sequences_are_not_split_and_long_ones_among_them_are() -> None:
+def test_long_sequences_are_split_and_many_are_not() -> None:
+    alone = make_plan(step_of([8191], [1]), Heads(8, 4), H100)
+    assert lengths_of(alone) == [512] * 16
+    assert alone.num_parts == 16
     many = make_plan(step_of([999] * 64, [1] * 64), Heads(8, 4), H100)
     assert len(many.decode) == 64
     one_long = make_plan(step_of([999] * 15 + [131071], [1] * 16), Heads(8, 4), H100)
-    lengths = one_long.decode[:, 4] - one_long.decode[:, 3]
-    assert lengths.max() <= 8192
-    assert (np.diff(lengths) <= 0).all(), "the longest first"
+    lengths = lengths_of(one_long)
+    assert lengths[0] <= 8192
+    assert lengths == sorted(lengths, reverse=True), "the longest first"
 
 
 @pytest.mark.parametrize("costs", [DECODE_COSTS, APPEND_COSTS])
@@ -240,7 +222,7 @@ def time_of(plan: CudaPlan, kv_heads: int, blocks: int) -> float:
     Blocks take the next item when they are done; fewer of them share what the memory gives, up to
     twice as much for each.
     """
-    waiting = np.repeat(plan.decode[:, 4] - plan.decode[:, 3], kv_heads).tolist()[::-1]
+    waiting = np.repeat(lengths_of(plan), kv_heads).tolist()[::-1]
     total = sum(waiting)
     running: list[float] = []  # by when they end, in keys of a block that runs all the time
     now = time = 0.0
@@ -284,18 +266,16 @@ def test_only_what_whole_waves_leave_is_split() -> None:
     plan = make_plan(step_of([8191] * 40, [1] * 40), Heads(8, 4), H100)
     assert len(plan.split) == 7
     assert plan.num_parts == 7 * 16
-    lengths = plan.decode[:, 4] - plan.decode[:, 3]
-    assert (lengths[:33] == 8192).all()
-    assert lengths[33:].max() <= 4096
+    lengths = lengths_of(plan)
+    assert lengths[:33] == [8192] * 33
+    assert max(lengths[33:]) <= 4096
 
 
 def test_a_window_clips_what_is_read() -> None:
+    """A prefix that it left behind, too."""
     plan = make_plan(step_of([9999], [1]), Heads(8, 4), H100, window=1000)
     assert plan.decode[:, 3].min() == 9000 // TILE_TOKENS * TILE_TOKENS
     assert plan.decode[:, 4].max() == 10000
-
-
-def test_a_window_that_left_the_prefix_behind_does_not_read_it() -> None:
     prefix = [SharedPrefix((0, 1), 512)]
     plan = make_plan(step_of([5000, 6000], [1, 1]), Heads(1, 4), Resident(1, 1), 100, prefix)
     assert plan.decode[:, 3].min() > 4000
@@ -332,46 +312,48 @@ def test_shared_prefixes_of_block_tables() -> None:
     assert find_shared_prefixes(tables[:0], past[:0], 256) == []
 
 
-def test_structures_are_as_large_as_the_kernels_say() -> None:
-    sizes = [
-        ctypes.sizeof(kind)
-        for kind in (KvLayer, AttendArgs, CombineArgs, WriteArgs, NormArgs, GateArgs, MoveArgs)
-    ]
-    assert sizes == [64, 200, 64, 208, 48, 64, 24]
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("KvLayer", 64),
+        ("AttendArgs", 200),
+        ("CombineArgs", 64),
+        ("WriteArgs", 208),
+        ("NormArgs", 48),
+        ("GateArgs", 64),
+        ("MoveArgs", 24),
+    ],
+)
+def test_structures_are_as_large_as_the_kernels_say(name: str, size: int) -> None:
+    assert ctypes.sizeof(getattr(params, name)) == size
+
+
+H100_BYTES, A100_BYTES, RTX_3090_BYTES = (232_448, 233_472), (166_912, 167_936), (101_376, 102_400)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "block", "multiprocessor", "stages", "decode_blocks", "append_blocks"),
+    ("head_dim", "shared_bytes", "in_flight"),
     [
-        (64, 232_448, 233_472, 8, 3, 2),  # H100
-        (128, 232_448, 233_472, 6, 2, 2),
-        (256, 232_448, 233_472, 6, 1, 2),
-        (64, 166_912, 167_936, 8, 2, 2),  # A100
-        (128, 166_912, 167_936, 4, 2, 2),
-        (256, 166_912, 167_936, 4, 1, 1),
-        (128, 101_376, 102_400, 5, 1, 1),  # RTX 3090
+        (64, H100_BYTES, (8, 3, 2)),
+        (128, H100_BYTES, (6, 2, 2)),
+        (256, H100_BYTES, (6, 1, 2)),
+        (64, A100_BYTES, (8, 2, 2)),
+        (128, A100_BYTES, (4, 2, 2)),
+        (256, A100_BYTES, (4, 1, 1)),
+        (128, RTX_3090_BYTES, (5, 1, 1)),
     ],
 )
 def test_shared_memory_decides_what_is_in_flight(
-    head_dim: int,
-    block: int,
-    multiprocessor: int,
-    stages: int,
-    decode_blocks: int,
-    append_blocks: int,
+    head_dim: int, shared_bytes: tuple[int, int], in_flight: tuple[int, int, int]
 ) -> None:
-    sizes = sizes_for(head_dim, block, multiprocessor)
-    assert (sizes.stages, sizes.decode_blocks, sizes.append_blocks) == (
-        stages,
-        decode_blocks,
-        append_blocks,
-    )
-    assert max(sizes.decode_bytes, sizes.append_bytes) <= block
+    sizes = sizes_for(head_dim, *shared_bytes)
+    assert (sizes.stages, sizes.decode_blocks, sizes.append_blocks) == in_flight
+    assert max(sizes.decode_bytes, sizes.append_bytes) <= shared_bytes[0]
 
 
 def test_a_device_without_the_room_is_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="heads of 256 need 141824 bytes of shared memory"):
-        sizes_for(256, 101_376, 102_400)
+        sizes_for(256, *RTX_3090_BYTES)
 
 
 def test_architectures() -> None:

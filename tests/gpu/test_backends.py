@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
+from tests.attention.views import places_of
+from tests.support.attention import attention_of
 from vmserve.attention import BACKENDS, PREFERRED, create_backend
 from vmserve.attention.base import AttentionBackend, LayerAttention, PlansAhead, RaggedBatch
 from vmserve.attention.flash import FlashBackend, SlotCall
@@ -95,6 +95,10 @@ class Rig:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(shape, generator=generator).to(self.device, self.dtype)
 
+    def inputs(self, batch: RaggedBatch, q_heads: int) -> tuple[torch.Tensor, ...]:
+        sizes = enumerate((q_heads, KV_HEADS, KV_HEADS))
+        return tuple(self.random(batch.num_tokens, n, DIM, seed=100 + i) for i, n in sizes)
+
     def fill(self, regime: Regime, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Random pasts in the memory; what they are."""
         view, batch = self.views[regime], self.batches[regime]
@@ -103,49 +107,26 @@ class Rig:
             pair = tuple(
                 self.random(past, KV_HEADS, DIM, seed=10 * index + which) for which in (0, 1)
             )
-            where = self._where(view, place, past)
+            where = tuple(x.to(self.device) for x in places_of(view, place, torch.arange(past)))
             for tensors, numbers in zip((view.keys, view.values), pair, strict=True):
                 tensors[layer][where] = numbers
             pasts.append(pair)
         return pasts  # type: ignore[return-value]
 
-    def _where(self, view: KVView, place: int, past: int) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = torch.arange(past)
-        if isinstance(view, ContiguousView):
-            rows, tokens = torch.full_like(positions, place), positions
-        else:
-            per_page = view.keys[0].shape[1] // view.block_tokens
-            blocks = view.block_tables[place].to(torch.int64)[positions // view.block_tokens]
-            rows = blocks // per_page
-            tokens = blocks % per_page * view.block_tokens + positions % view.block_tokens
-        return rows.to(self.device), tokens.to(self.device)
-
 
 def expected(
-    rig: Rig,
     pasts: list[tuple[torch.Tensor, torch.Tensor]],
     batch: RaggedBatch,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    qkv: tuple[torch.Tensor, ...],
     spec: LayerAttention,
 ) -> torch.Tensor:
-    q, k, v = (tensor.double() for tensor in qkv)
-    group = q.shape[1] // KV_HEADS
-    parts = []
-    for (keys, values), past, new, start in zip(
-        pasts, rig.past, batch.num_new.tolist(), batch.starts.tolist(), strict=True
-    ):
-        rows = slice(start, start + new)
-        all_keys = torch.cat((keys.double(), k[rows])).repeat_interleave(group, 1)
-        all_values = torch.cat((values.double(), v[rows])).repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", q[rows], all_keys) * spec.scale
-        query = torch.arange(past, past + new, device=q.device)[:, None]
-        key = torch.arange(past + new, device=q.device)
-        hidden = key > query
-        if spec.window is not None:
-            hidden |= key <= query - spec.window
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
-        parts.append(torch.einsum("hqk,khd->qhd", weights, all_values))
-    return torch.cat(parts)
+    q, *fresh = qkv
+    parts = zip(*(each.split(batch.num_new.tolist()) for each in fresh), strict=True)
+    sequences = [
+        (torch.cat((past[0], new[0])), torch.cat((past[1], new[1])))
+        for past, new in zip(pasts, parts, strict=True)
+    ]
+    return attention_of(batch, sequences, q, spec)[0]
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -164,19 +145,13 @@ def test_against_float64(
         assert backends
         for backend in backends:
             pasts = rig.fill(regime, spec.layer)
-            sizes = (q_heads, KV_HEADS, KV_HEADS)
-            q, k, v = (
-                rig.random(batch.num_tokens, heads, DIM, seed=100 + i)
-                for i, heads in enumerate(sizes)
-            )
-            truth = expected(rig, pasts, batch, (q, k, v), spec)
+            q, k, v = rig.inputs(batch, q_heads)
+            truth = expected(pasts, batch, (q, k, v), spec)
             out = backend.bind(view, batch)(spec, q.clone(), k.clone(), v.clone())
             check(out, truth, dtype, backend.name)
             if shape == "decodes" and isinstance(backend, PlansAhead):
-                plan = backend.plan_capacity(
-                    view, max_seqs=8, max_tokens=8, max_new=1, max_len=MAX_LEN, q_heads=q_heads,
-                    windows=(window,),
-                )  # fmt: skip
+                sizes = {"max_seqs": 8, "max_tokens": 8, "max_new": 1, "max_len": MAX_LEN}
+                plan = backend.plan_capacity(view, **sizes, q_heads=q_heads, windows=(window,))
                 plan.update(batch)
                 padded = [torch.cat((tensor, tensor[:2])) for tensor in (q, k, v)]
                 planned = plan.call(spec, *padded)
@@ -211,12 +186,9 @@ def test_each_part_of_a_step_by_its_kernel(active: TorchRuntime, dtype: torch.dt
     for layer, q_heads in ((0, 8), (1, 2)):
         spec = LayerAttention(layer, DIM**-0.5)
         pasts = rig.fill(Regime.VIRTUAL, layer)
-        sizes = (q_heads, KV_HEADS, KV_HEADS)
-        q, k, v = (
-            rig.random(batch.num_tokens, heads, DIM, seed=100 + i) for i, heads in enumerate(sizes)
-        )
+        q, k, v = rig.inputs(batch, q_heads)
         call = backend.bind(view, batch)
-        truth = expected(rig, pasts, batch, (q, k, v), spec)
+        truth = expected(pasts, batch, (q, k, v), spec)
         check(call(spec, q.clone(), k.clone(), v.clone()), truth, dtype, backend.name)
         if not on_gpu:
             continue

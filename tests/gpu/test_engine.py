@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.criterion import MARGINS, Logits, disagreement
-from vmserve import SamplingParams
+from tests.support.stepping import tokens_of
 from vmserve.engine.build import IDLE_BYTES
 from vmserve.engine.engine import LLMEngine
 from vmserve.memory.base import Regime
@@ -56,20 +56,8 @@ def generate(
     engine: LLMEngine, change: Callable[[int], None] = lambda step: None, **params: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Prompts and what follows each."""
-    asked = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, **({"temperature": 0} | params))
     prompts = [engine.tokenizer.encode(text) for text in TEXTS]
-    for index, prompt in enumerate(prompts):
-        engine.add_request(str(index), prompt, asked)
-    done: dict[str, list[int]] = {}
-    step = 0
-    while engine.has_unfinished:
-        change(step)
-        result = engine.step()
-        assert not result.failures, result.failures
-        done |= {o.request_id: o.outputs[0].token_ids for o in result.outputs if o.finished}
-        step += 1
-    engine.memory.check()
-    return prompts, [done[str(index)] for index in range(len(prompts))]
+    return prompts, tokens_of(engine, prompts, change, max_tokens=NUM_TOKENS, **params)
 
 
 def check(prompts: list[list[int]], ours: list[list[int]], logits: Logits, margin: float) -> None:
@@ -129,15 +117,9 @@ def test_overlapped_steps_give_the_tokens_of_single_ones(
     assert found[0] == found[1]
 
 
-def test_seeds_give_the_same_samples_in_both_regimes(
-    make_engine: Callable[..., LLMEngine],
-) -> None:
-    found = [
-        generate(
-            make_engine(dtype="float32", kv_regime=regime), temperature=0.8, top_p=0.95, seed=5
-        )[1]
-        for regime in ("virtual", "paged")
-    ]
+def test_seeds_give_the_same_samples_in_both_regimes(make_engine: Callable[..., LLMEngine]) -> None:
+    engines = (make_engine(dtype="float32", kv_regime=regime) for regime in ("virtual", "paged"))
+    found = [generate(each, temperature=0.8, top_p=0.95, seed=5)[1] for each in engines]
     agree = sum(a == b for a, b in zip(*found, strict=True))
     assert agree >= len(TEXTS) - 1  # a draw may fall on the edge between two tokens
 

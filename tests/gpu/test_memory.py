@@ -42,6 +42,7 @@ def make(runtime: TorchRuntime, num_pages: int, **options: object) -> MemoryMana
 class Seq:
     id: int
     length: int
+    tenant: int
     #: The number at each position, of layer 0's first element.
     numbers: list[float]
 
@@ -57,42 +58,27 @@ class Life:
         self.next_number = 1.0
         self.done: dict[str, int] = {}
 
-    def place(self, seq: Seq, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of all layers at a position, in the view that the sequence is in."""
+    def rows(self, seq: Seq, position: int) -> list[torch.Tensor]:
+        """K of each layer at a position, then V, in the view that the sequence is in."""
         if self.memory.regime(seq.id) is Regime.VIRTUAL:
-            slot = int(self.memory.slots([seq.id])[0])
-            views, index = (self.view.keys, self.view.values), (slot, position)
+            view, index = self.view, (int(self.memory.slots([seq.id])[0]), position)
         else:
-            size = self.memory.layout.block_tokens
+            size, per_page = self.memory.layout.block_tokens, self.memory.layout.blocks_per_page
             block = int(self.memory.blocks(seq.id)[position // size])
-            per_page = self.memory.layout.blocks_per_page
-            index = (block // per_page, block % per_page * size + position % size)
-            views = (self.paged.keys, self.paged.values)
-        keys, values = ([tensor[index] for tensor in tensors] for tensors in views)
-        return torch.stack(keys), torch.stack(values)
+            view, index = self.paged, (block // per_page, block % per_page * size + position % size)
+        return [tensor[index] for tensor in (*view.keys, *view.values)]
 
     def write(self, seq: Seq, first: int) -> None:
         for position in range(first, seq.length):
-            number = self.next_number
+            seq.numbers.append(self.next_number)
+            for row in self.rows(seq, position):
+                row.fill_(self.next_number)
             self.next_number += 1.0
-            seq.numbers.append(number)
-            for tensors in self._tensors(seq, position):
-                tensors.fill_(number)
-
-    def _tensors(self, seq: Seq, position: int) -> list[torch.Tensor]:
-        if self.memory.regime(seq.id) is Regime.VIRTUAL:
-            slot = int(self.memory.slots([seq.id])[0])
-            return [t[slot, position] for t in (*self.view.keys, *self.view.values)]
-        size = self.memory.layout.block_tokens
-        block = int(self.memory.blocks(seq.id)[position // size])
-        per_page = self.memory.layout.blocks_per_page
-        page, token = block // per_page, block % per_page * size + position % size
-        return [t[page, token] for t in (*self.paged.keys, *self.paged.values)]
 
     def look(self, seq: Seq) -> None:
         for position in sorted({0, seq.length // 2, seq.length - 1}):
-            for found in self.place(seq, position):
-                assert torch.equal(found, torch.full_like(found, seq.numbers[position]))
+            found = torch.stack(self.rows(seq, position))
+            assert torch.equal(found, torch.full_like(found, seq.numbers[position]))
 
     def apply(self, growths: list[Growth], ops: list[Fork | Convert]) -> int | None:
         plan = self.memory.plan(growths, ops)
@@ -107,9 +93,10 @@ class Life:
     def open(self) -> bool:
         if len(self.seqs) == NUM_SLOTS:
             return False
-        id_ = self.memory.open(regime=self.rng.choice(list(Regime)), tenant=self.rng.choice([0, 1]))
+        tenant = self.rng.choice([0, 1])
+        id_ = self.memory.open(regime=self.rng.choice(list(Regime)), tenant=tenant)
         assert id_ is not None
-        seq = Seq(id_, 0, [])
+        seq = Seq(id_, 0, tenant, [])
         if not self._grow(seq, self.rng.randint(1, 40)):
             self.memory.release(id_)
             return False
@@ -134,22 +121,15 @@ class Life:
             return False
         parent = self.rng.choice(self.seqs)
         length = self.rng.randint(1, parent.length)
-        # It must be of the parent's tenant, which nobody but the pool knows: try both.
-        for tenant in (0, 1):
-            id_ = self.memory.open(regime=self.rng.choice(list(Regime)), tenant=tenant)
-            assert id_ is not None
-            try:
-                epoch = self.apply([], [Fork(id_, parent.id, length)])
-            except ValueError:
-                self.memory.release(id_)
-                continue
-            if epoch is None:
-                self.memory.release(id_)
-                return False
-            self.memory.launched(epoch)
-            self.seqs.append(Seq(id_, length, parent.numbers[:length]))
-            return True
-        raise AssertionError("a fork is of some tenant")
+        id_ = self.memory.open(regime=self.rng.choice(list(Regime)), tenant=parent.tenant)
+        assert id_ is not None
+        epoch = self.apply([], [Fork(id_, parent.id, length)])
+        if epoch is None:
+            self.memory.release(id_)
+            return False
+        self.memory.launched(epoch)
+        self.seqs.append(Seq(id_, length, parent.tenant, parent.numbers[:length]))
+        return True
 
     def convert(self) -> bool:
         if not self.seqs:
@@ -209,16 +189,14 @@ def test_no_tenant_reads_a_byte_of_another(active: TorchRuntime) -> None:
             plan = memory.plan([Growth(seq, length)])
             assert isinstance(plan, MemoryPlan)
             epoch = memory.apply(plan)
-            entry = Seq(seq, length, [])
+            entry = Seq(seq, length, tenant, [])
             if writes:
                 for position in range(length):
-                    for tensor in life._tensors(entry, position)[:2]:
-                        tensor.fill_(secret)
+                    for row in life.rows(entry, position)[:2]:
+                        row.fill_(secret)
             else:
                 for position in range(0, length, 7):
-                    keys, values = life.place(entry, position)
-                    assert not (keys == secret).any()
-                    assert not (values == secret).any()
+                    assert not (torch.stack(life.rows(entry, position)) == secret).any()
             memory.launched(epoch)
             memory.release(seq)
         memory.check()

@@ -15,15 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BACK = "tests/gpu/test_memory.py::test_memory_goes_back_to_the_device"
 TENANTS = "tests/gpu/test_memory.py::test_no_tenant_reads_a_byte_of_another"
 
-LACKED = (
-    "cryptography",
-    "fastapi",
-    "flash_attn",
-    "llguidance",
-    "pydantic",
-    "starlette",
-    "uvicorn",
-)
+LACKED = ("cryptography", "fastapi", "flash_attn", "llguidance", "pydantic", "starlette", "uvicorn")
 #: In front of code that is run as on such a machine, where nothing finds these packages.
 LACKING = f"""
 import importlib.util, os, sys

@@ -22,6 +22,7 @@ from benchmarks.gpu.gpu_probe.machine import HOST_FREE_BYTES, HostMachine
 from benchmarks.gpu.gpu_probe.run import SECTIONS, Finding, Probe, Row
 from benchmarks.gpu.gpu_probe.scale import TINY, layout
 from tests.sim.simcuda import NOTHING, SimConfig, SimCuda
+from tests.support.attention import attention
 from vmserve import _core
 from vmserve.errors import OutOfMemoryError
 from vmserve.memory.views import ContiguousView
@@ -75,18 +76,13 @@ def make_work(q_len: int) -> Work:
 
 
 @pytest.mark.parametrize("q_len", [1, 5])
-def test_the_reference_agrees_with_torch(q_len: int) -> None:
+def test_the_reference_is_attention(q_len: int) -> None:
     work = make_work(q_len)
     for index, (slot, length) in enumerate(zip(work.places, work.lengths, strict=True)):
         q = work.q[index * q_len : (index + 1) * q_len]
-        keys, values = work.view.keys[0][slot, :length], work.view.values[0][slot, :length]
-        expected = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(0, 1).double(),
-            *(each.transpose(0, 1).double().repeat_interleave(2, 0) for each in (keys, values)),
-            attn_mask=torch.ones(q_len, length, dtype=torch.bool).tril(length - q_len),
-        )
-        found = attend(q, keys, values, range(length - q_len, length))
-        torch.testing.assert_close(found, expected.transpose(0, 1), rtol=0, atol=1e-12)
+        rows = (q, work.view.keys[0][slot, :length], work.view.values[0][slot, :length])
+        found = attend(*rows, range(length - q_len, length))
+        torch.testing.assert_close(found, attention(*rows, 16**-0.5)[0], rtol=0, atol=1e-12)
 
 
 def test_a_kernel_that_reads_whole_tiles_is_right_until_it_meets_nan() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.attention.flash_op import EmulatedFlash
+from tests.attention.stand_ins import EmulatedFlash
 from tests.models.checkpoints import NATIVE, deepseek_v2, save
 from tests.runner.planned import PlannedCpu
 from tests.runner.test_async_scheduling import PROMPTS

@@ -21,14 +21,6 @@ def candidates(logits: list[list[float]], num: int) -> tuple[list[list[int]], np
     return ids.tolist(), logprobs
 
 
-def test_best_first_and_equals_by_id() -> None:
-    ids, logprobs = candidates([[0.0, 2.0, 1.0, 2.0], [5.0, 5.0, 5.0, 5.0]], 3)
-    assert ids == [[1, 3, 2], [0, 1, 2]]
-    total = math.log(1 + 2 * math.exp(2) + math.exp(1))
-    np.testing.assert_allclose(logprobs[0], [2 - total, 2 - total, 1 - total], atol=1e-6)
-    np.testing.assert_allclose(logprobs[1], [-math.log(4)] * 3, atol=1e-6)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(1, 8).flatmap(
@@ -66,10 +58,6 @@ def test_rows_that_are_no_numbers_are_repaired(
     assert found.tolist() == [ids, [2, 1]]
     assert values[0].tolist() == pytest.approx(logprobs, rel=1e-6)
     assert sampler.num_repaired_rows == 1
-
-
-def test_a_vocabulary_smaller_than_the_number() -> None:
-    assert candidates([[0.0, 1.0]], 5)[0] == [[1, 0]]
 
 
 def test_no_rows_and_no_candidates() -> None:

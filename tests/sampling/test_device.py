@@ -13,32 +13,22 @@ import vmserve  # noqa: F401  first: it sets how torch's threads wait
 import torch  # isort: skip
 
 from tests.helpers import peak_bytes
+from tests.sampling.rows import random_cuts
+from tests.sampling.rows import row as any_row
 from vmserve.runner.torch_runtime import TorchCpuRuntime
-from vmserve.sampling import DeviceSampler, Sampler, SamplingParams, SamplingRow
+from vmserve.sampling import DeviceSampler, Sampler, SamplingRow
 from vmserve.sampling.device import _likeliest
 from vmserve.sampling.tokens import sampling_bytes
 
 VOCAB = 300
 
 
+#: Greedy ones among them.
+TEMPERATURES = (0.0, 0.3, 1.0, 1.0, 1.7)
+
+
 def row(seed: int, position: int, **params: Any) -> SamplingRow:
-    return SamplingRow(
-        params=SamplingParams(max_tokens=100, **params),
-        seed=seed,
-        index=seed % 3,
-        tokens=[1, 2] + [5] * position,
-        num_prompt=2,
-        stop_ids=frozenset(),
-    )
-
-
-def random_params(rng: random.Random) -> dict[str, Any]:
-    return {
-        "temperature": rng.choice([0.0, 0.3, 1.0, 1.0, 1.7]),
-        "top_k": rng.choice([0, 0, 1, 5, 40, VOCAB, VOCAB + 1]),
-        "top_p": rng.choice([1.0, 1.0, 0.95, 0.5, 0.01]),
-        "min_p": rng.choice([0.0, 0.0, 0.05, 1.0]),
-    }
+    return any_row(seed, seed % 3, prompt=[1, 2], output=position, **params)
 
 
 class Counting(TorchCpuRuntime):
@@ -60,7 +50,10 @@ def test_the_same_tokens(seed: int, coarse: bool) -> None:
     logits = 3 * torch.randn(40, VOCAB)
     if coarse:
         logits = logits.round()
-    rows = [row(rng.randrange(2**63), rng.randrange(50), **random_params(rng)) for _ in logits]
+    rows = [
+        row(rng.randrange(2**63), rng.randrange(50), **random_cuts(rng, VOCAB, TEMPERATURES))
+        for _ in logits
+    ]
     runtime = Counting()
     there = DeviceSampler(VOCAB, runtime).sample(logits.clone(), rows)
     here = Sampler(VOCAB).sample(logits.clone(), rows)
@@ -84,9 +77,8 @@ def test_a_batch_of_one_kind_takes_its_short_way() -> None:
 def mixed_rows(num_rows: int) -> tuple[torch.Tensor, list[SamplingRow]]:
     rng = random.Random(9)
     torch.manual_seed(9)
-    return torch.randn(num_rows, VOCAB), [
-        row(rng.randrange(2**63), 3, **random_params(rng)) for _ in range(num_rows)
-    ]
+    cuts = (random_cuts(rng, VOCAB, TEMPERATURES) for _ in range(num_rows))
+    return torch.randn(num_rows, VOCAB), [row(rng.randrange(2**63), 3, **each) for each in cuts]
 
 
 @pytest.mark.parametrize("part_rows", [1, 7, 40])

@@ -14,18 +14,14 @@ from vmserve.sampling import BeamSearchParams, SamplingParams
 from vmserve.sampling.params import LIMITS
 
 GOOD = [
-    ("seed", None),
-    ("max_tokens", None),
+    *[(name, None) for name in ("seed", "max_tokens", "stop", "stop_token_ids", "prediction")],
     ("min_tokens", 16),
-    ("stop", None),
     ("stop", []),
     ("stop", ["x"] * 16),
     ("stop", "x" * 4096),
-    ("stop_token_ids", None),
     ("stop_token_ids", [0, 5]),
     ("allowed_token_ids", [3]),
     ("bad_words", ["a b"]),
-    ("prediction", None),
     ("prediction", "as it was"),
     ("prediction", [5, 5, 0]),
     ("logit_bias", {5: 100, 6: -100.0}),
@@ -142,15 +138,11 @@ def test_values_are_normalised():
     assert SamplingParams(stop=["b", "a", "b"]).stop == ("b", "a")
 
 
-def test_replace_checks_again():
+def test_replace_checks_again_and_nothing_else_changes_parameters():
     params = SamplingParams(stop=["a"], n=3)
     assert replace(params, n=2).stop == ("a",)
     with pytest.raises(InvalidRequestError, match="n must be at most 128"):
         replace(params, n=200)
-
-
-def test_parameters_cannot_be_changed_and_unknown_ones_are_errors():
-    params = SamplingParams()
     with pytest.raises(FrozenInstanceError):
         params.n = 2
     with pytest.raises(TypeError, match="use_beam_search"):
@@ -159,17 +151,11 @@ def test_parameters_cannot_be_changed_and_unknown_ones_are_errors():
         SamplingParams(1)
 
 
-def test_best_of():
+def test_fields_that_need_others():
     assert SamplingParams(n=2, best_of=3).best_of == 3
     with pytest.raises(InvalidRequestError, match="best_of must be at least n: best_of=2, n=3"):
         SamplingParams(n=3, best_of=2)
-
-
-def test_scoring_a_prompt_alone():
     assert SamplingParams(max_tokens=0, prompt_logprobs=0).max_tokens == 0
-
-
-def test_stop_strings_need_text():
     with pytest.raises(InvalidRequestError, match="stop strings need the text"):
         SamplingParams(detokenize=False, stop="a")
     SamplingParams(detokenize=False, stop_token_ids=[1])
@@ -182,8 +168,7 @@ def test_greedy_is_a_temperature_of_nearly_zero():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias", "prediction"],
+    "name", ["stop_token_ids", "allowed_token_ids", "logprob_token_ids", "logit_bias", "prediction"]
 )
 def test_ids_out_of_vocabulary(name):
     ids = {3: 1.0, 100: 1.0, 250: -1.0} if name == "logit_bias" else [3, 100, 250]
@@ -196,13 +181,9 @@ def test_ids_out_of_vocabulary(name):
     assert caught.value.param == name
 
 
-def test_negative_bias_ids_are_out_of_vocabulary():
-    params = SamplingParams(logit_bias={-1: 1.0})
-    with pytest.raises(InvalidRequestError, match="out of vocabulary: -1;"):
-        params.validate_for(100, 20)
-
-
 def test_an_error_names_some_ids_and_counts_the_rest():
+    with pytest.raises(InvalidRequestError, match="out of vocabulary: -1;"):
+        SamplingParams(logit_bias={-1: 1.0}).validate_for(100, 20)
     params = SamplingParams(stop_token_ids=range(1000, 1100))
     with pytest.raises(InvalidRequestError, match="1063 and 36 more; the vocabulary") as caught:
         params.validate_for(100, 20)

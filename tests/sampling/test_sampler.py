@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import Counter
+import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from vmserve.sampling import SampledToken, Sampler, SamplingParams, SamplingRow
+from tests.sampling.rows import MIXTURE
+from tests.sampling.rows import row as drawn
+from vmserve.sampling import SampledToken, Sampler
 from vmserve.sampling import sampler as sampler_module
 from vmserve.sampling import torch_sampler as torch_module
-from vmserve.sampling.params import with_checked
 from vmserve.sampling.torch_sampler import TorchSampler
 
 INF = float("inf")
@@ -26,16 +28,7 @@ def way(request, monkeypatch):
     return request.param
 
 
-def row(params=None, *, prompt=(), output=(), seed=0, index=0, stop_ids=(), bad_words=(), **kwargs):
-    params = params or SamplingParams(**{"temperature": 0.0, **kwargs})
-    return SamplingRow(
-        params=with_checked(params, bad_words=tuple(bad_words)),
-        seed=seed,
-        index=index,
-        tokens=[*prompt, *output],
-        num_prompt=len(prompt),
-        stop_ids=frozenset(stop_ids),
-    )
+row = functools.partial(drawn, temperature=0.0)
 
 
 def token(logits, **kwargs):
@@ -75,15 +68,9 @@ def test_log_probabilities_are_the_models_own():
     """Bias, masks, penalties and temperature choose the token; they leave its probability."""
     logits = [1.0, 2.0, 3.0, 0.5]
     own = log_softmax(logits)
-    changed = SamplingParams(
-        temperature=0.3,
-        logit_bias={0: 100},
-        top_k=1,
-        repetition_penalty=1.5,
-        allowed_token_ids=[0, 1],
-        logprobs=1,
-    )
-    [sampled] = Sampler(4).sample(torch.tensor([logits]), [row(changed, prompt=[2], output=[1])])
+    changes = {"temperature": 0.3, "logit_bias": {0: 100}, "top_k": 1, "repetition_penalty": 1.5}
+    changes |= {"allowed_token_ids": [0, 1], "logprobs": 1}
+    [sampled] = Sampler(4).sample(torch.tensor([logits]), [row(prompt=[2], output=[1], **changes)])
     assert sampled.token_id == 0
     assert sampled.logprob == pytest.approx(own[0], abs=1e-6)
     assert list(sampled.top) == [0, 2]
@@ -115,32 +102,36 @@ def test_likeliest_tokens():
     ]
 
 
-def test_equal_logits_are_ranked_by_id():
-    logits = [1.0, 2.0, 1.0, 2.0, 1.0]
-    rows = [row(logprobs=3), row(logprobs=1, allowed_token_ids=[4]), row(logprobs=-1)]
-    found = [s.top for s in Sampler(5).sample(torch.tensor([logits] * 3), rows)]
-    assert [[(i, rank) for i, (_, rank) in top.items()] for top in found] == [
-        [(1, 1), (3, 2), (0, 3)],
-        [(4, 5), (1, 1)],
-        [(1, 1), (3, 2), (0, 3), (2, 4), (4, 5)],
-    ]
+@pytest.mark.parametrize("vocab", [7, 1000, 4099])
+@pytest.mark.parametrize("num", [0, 1, 5, 20, 900, -1])
+def test_the_likeliest_tokens_of_a_prompt_are_those_of_a_sort(way, vocab, num):
+    """Equals by their ids; the prompt's own token first."""
+    logits = 4 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(vocab))
+    logits[1] = logits[1].round()
+    logits[2] = 0.0
+    targets = [vocab - 1, vocab // 2, 0]
+    exact = logits.double().log_softmax(dim=-1)
+    wanted = vocab if num < 0 else min(num, vocab)
+    sampler = Sampler(vocab)
+    for i, top in enumerate(sampler.prompt_logprobs(logits, targets, num)):
+        order = torch.sort(logits[i], descending=True, stable=True).indices.tolist()
+        rank_of = {token: rank for rank, token in enumerate(order, start=1)}
+        ids = list(dict.fromkeys([targets[i], *order[:wanted]]))
+        assert list(top) == ids
+        assert [rank for _, rank in top.values()] == [rank_of[token] for token in ids]
+        expected = exact[i, ids].tolist()
+        assert [x for x, _ in top.values()] == pytest.approx(expected, abs=2e-6, rel=2e-7)
+    assert way == "torch" or sampler.num_core_rows == 3
 
 
-def test_prompt_log_probabilities():
-    logits = [[1.0, 4.0, 2.0, 3.0], [0.0, 0.0, 5.0, 0.0]]
-    own = [[pytest.approx(x, abs=1e-6) for x in log_softmax(x)] for x in logits]
-    sampler = Sampler(4)
-    tensor = torch.tensor(logits)
-    assert [list(top.items()) for top in sampler.prompt_logprobs(tensor, [2, 3], 2)] == [
-        [(2, (own[0][2], 3)), (1, (own[0][1], 1)), (3, (own[0][3], 2))],
-        [(3, (own[1][3], 4)), (2, (own[1][2], 1)), (0, (own[1][0], 2))],
-    ]
-    assert [list(top.items()) for top in sampler.prompt_logprobs(tensor, [2, 2], 0)] == [
-        [(2, (own[0][2], 3))],
-        [(2, (own[1][2], 1))],
-    ]
-    everything = sampler.prompt_logprobs(tensor, [2, 3], -1)
-    assert [list(top) for top in everything] == [[2, 1, 3, 0], [3, 2, 0, 1]]
+@pytest.mark.parametrize("num_listed", [3, 32, 33, 500])
+def test_listed_tokens_are_ranked(num_listed):
+    logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(1)).round(decimals=1)
+    listed = random.Random(2).sample(range(900), num_listed)
+    [sampled] = Sampler(900).sample(logits, [drawn(3, logprobs=0, logprob_token_ids=listed)])
+    order = torch.sort(logits[0], descending=True, stable=True).indices.tolist()
+    assert list(sampled.top) == list(dict.fromkeys([sampled.token_id, *listed]))
+    assert [rank for _, rank in sampled.top.values()] == [order.index(i) + 1 for i in sampled.top]
 
 
 def test_prompts_are_scored_in_parts(monkeypatch):
@@ -214,31 +205,13 @@ def test_penalties_come_after_the_bias():
     assert token([2.0, 2.6], logit_bias={0: 3}, repetition_penalty=2.0, prompt=[0]) == 1
 
 
-def test_rows_are_changed_each_by_its_own_request():
-    logits = torch.tensor([[1.0, 2.0, 3.0, 2.5]]).repeat(7, 1)
-    rows = [
-        row(),
-        row(logit_bias={0: 9}),
-        row(bad_words=[(2,)]),
-        row(allowed_token_ids=[1]),
-        row(repetition_penalty=2.0, prompt=[2, 3]),
-        row(presence_penalty=2.0, output=[2]),
-        row(),
-    ]
-    before = logits.clone()
-    assert [s.token_id for s in Sampler(4).sample(logits, rows)] == [2, 0, 3, 1, 1, 3, 2]
-    assert torch.equal(logits, before)
-
-
 def test_a_request_that_leaves_no_token_gives_up_what_it_allows_and_then_what_it_bans():
     logits = [1.0, 2.0, 3.0]
     assert token(logits, allowed_token_ids=[2], bad_words=[(2,)]) == 1
     assert token(logits, bad_words=[(0,), (1,), (2,)]) == 2
     assert token(logits, allowed_token_ids=[2], min_tokens=3, stop_ids=[2]) == 1
-    params = SamplingParams(allowed_token_ids=[2], seed=1)
-    sampled = Sampler(3).sample(
-        torch.tensor([logits] * 2), [row(params, bad_words=[(2,)]), row(params)]
-    )
+    rows = [drawn(allowed_token_ids=[2], bad_words=words) for words in ([(2,)], [])]
+    sampled = Sampler(3).sample(torch.tensor([logits] * 2), rows)
     assert sampled[0].token_id in (0, 1)
     assert sampled[1].token_id == 2
     assert all(math.isfinite(s.logprob) for s in sampled)
@@ -258,8 +231,9 @@ def test_a_request_that_leaves_no_token_gives_up_what_it_allows_and_then_what_it
 def test_logits_that_are_no_numbers(logits, expected, logprob, temperature):
     sampler = Sampler(3)
     tensor = torch.tensor([[0.0, 0.0, 5.0], logits])
-    params = SamplingParams(temperature=temperature, logprobs=2, top_p=0.01)
-    first, second = sampler.sample(tensor, [row(params), row(params)])
+    first, second = sampler.sample(
+        tensor, [row(temperature=temperature, logprobs=2, top_p=0.01)] * 2
+    )
     assert first.token_id == 2
     assert second.token_id == expected
     assert second.logprob == pytest.approx(logprob, abs=1e-6)
@@ -270,123 +244,66 @@ def test_logits_that_are_no_numbers(logits, expected, logprob, temperature):
 # -- drawing ----------------------------------------------------------------------------
 
 
-def counts_of(logits, num, **kwargs):
-    """How often each token comes, over ``num`` choices of one request."""
-    params = SamplingParams(**kwargs)
-    rows = [row(params, seed=11, index=j) for j in range(num)]
-    sampled = Sampler(len(logits)).sample(torch.tensor([logits]).repeat(num, 1), rows)
-    return Counter(s.token_id for s in sampled)
+def kept(logits, **kwargs):
+    """Which tokens come in 500 draws."""
+    rows = [drawn(11, j, **kwargs) for j in range(500)]
+    sampled = Sampler(len(logits)).sample(torch.tensor([logits]).repeat(500, 1), rows)
+    return {each.token_id for each in sampled}
 
 
-def assert_distributed(counts, weights):
-    """Pearson's chi-square at p = 0.001; seeds are fixed, so this never fails by chance."""
-    limits = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 7: 24.32}
-    num, total = sum(counts.values()), sum(weights.values())
-    assert set(counts) <= set(weights)
-    expected = {i: num * w / total for i, w in weights.items()}
-    chi_square = sum((counts[i] - e) ** 2 / e for i, e in expected.items())
-    assert chi_square < limits[len(weights) - 1]
-
-
+# exp: 1, 2.72, 0.37, 7.39, 1.65, 0.61 of 13.73: 7, 20, 3, 54, 12, 4 %.
 LOGITS = [0.0, 1.0, -1.0, 2.0, 0.5, -0.5]
 
 
-def weights_of(ids, temperature=1.0):
-    return {i: math.exp(LOGITS[i] / temperature) for i in ids}
-
-
 @pytest.mark.parametrize(
-    ("kwargs", "ids", "temperature"),
+    ("kwargs", "ids"),
     [
-        ({}, range(6), 1.0),
-        ({"temperature": 0.5}, range(6), 0.5),
-        ({"temperature": 2.0}, range(6), 2.0),
-        ({"top_k": 3}, [3, 1, 4], 1.0),
-        ({"top_k": 6}, range(6), 1.0),
-        # exp: 7.39, 2.72, 1.65, 1, 0.61, 0.37 of 13.73: 54, 20, 12, 7, 4, 3 %.
-        ({"top_p": 0.53}, [3], 1.0),
-        ({"top_p": 0.55}, [3, 1], 1.0),
-        ({"top_p": 0.85}, [3, 1, 4], 1.0),
-        ({"top_p": 0.9}, [3, 1, 4, 0], 1.0),
-        ({"min_p": 0.3}, [3, 1], 1.0),
-        ({"min_p": 0.1}, [3, 1, 4, 0], 1.0),
+        ({}, {0, 1, 2, 3, 4, 5}),
+        ({"top_k": 3}, {3, 1, 4}),
+        ({"top_k": 6}, {0, 1, 2, 3, 4, 5}),
+        ({"top_p": 0.53}, {3}),
+        ({"top_p": 0.55}, {3, 1}),
+        ({"top_p": 0.85}, {3, 1, 4}),
+        ({"top_p": 0.9}, {3, 1, 4, 0}),
+        ({"min_p": 0.3}, {3, 1}),
+        ({"min_p": 0.1}, {3, 1, 4, 0}),
         # Of what top-k leaves (11.76) the shares are 63, 23, 14 %.
-        ({"top_k": 3, "top_p": 0.85}, [3, 1], 1.0),
-        ({"top_k": 3, "top_p": 0.87}, [3, 1, 4], 1.0),
-        ({"top_k": 4, "top_p": 0.99, "min_p": 0.2}, [3, 1, 4], 1.0),
-        ({"allowed_token_ids": [0, 5], "top_p": 0.99}, [0, 5], 1.0),
+        ({"top_k": 3, "top_p": 0.85}, {3, 1}),
+        ({"top_k": 3, "top_p": 0.87}, {3, 1, 4}),
+        ({"top_k": 4, "top_p": 0.99, "min_p": 0.2}, {3, 1, 4}),
+        ({"allowed_token_ids": [0, 5], "top_p": 0.99}, {0, 5}),
     ],
 )
-@pytest.mark.slow
-def test_distribution(kwargs, ids, temperature):
-    counts = counts_of(LOGITS, 4000, **kwargs)
-    assert set(counts) == set(ids)
-    if len(counts) > 1:
-        assert_distributed(counts, weights_of(ids, temperature))
-
-
-def test_distribution_over_a_large_vocabulary():
-    """300 tokens are three blocks of the inverse CDF; most weight is in the last, cut one."""
-    logits = [-20.0] * 300
-    weights = {0: 1.0, 127: 2.0, 128: 1.0, 255: 1.0, 256: 1.0, 290: 3.0, 299: 4.0, 298: 1.0}
-    for i, weight in weights.items():
-        logits[i] = math.log(weight)
-    counts = counts_of(logits, 5000)
-    assert_distributed(counts, weights)
+def test_what_is_cut_is_never_drawn_and_all_else_is(kwargs, ids):
+    """How often: test_core.py, number by number."""
+    assert kept(LOGITS, **kwargs) == ids
 
 
 def test_top_k_of_one_is_greedy_also_among_equals():
     logits = torch.tensor([[1.0, 5.0, 5.0, 5.0], [2.0, 2.0, 2.0, 2.0]])
-    params = SamplingParams(top_k=1)
     for seed in range(20):
-        rows = [row(params, seed=seed), row(params, seed=seed)]
+        rows = [drawn(seed, top_k=1)] * 2
         assert [s.token_id for s in Sampler(4).sample(logits, rows)] == [1, 0]
 
 
 def test_equals_at_a_limit_are_kept_from_the_lowest_id():
-    assert set(counts_of([1.0, 0.0, 1.0, 1.0, 1.0], 500, top_k=3)) == {0, 2, 3}
-    assert set(counts_of([1.0] * 8, 500, top_p=0.5)) == {0, 1, 2, 3}
-    assert set(counts_of([0.0, 1.0, 1.0], 500, min_p=1.0)) == {1, 2}
+    assert kept([1.0, 0.0, 1.0, 1.0, 1.0], top_k=3) == {0, 2, 3}
+    assert kept([1.0] * 8, top_p=0.5) == {0, 1, 2, 3}
+    assert kept([0.0, 1.0, 1.0], min_p=1.0) == {1, 2}
 
 
 def test_choices_differ_and_repeat():
-    params = SamplingParams()
-    logits = torch.zeros(8, 1000)
-    rows = [row(params, seed=3, index=j) for j in range(8)]
-    first = [s.token_id for s in Sampler(1000).sample(logits, rows)]
-    assert first == [s.token_id for s in Sampler(1000).sample(logits, rows)]
-    assert len(set(first)) == 8
-    later = [row(params, seed=3, index=j, output=[1, 2]) for j in range(8)]
-    assert first != [s.token_id for s in Sampler(1000).sample(logits, later)]
-    other = [row(params, seed=4, index=j) for j in range(8)]
-    assert first != [s.token_id for s in Sampler(1000).sample(logits, other)]
+    def tokens(seed=3, **kwargs):
+        rows = [drawn(seed, j, **kwargs) for j in range(8)]
+        return [s.token_id for s in Sampler(1000).sample(torch.zeros(8, 1000), rows)]
 
-
-def test_positions_do_not_repeat_each_other():
-    params = SamplingParams(seed=5)
-    output: list[int] = []
-    for _ in range(200):
-        [sampled] = Sampler(50).sample(torch.zeros(1, 50), [row(params, seed=5, output=output)])
-        output.append(sampled.token_id)
-    assert_distributed(Counter(i // 10 for i in output), dict.fromkeys(range(5), 1.0))
+    assert tokens() == tokens()
+    assert len(set(tokens())) == 8
+    assert tokens() != tokens(output=[1, 2])
+    assert tokens() != tokens(seed=4)
 
 
 # -- batches ----------------------------------------------------------------------------
-
-MIXTURE = [
-    {},
-    {"logprobs": 5},
-    {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 2, "repetition_penalty": 1.3},
-    {"temperature": 0.7, "top_k": 40},
-    {"temperature": 1.3, "top_k": 7, "top_p": 0.8, "logprobs": 0},
-    {"top_p": 0.9},
-    {"top_p": 0.5, "min_p": 0.01, "frequency_penalty": 0.7},
-    {"min_p": 0.05, "logprobs": 20},
-    {"logit_bias": {3: 4.0}, "presence_penalty": 0.5},
-    {"allowed_token_ids": list(range(0, 900, 7)), "temperature": 0.2},
-    {"min_tokens": 9, "logprobs": 3, "logprob_token_ids": [1, 2, 3]},
-]
 
 
 @pytest.mark.parametrize("vocab", [1000, 33_000])
@@ -395,14 +312,14 @@ def test_a_row_gets_the_same_in_any_batch(vocab):
     generator = torch.Generator().manual_seed(vocab)
     logits = torch.randn(len(MIXTURE) * 3, vocab, generator=generator) * 3
     rows = [
-        row(
-            SamplingParams(**MIXTURE[i % len(MIXTURE)]),
+        drawn(
+            i,
+            i % 3,
             prompt=range(i, 40),
             output=range(100, 100 + i % 5),
-            seed=i,
-            index=i % 3,
             stop_ids=[int(logits[i].argmax())],
             bad_words=[(int(logits[i].argmax()), 5), (17,)] if i % 4 == 0 else [],
+            **MIXTURE[i % len(MIXTURE)],
         )
         for i in range(len(logits))
     ]
@@ -425,13 +342,13 @@ def test_drafted_tokens_count_as_output():
     logits = torch.randn(2 * len(MIXTURE), 1000, generator=generator) * 3
     outputs = logits.topk(4).indices.tolist()  # which penalties concern
     rows = [
-        row(
-            SamplingParams(**MIXTURE[i % len(MIXTURE)]),
+        drawn(
+            i,
             prompt=range(i, 40),
             output=outputs[i],
-            seed=i,
             stop_ids=outputs[i][:1],
             bad_words=[(*outputs[i][2:], outputs[i][0])] if i % 4 == 0 else [],
+            **MIXTURE[i % len(MIXTURE)],
         )
         for i in range(len(logits))
     ]
@@ -445,19 +362,17 @@ def test_drafted_tokens_count_as_output():
 
 
 def test_logits_may_be_strided_or_of_another_type():
-    wide = torch.randn(4, 20, generator=torch.Generator().manual_seed(0))
-    rows = [row(SamplingParams(top_k=5, logprobs=2), seed=i) for i in range(4)]
-    expected = Sampler(10).sample(wide[:, :10].clone(), rows)
-    assert Sampler(10).sample(wide[:, :10], rows) == expected
-    halves = wide[:, :10].bfloat16()
-    assert Sampler(10).sample(halves, rows) == Sampler(10).sample(halves.float(), rows)
+    wide = 3 * torch.randn(26, 1010, generator=torch.Generator().manual_seed(0))
+    logits = wide[:, :1000]
+    rows = [drawn(i, **MIXTURE[i % len(MIXTURE)]) for i in range(26)]
+    assert Sampler(1000).sample(logits, rows) == Sampler(1000).sample(logits.clone(), rows)
+    for halves in (logits.bfloat16(), logits.half()):
+        assert Sampler(1000).sample(halves, rows) == Sampler(1000).sample(halves.float(), rows)
 
 
 def test_results_are_plain_numbers():
-    [sampled] = Sampler(4).sample(torch.zeros(1, 4), [row(SamplingParams(top_k=2, logprobs=1))])
+    [sampled] = Sampler(4).sample(torch.zeros(1, 4), [drawn(top_k=2, logprobs=1)])
     assert isinstance(sampled, SampledToken)
-    assert type(sampled.token_id) is int
-    assert type(sampled.logprob) is float
-    assert all(
-        type(i) is int and type(x) is float and type(r) is int for i, (x, r) in sampled.top.items()
-    )
+    assert (type(sampled.token_id), type(sampled.logprob)) == (int, float)
+    for token_id, (logprob, rank) in sampled.top.items():
+        assert (type(token_id), type(logprob), type(rank)) == (int, float, int)

@@ -1,4 +1,5 @@
-"""RMSNorm with its residual in one launch: the sum to the bit, the norm but for sums' order."""
+"""A norm with its residual, and an activation with its product, each in one launch: as torch's
+operations, but for the order of sums and the exponentials' last bits."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda_kernels.cases import VARIANTS
-from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators, tensor_range
+from tests.cuda_kernels.emulation import EmulatedLauncher, Emulators, Launch, tensor_range
 from tests.models.conftest import checkpoint
 from tests.models.test_blocks import attend
-from vmserve.attention.cuda.layers import LayerKernels, NormKernel, layer_kernels
+from vmserve.attention.cuda.layers import GateKernel, LayerKernels, NormKernel, layer_kernels
 from vmserve.attention.cuda.variant import Variant
-from vmserve.models.blocks import RmsNorm, add_and_norm
+from vmserve.models.blocks import ACTIVATIONS, Gate, RmsNorm, add_and_norm
 from vmserve.models.config import ModelConfig
 from vmserve.models.decoder import Decoder
 from vmserve.models.loader import find_tensors
@@ -25,9 +26,11 @@ from vmserve.models.weights import assemble
 
 __all__ = ["checkpoint"]
 
+#: A compiler is waited for, which takes long where many want the processor.
 pytestmark = pytest.mark.timeout(600)
 
 BY_TYPE = {variant.dtype: variant for variant in VARIANTS}
+of_each_type = pytest.mark.parametrize("variant", BY_TYPE.values(), ids=lambda each: each.name)
 
 
 def steps_apart(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
@@ -40,10 +43,10 @@ def steps_apart(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return (order(ours) - order(theirs)).abs()
 
 
-@pytest.mark.parametrize("variant", BY_TYPE.values(), ids=lambda variant: variant.name)
+@of_each_type
 @pytest.mark.parametrize("size", [8, 576, 2048, 2056, 16384])
 @pytest.mark.parametrize("added", [True, False])
-def test_as_torch(emulators: Emulators, variant: Variant, size: int, added: bool) -> None:
+def test_norm_as_torch(emulators: Emulators, variant: Variant, size: int, added: bool) -> None:
     generator = torch.Generator().manual_seed(size)
     x, residual = (
         (scale * torch.randn(3, size, generator=generator)).to(variant.dtype) for scale in (1, 30)
@@ -64,10 +67,10 @@ def test_as_torch(emulators: Emulators, variant: Variant, size: int, added: bool
     apart = steps_apart(got, want)
     assert apart.max() <= 2
     assert (apart > 0).float().mean() < 0.01
-    assert [(launch.kernel, launch.blocks) for launch in launcher.launches] == [("vms_norm", 3)]
+    assert launcher.launches == [Launch("vms_norm", 3)]
 
 
-def test_other_rows_are_torchs(emulators: Emulators) -> None:
+def test_rows_that_the_norm_does_not_take(emulators: Emulators) -> None:
     kernel = NormKernel(EmulatedLauncher(emulators), VARIANTS[0])
     rows = torch.ones(4, 64, dtype=torch.bfloat16)
     assert kernel.takes(rows)
@@ -79,6 +82,83 @@ def test_other_rows_are_torchs(emulators: Emulators) -> None:
 
 def test_none_for_other_types() -> None:
     assert layer_kernels(torch.device("cuda"), torch.float32, 64) is None
+
+
+def kernel_of(launcher: EmulatedLauncher, variant: Variant, activation: str) -> GateKernel:
+    kernel = LayerKernels(launcher, variant).gate(activation)
+    assert kernel is not None
+    return kernel
+
+
+@of_each_type
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gate_of_every_number(emulators: Emulators, variant: Variant, activation: str) -> None:
+    every = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
+    gate = every.view(variant.dtype).view(8, 8192)
+    generator = torch.Generator().manual_seed(0)
+    up = torch.randn(gate.shape, generator=generator).to(variant.dtype)
+    want = Gate(ACTIVATIONS[activation])(gate.clone(), up)
+    launcher = EmulatedLauncher(emulators, order="random")
+    kernel = kernel_of(launcher, variant, activation)
+    assert kernel.takes(gate, up)
+    got = torch.empty_like(gate)
+    reads = [tensor_range(tensor, False) for tensor in (gate, up)]
+    with launcher.allowing([*reads, tensor_range(got, True)]):
+        kernel(gate, up, got)
+    is_number = want.isfinite()
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got[want.isinf()], want[want.isinf()])
+    apart = steps_apart(got[is_number], want[is_number])
+    assert (apart > 0).float().mean() < 0.01
+    small = want[is_number].abs() < 1e-4  # where 1 + tanh cancels
+    assert apart[~small].max() <= 2
+    assert launcher.launches == [Launch("vms_gate", 64)]
+
+
+@pytest.mark.parametrize("size", [8, 1016, 1032])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_gate_of_halves_of_one_product(emulators: Emulators, rows: int, size: int) -> None:
+    """In place, and nothing but the gate's half is written; or to memory of its own."""
+    variant = VARIANTS[0]
+    generator = torch.Generator().manual_seed(size)
+    both = torch.randn(rows, 2 * size + 8, generator=generator).to(variant.dtype)
+    gate, up = both[:, :size], both[:, size : 2 * size]
+    launcher = EmulatedLauncher(emulators)
+    rule = Gate(ACTIVATIONS["silu"], kernel_of(launcher, variant, "silu"))
+    want = Gate(ACTIVATIONS["silu"])(gate.clone(), up)
+    apart = rule.contiguous(gate, up)
+    assert apart.is_contiguous()
+    assert torch.equal(gate, both[:, :size])
+    expected = both.clone()
+    expected[:, :size] = apart
+    row = both.stride(0) * 2
+    allowed = [(both.data_ptr() + i * row, 2 * size, True) for i in range(rows)]
+    allowed += [(both.data_ptr() + i * row + 2 * size, 2 * size, False) for i in range(rows)]
+    with launcher.allowing(allowed):
+        assert rule(gate, up).data_ptr() == both.data_ptr()
+    assert torch.equal(both, expected)
+    assert steps_apart(apart, want).max() <= 1
+    assert [launch.blocks for launch in launcher.launches] == [rows * (2 if size > 1024 else 1)] * 2
+
+
+def test_what_the_gate_has_not_is_torchs(emulators: Emulators) -> None:
+    launcher = EmulatedLauncher(emulators)
+    kernels = LayerKernels(launcher, VARIANTS[0])
+    with_kernel = {name for name in ACTIVATIONS if kernels.gate(name) is not None}
+    assert with_kernel == {"silu", "swish", "gelu_pytorch_tanh"}
+    kernel = kernel_of(launcher, VARIANTS[0], "silu")
+    x = torch.ones(4, 64, dtype=torch.bfloat16)
+    assert kernel.takes(x, x)
+    assert kernel.takes(x[:, 8:24], x[:, 40:56])
+    for other in (x[:, :12], x[:, 1:9], x.t(), x.view(2, 2, 64), x.float(), x.half()):
+        assert not kernel.takes(other, other)
+        rule = Gate(ACTIVATIONS["silu"], kernel)
+        want = Gate(ACTIVATIONS["silu"])(other.clone(), other)
+        assert torch.equal(rule(other.clone(), other), want)
+    assert not kernel.takes(x, x[:2])
+    assert not kernel.takes(x[:, :8], x[:, 4:12])
+    assert kernel(x[:0], x[:0]).shape == (0, 64)
+    assert launcher.launches == []
 
 
 _ATEN = torch.ops.aten
