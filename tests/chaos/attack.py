@@ -240,19 +240,19 @@ class Memory:
     def note(self) -> None:
         self.peak = max(self.peak, self.now())
 
-    def settled(self) -> float:
+    def report(self) -> dict[str, float]:
         """Once only the engine is left beside the server: the processes for large requests end
         when there have been none for a while."""
         until(lambda: len(self._process.children()) == 1, 60, "only the engine is left")
-        return self.now()
+        return {"before": self.before, "peak": self.peak, "after": self.now()}
 
 
 def measure(
     server: Server,
-    minutes: float,
     idle_seconds: float,
-    num_clients: int,
     shape: Shape,
+    minutes: float,
+    num_clients: int,
     names: Sequence[str] = (),
 ) -> dict[str, Any]:
     """All kinds at once, or those named."""
@@ -264,21 +264,17 @@ def measure(
     attacker = Attacker(server, 60 * minutes, num_clients, shape, names)
     report["attacks"] = attacker.wait(memory.note)
     report["attacked"] = victim.stop()
-    report["memory_mib"] = {
-        "before": memory.before,
-        "peak": memory.peak,
-        "after": memory.settled(),
-    }
+    report["memory_mib"] = memory.report()
     return report
 
 
 def measure_each(
     server: Server,
-    seconds: float,
     idle_seconds: float,
-    num_clients: int,
     shape: Shape,
-    names: list[str],
+    seconds: float,
+    num_clients: int,
+    names: Sequence[str],
 ) -> dict[str, Any]:
     """One kind after the other."""
     memory = Memory(server)
@@ -306,7 +302,7 @@ def measure_each(
         "most_ms": most,
         "num_above": sum(not each["is_within"] for each in kinds.values()),
         "kinds": kinds,
-        "memory_mib": {"before": memory.before, "peak": memory.peak, "after": memory.settled()},
+        "memory_mib": memory.report(),
     }
 
 
@@ -324,21 +320,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        server = Server(
-            Path(directory) / "log", *OPTIONS, *given.options.split(), engine_options=()
-        )
-        try:
-            shape = shape_of(server)
+        options = (*OPTIONS, *given.options.split())
+        with Server(Path(directory) / "log", *options, engine_options=()) as server:
+            common = server, given.idle_seconds, shape_of(server)
             if given.each is not None:
-                report = measure_each(
-                    server, given.each, given.idle_seconds, given.clients or 8, shape, given.only
-                )
+                report = measure_each(*common, given.each, given.clients or 8, given.only)
             else:
-                report = measure(
-                    server, given.minutes, given.idle_seconds, given.clients or 16, shape
-                )
-        finally:
-            server.close()
+                report = measure(*common, given.minutes, given.clients or 16)
     if given.json is not None:
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     del report["kinds" if given.each is not None else "attacks"]

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.chaos.harness import Disturbance, Server, until
+from tests.chaos.harness import Disturbance, Server, ask, until
 
 OPTIONS = (
     *("--model", "a=vmserve-embedded", "--model", "b=vmserve-embedded", "--max-num-seqs", "8"),
@@ -68,28 +68,13 @@ class Chaos(Disturbance):
                     "request_timeout": 60,
                 }
                 try:
-                    reply = http.post("/v1/completions", json=body)
+                    told = ask(http, "/v1/completions", body)
                 except httpx.HTTPError as error:
                     self.violations.append(f"no answer: {error!r}")
                     continue
-                self.counts[self._outcome(reply, streamed=bool(body["stream"]))] += 1
-
-    def _outcome(self, reply: httpx.Response, *, streamed: bool) -> str:
-        """Name the end of a request; one without an answer or an error is a violation."""
-        if reply.status_code != 200:
-            if not reply.text.startswith('{"error"'):
-                self.violations.append(f"{reply.status_code} without a reason: {reply.text[:200]}")
-            return str(reply.status_code)
-        if not streamed:
-            assert reply.json()["choices"][0]["finish_reason"]
-            return "answered"
-        last = reply.text.strip().splitlines()[-1].removeprefix("data: ")
-        if last == "[DONE]":
-            return "answered"
-        if "error" in json.loads(last):
-            return "error in a stream"
-        self.violations.append(f"a stream ended with {last[:200]}")
-        return "broken stream"
+                if told.end == "broken":
+                    self.violations.append(f"{told.status} without a reason: {told.last!r:.200}")
+                self.counts[str(told.status) if told.end == "refused" else told.end] += 1
 
     def _look(self) -> None:
         """The pool's laws: no more is lent than there is, and nobody has less than its floor."""
@@ -164,15 +149,11 @@ class Chaos(Disturbance):
 
 def chaos(log: Path, seconds: float, seed: int) -> Chaos:
     """Run it on a fresh server, and return what came of it."""
-    server = Server(log, *OPTIONS)
-    try:
+    with Server(log, *OPTIONS) as server:
         done = Chaos(server, seed)
         done.run(seconds)
         done.check_what_is_left()
-        server.popen.terminate()
-        server.popen.wait(60)
-    finally:
-        server.close()
+        server.end()
     return done
 
 

@@ -16,16 +16,15 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    running = Server(tmp_path_factory.mktemp("attack") / "log", *OPTIONS)
-    yield running
-    running.close()
+    with Server(tmp_path_factory.mktemp("attack") / "log", *OPTIONS) as running:
+        yield running
 
 
 def test_another_key_chats_on(server: Server, tmp_path: Path, scale: int) -> None:
     shape = shape_of(server)
     kinds = attacks_of(shape)
     names = list(kinds)[:: 1 if scale > 1 else 3]
-    report = measure(server, 0.1 * scale, 1, num_clients=16, shape=shape, names=names)
+    report = measure(server, 1, shape, 0.1 * scale, 16, names)
     assert set(report["attacks"]) == set(names)
     for name, counts in report["attacks"].items():
         assert counts
