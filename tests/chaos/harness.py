@@ -12,13 +12,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
 import psutil
+
+from vmserve_bench.lab.measure import read_memory
 
 __all__ = ["ENGINE_OPTIONS", "MAIN", "Disturbance", "Server", "Stream", "ask", "free_port", "until"]
 
@@ -172,6 +174,22 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Pss(NamedTuple):
+    """Bytes, of shared ones a process's part."""
+
+    own: int
+    files: int
+
+
+def pss(server: Server) -> Pss:
+    """Of the server's process and all that it started."""
+    found = []
+    for each in [process := psutil.Process(server.popen.pid), *process.children(recursive=True)]:
+        with suppress(OSError):  # it has ended
+            found.append(read_memory(each.pid))
+    return Pss(sum(one["anon"] + one["shmem"] for one in found), sum(one["file"] for one in found))
 
 
 @dataclass

@@ -12,7 +12,6 @@ status 1 if requests failed, pages are held in the end, or /metrics counts not a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
 import statistics
@@ -22,14 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.chaos.harness import Server, ask, until
-from vmserve_bench.lab.measure import read_memory
+from tests.chaos.harness import Pss, Server, ask, pss, until
 
 _WARM_UP = 1 / 3
 _ABANDONED = 0.2
@@ -215,25 +213,6 @@ class Client:
             if ended == "finished":
                 self.counts["tokens"] += told.last["usage"].get("completion_tokens", 0)
             self.counts.update([kind, ended])
-
-
-# -- memory -----------------------------------------------------------------------------
-
-
-class Pss(NamedTuple):
-    """Bytes."""
-
-    own: int
-    files: int
-
-
-def pss(server: Server) -> Pss:
-    """Of the server's process and all that it started."""
-    found = []
-    for each in [process := psutil.Process(server.popen.pid), *process.children(recursive=True)]:
-        with contextlib.suppress(OSError):  # it has ended
-            found.append(read_memory(each.pid))
-    return Pss(sum(one["anon"] + one["shmem"] for one in found), sum(one["file"] for one in found))
 
 
 def slope(samples: list[tuple[float, int]]) -> float:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.small_engine import assert_nothing_left
 from vmserve import LLM, BeamSearchParams, RequestOutput
 from vmserve.engine.engine import LLMEngine
 from vmserve.engine.results import StepResult
@@ -233,20 +234,7 @@ class Life:
 
     def check_nothing_left(self) -> None:
         self._unpin_all()
-        engine = self.engine
-        scheduler, memory = engine.scheduler, engine.memory
-        memory.wait()
-        memory.check()
-        stats = engine.stats()
-        assert stats["num_seqs"] == stats["used_pages"] == stats["waiting_pages"] == 0
-        assert scheduler.num_running == scheduler.num_waiting == 0
-        left = (
-            scheduler._families._donors,
-            scheduler._regimes._converting,
-            engine._acceptor._answers,
-            engine._requests,
-        )
-        assert not any(left), left
+        assert_nothing_left(self.engine)
 
     def check_failures(self) -> None:
         """Whoever failed without a fault is too much for the pool, alone too."""
