@@ -357,50 +357,10 @@ async def text_of(client: Client) -> tuple[list[int], str]:
     return list(final.outputs[0].token_ids), final.outputs[0].text
 
 
-async def exhaust(stream: AsyncIterator[object]) -> None:
-    async for _ in stream:
-        pass
-
-
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.01)
-
-
-@pytest.mark.timeout(300)
-def test_same_tokens_one_server_at_a_time_and_the_next_finds_the_engine_free() -> None:
-    async def local() -> tuple[list[int], str]:
-        async with AsyncLLM(**OPTIONS) as llm:
-            return await text_of(llm)
-
-    expected = asyncio.run(local())
-    with hosted() as (address, _):
-        first = RemoteClient(address, KEY)
-        with pytest.raises(HandshakeError, match="another server"):
-            RemoteClient(address, KEY)
-
-        async def serve(client: RemoteClient) -> tuple[list[int], str]:
-            stream = client.generate([5] * 40, ENDLESS, stream=True)
-            async for output in stream:
-                if output.outputs:
-                    break  # what still runs when the server leaves is aborted
-            reply = await text_of(client)
-            await client.pin_prefix([7] * 64)
-            await client.shutdown()
-            return reply
-
-        assert asyncio.run(serve(first)) == expected
-        second = take(address)
-        read, before = second.transport.ready, first.transport.ready
-        assert (read.name, read.weights) == (before.name, before.weights)
-
-        async def look(client: RemoteClient) -> None:
-            stats = await client.fetch_stats()
-            assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
-            await client.shutdown()
-
-        asyncio.run(look(second))
 
 
 @contextlib.asynccontextmanager
@@ -410,6 +370,27 @@ async def connected(address: str) -> AsyncIterator[RemoteClient]:
         yield client
     finally:
         await client.shutdown()
+
+
+@pytest.mark.timeout(300)
+async def test_same_tokens_one_server_at_a_time_and_the_next_finds_the_engine_free() -> None:
+    async with AsyncLLM(**OPTIONS) as llm:
+        expected = await text_of(llm)
+    with hosted() as (address, _):
+        async with connected(address) as first:
+            with pytest.raises(HandshakeError, match="another server"):
+                await asyncio.to_thread(RemoteClient, address, KEY)
+            async for output in first.generate([5] * 40, ENDLESS, stream=True):
+                if output.outputs:
+                    break  # what still runs when the server leaves is aborted
+            assert await text_of(first) == expected
+            await first.pin_prefix([7] * 64)
+        second = await asyncio.to_thread(take, address)
+        read, before = second.transport.ready, first.transport.ready
+        assert (read.name, read.weights) == (before.name, before.weights)
+        stats = await second.fetch_stats()
+        assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
+        await second.shutdown()
 
 
 async def test_a_bad_question_gets_an_error_and_the_engine_goes_on() -> None:
@@ -501,33 +482,26 @@ def test_a_handshake_that_is_cut_short_is_tried_again() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_second_server_waits_for_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    with hosted() as (address, _), ThreadPoolExecutor(1) as threads:
-        first = RemoteClient(address, KEY)
-        with pytest.raises(TakenError, match="serves another server"):
-            connect_engines([address], KEY)
-        second = threads.submit(connect_engines, [address], KEY, wait_seconds=250.0)
-
-        async def leave() -> None:
+async def test_a_second_server_waits_for_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    with hosted() as (address, _):
+        async with connected(address):
+            with pytest.raises(TakenError, match="serves another server"):
+                await asyncio.to_thread(connect_engines, [address], KEY)
+            waits = asyncio.to_thread(connect_engines, [address], KEY, wait_seconds=250.0)
+            second = asyncio.create_task(waits)
             await until(lambda: "waiting up to 250 s" in caplog.text)
-            await first.shutdown()
-
-        asyncio.run(leave())
-        transport, _ = second.result()
-        asyncio.run(transport.close())
+        transport, _ = await second
+        await transport.close()
     assert caplog.text.count("waiting up to") == 1
 
 
-def test_a_fleet_does_without_an_engine_that_serves_another_server() -> None:
-    async def join(fleet: FleetClient) -> None:
-        await fleet.start()
-        await first.shutdown()
+async def test_a_fleet_does_without_an_engine_that_serves_another_server() -> None:
+    with hosted() as (taken, _), hosted() as (free, _):
+        async with connected(taken):
+            fleet = await asyncio.to_thread(FleetClient.connected, [taken, free], KEY)
+            await fleet.start()
         await until(lambda: len(fleet.members) == 2)
         await fleet.shutdown()
-
-    with hosted() as (taken, _), hosted() as (free, _):
-        first = RemoteClient(taken, KEY)
-        asyncio.run(join(FleetClient.connected([taken, free], KEY)))
 
 
 def test_an_engine_at_a_name_that_is_loopback_says_so(
@@ -550,35 +524,29 @@ def take(address: str) -> RemoteClient:
 
 
 @pytest.mark.timeout(300)
-def test_a_lost_connection_fails_requests_and_is_made_again(
+async def test_a_lost_connection_fails_requests_and_is_made_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def run(client: RemoteClient) -> None:
-        expected = await text_of(client)
-        stream = client.generate([5] * 40, ENDLESS, stream=True)
-        while not (await anext(stream)).outputs:
-            pass
-        client.transport.channel.kill()
-        with pytest.raises(EngineDeadError):
-            await exhaust(stream)
-        assert client.errored
-        await until(lambda: not client.errored)
-        assert await text_of(client) == expected
-        assert (await client.fetch_stats())["engine_restarts_total"] == 1
-        await client.shutdown()
-
     with hosted() as (address, _):
-        asyncio.run(run(RemoteClient(address, KEY)))
+        async with connected(address) as client:
+            expected = await text_of(client)
+            stream = client.generate([5] * 40, ENDLESS, stream=True)
+            while not (await anext(stream)).outputs:
+                pass
+            client.transport.channel.kill()
+            with pytest.raises(EngineDeadError):
+                async for _ in stream:
+                    pass
+            assert client.errored
+            await until(lambda: not client.errored)
+            assert await text_of(client) == expected
+            assert (await client.fetch_stats())["engine_restarts_total"] == 1
     assert "connected to the engine" in caplog.text
 
 
-PINNED = [7] * 64
-
-
 @pytest.mark.timeout(300)
-def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
+async def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tokenizer is fetched and loaded once for all, also for the one that comes later."""
@@ -589,17 +557,19 @@ def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
         return load_tokenizer(source)
 
     monkeypatch.setattr("vmserve.client.transports.sealed.source.load_tokenizer", load)
-
-    async def run(fleet: FleetClient, port: int) -> None:
+    pinned, port = [7] * 64, free_port()
+    with hosted() as (address, _):
+        addresses = [address, f"127.0.0.1:{port}"]
+        fleet = await asyncio.to_thread(FleetClient.connected, addresses, KEY)
         expected = await text_of(fleet)
-        await fleet.pin_prefix(PINNED)
+        await fleet.pin_prefix(pinned)
         with hosted(port):
             await until(lambda: len(fleet.members) == 2)
             first, second = fleet.members
             fleet.transport.drain(first.name)
             assert await text_of(fleet) == expected
-            [hit] = [each async for each in fleet.generate([*PINNED, 5], GREEDY)]
-            assert hit.metrics.num_cached_tokens == len(PINNED)
+            [hit] = [each async for each in fleet.generate([*pinned, 5], GREEDY)]
+            assert hit.metrics.num_cached_tokens == len(pinned)
 
             # Its connection ends under a request without a token, which the other gets.
             reply = asyncio.create_task(text_of(fleet))
@@ -614,11 +584,6 @@ def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
             assert len(sources) == 1
             assert sources[0].exists()
             await fleet.shutdown()
-
-    with hosted() as (address, _):
-        port = free_port()
-        fleet = FleetClient.connected([address, f"127.0.0.1:{port}"], KEY)
-        asyncio.run(run(fleet, port))
 
 
 def test_engines_with_other_weights_are_refused_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
