@@ -32,18 +32,14 @@ LONG: Final[Mapping[str, Mapping[str, int | tuple[str, ...]]]] = {
     "bench/test_scripts.py": {
         "test_a_script_measures": 6,
     },
-    "chaos/test_attack.py": {
-        "test_another_key_chats_on": 0,
-    },
     "chaos/test_chaos.py": {
         "test_an_engine_that_is_killed_and_one_that_hangs": 0,
         "test_ten_times_the_load": 0,
     },
-    "chaos/test_kills.py": {
-        "test_requests_outlive_engines_behind_tcp_or_are_told": 0,
-    },
-    "chaos/test_models.py": {
+    "chaos/test_commands.py": {
+        "test_another_key_chats_on": 0,
         "test_models_that_come_and_go": 0,
+        "test_requests_outlive_engines_behind_tcp_or_are_told": 0,
     },
     "chaos/test_models_in_process.py": {
         "test_every_request_gets_an_answer_and_all_memory_comes_back": ("0",),

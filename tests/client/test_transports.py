@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vmserve import LLM, AsyncLLM, InvalidRequestError, SamplingParams
+from vmserve import AsyncLLM, InvalidRequestError, SamplingParams
 from vmserve.client.codec import decode_from_engine, encode
 from vmserve.client.messages import (
     Abort,
@@ -263,26 +263,6 @@ def test_event_loops_hear_of_their_own_requests() -> None:
         assert list(together) == alone
     asyncio.run(llm.shutdown())
     assert not llm.errored
-
-
-def test_an_interrupt_leaves_nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(**OPTIONS) as llm:
-        expected = llm.generate([[5], [6]], params(4))
-        step, num_steps = llm.engine.step, 0
-
-        def interrupted() -> Any:
-            nonlocal num_steps
-            num_steps += 1
-            if num_steps == 3:
-                raise KeyboardInterrupt
-            return step()
-
-        monkeypatch.setattr(llm.engine, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[5], [6]], params(4))
-        assert not llm.engine.has_unfinished
-        again = llm.generate([[5], [6]], params(4))
-        assert [each.outputs for each in again] == [each.outputs for each in expected]
 
 
 def test_an_engine_that_has_lost_a_rank_is_asked_nothing_more(
