@@ -157,10 +157,10 @@ def test_preemptions_are_averaged() -> None:
 
 def test_a_newcomer_takes_the_batch_along_where_that_is_cheap() -> None:
     calls = policy(**CALLS, **DEAR_MAPS)
-    # Alone it would pay for 50 calls to save four maps.
-    alone = calls.choose(request_of(), Situation(num_virtual=3))
-    assert (alone.regime, alone.reason, alone.moves_batch) == (Regime.VIRTUAL, "batch", False)
     around = Situation(num_virtual=3)
+    # Alone it would pay for 50 calls to save four maps.
+    alone = calls.choose(request_of(), around)
+    assert (alone.regime, alone.reason, alone.moves_batch) == (Regime.VIRTUAL, "batch", False)
     choice = calls.choose(request_of(), around, lambda: 3e-3)
     assert (choice.regime, choice.reason, choice.moves_batch) == (Regime.PAGED, "maps", True)
     dear = calls.choose(request_of(), around, lambda: 5e-3)
@@ -177,11 +177,9 @@ def test_a_hit_moves_the_batch_however_small_its_part() -> None:
     """Its pages are mapped for sure; that a kernel is faster by as little may be chance."""
     same = replace(FREE, call=1e-3, read=1e-4)  # beside 0.6 s, 4 ms are little
     auto = policy(virtual=same, paged=same, map_page=1e-3)
-    request = request_of()
     for num_hit, moves in ((0, False), (96, True)):
         around = Situation(num_virtual=3, num_hit=num_hit)
-        choice = auto.choose(request, around, lambda: 0.0)
-        assert choice.moves_batch == moves
+        assert auto.choose(request_of(), around, lambda: 0.0).moves_batch == moves
 
 
 def test_what_newcomers_forgo_for_the_batch_adds_up_until_it_pays_to_move_it() -> None:
@@ -227,10 +225,8 @@ def test_expected_lengths_follow_what_ended() -> None:
 
 def test_the_batch_leaves_a_regime_when_that_pays() -> None:
     calls = policy(**CALLS)
-    lone = {
-        Regime.VIRTUAL: [RunningLength(100, 50)],
-        Regime.PAGED: [RunningLength(100, 50)] * 4,
-    }
+    one = RunningLength(100, 50)
+    lone = {Regime.VIRTUAL: [one], Regime.PAGED: [one] * 4}
     # To the block table costs nothing; to a slot it would cost maps.
     maps = policy(**CALLS, **DEAR_MAPS)
     assert calls.reconsider(lone) is Regime.VIRTUAL
@@ -244,6 +240,19 @@ def test_the_batch_leaves_a_regime_when_that_pays() -> None:
     assert slow.reconsider(ending, forking={Regime.PAGED}) is None
     assert policy().reconsider(lone) is None
     assert RegimePolicy("paged").reconsider(lone) is None
+
+
+def test_what_it_saves_and_costs_to_move_two_sequences() -> None:
+    """10 tokens each, whose last page is 16 tokens emptier than their last block, at 0.5 s a page."""
+    kernels = {
+        "virtual": replace(FREE, sequence=3e-3, read=2e-6),
+        "paged": replace(FREE, sequence=1e-3, read=1e-6),
+    }
+    model = CostModel(replace(NOTHING, **kernels, **DEAR_MAPS), LAYOUT)
+    two, saved = [RunningLength(100, 10)] * 2, 2 * (10 * (2e-3 + 0.125) + 10 * 105 * 1e-6)
+    assert model.gain_of_leaving(Regime.VIRTUAL, two, 0, 0.5) == (pytest.approx(saved), 0.0)
+    back = model.gain_of_leaving(Regime.PAGED, two, 0, 0.5)
+    assert back == (pytest.approx(-saved), pytest.approx(2 * 4e-3))
 
 
 def test_a_step_is_charged_for_each_regime_that_it_has() -> None:
