@@ -243,7 +243,7 @@ def test_the_batch_leaves_a_regime_when_that_pays() -> None:
 
 
 def test_what_it_saves_and_costs_to_move_two_sequences() -> None:
-    """10 tokens each, whose last page is 16 tokens emptier than their last block, at 0.5 s a page."""
+    """10 tokens each; the last page is 16 tokens emptier than the last block, at 0.5 s a page."""
     kernels = {
         "virtual": replace(FREE, sequence=3e-3, read=2e-6),
         "paged": replace(FREE, sequence=1e-3, read=1e-6),
