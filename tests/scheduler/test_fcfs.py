@@ -322,6 +322,20 @@ def test_beams_go_together_and_one_of_them_computes_the_prompt_again() -> None:
     assert leader.num_computed >= 8
 
 
+def test_who_was_to_fork_from_a_victim_waits_with_it() -> None:
+    steps = Steps(num_slots=16)
+    wide = beams("wide", 8, width=3)
+    steps.add(wide)
+    steps.step()
+    for index in (1, 2):
+        branch(steps, wide.sequences[0], index)
+    assert steps.scheduler.schedule() is not None
+    assert steps.left == (3, 0)
+    steps.scheduler._preempter.back_to_waiting(wide.sequences[0])
+    assert steps.left == (0, 3)
+    assert steps.memory.page_lists == {}
+
+
 def test_beams_that_wait_for_one_without_memory_are_an_error() -> None:
     steps = Steps(6, num_slots=16)
     wide = beams("wide", 8, width=4, max_tokens=30)
