@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.clients import FleetClient
+from tests.support import loops
 from vmserve import ConfigurationError, EngineDeadError, SamplingParams
 from vmserve.client.figures import merged_snapshot
 from vmserve.client.messages import Ask, ToEngine
@@ -99,9 +100,8 @@ async def text_of(outputs: AsyncIterator[RequestOutput], accepted: list[bool] | 
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0)
+    """Looked for in each turn."""
+    await loops.until(holds, pause=0)
 
 
 async def begun(fleet: Pair, accepted: list[bool] | None = None, **how: Any) -> asyncio.Task[str]:

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
-from tests.client.test_remote_llm import KEY, free_port, hosted, until
+from tests.chaos.harness import free_port
+from tests.client.test_remote_llm import KEY, hosted
 from tests.clients import FleetClient, RemoteClient, address_of, stats_of
 from tests.namespaces import cut_cable, inside, namespaces
+from tests.support.loops import everything, until
 from vmserve import EngineDeadError, SamplingParams
 from vmserve.client import host
 from vmserve.client.transports import restarts
@@ -112,11 +114,8 @@ class Load:
 
 
 async def answers(fleet: FleetClient) -> list[list[int]]:
-    found = []
-    for prompt in PROMPTS:
-        [final] = [output async for output in fleet.generate(prompt, PARAMS)]
-        found.append(list(final.outputs[0].token_ids))
-    return found
+    finals = [(await everything(fleet.generate(prompt, PARAMS)))[-1] for prompt in PROMPTS]
+    return [list(final.outputs[0].token_ids) for final in finals]
 
 
 async def assert_is_whole(fleet: FleetClient, expected: list[list[int]]) -> None:
@@ -127,7 +126,7 @@ async def assert_is_whole(fleet: FleetClient, expected: list[list[int]]) -> None
         assert await answers(fleet) == expected
         stats = await stats_of(member)
         assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
-        [hit] = [each async for each in fleet.generate([*PINNED, 5], PARAMS)]
+        [hit] = await everything(fleet.generate([*PINNED, 5], PARAMS))
         assert hit.metrics.num_cached_tokens == len(PINNED)
         fleet.transport.resume(other.name)
         assert not member.requests

@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from tests.clients import FleetClient, ProcessClient
+from tests.support.loops import everything, until
 from vmserve import (
     AsyncLLM,
     BeamSearchParams,
@@ -40,7 +41,6 @@ from vmserve.models.hub import resolve_model
 from vmserve.sampling import GenerationParams
 from vmserve.text.prompts import Prompt
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
-from vmserve.types import RequestOutput
 
 # Each engine is a process that imports torch, which takes its time on a busy machine.
 pytestmark = pytest.mark.timeout(400)
@@ -74,16 +74,6 @@ async def fresh(**how: Any) -> AsyncIterator[ProcessClient]:
         yield engine
     finally:
         await engine.shutdown()
-
-
-async def everything(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
-    return [output async for output in outputs]
-
-
-async def until(holds: Callable[[], bool], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 async def leaving_aborting_and_asking(engine: ProcessClient) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.chaos.harness import free_port
 from tests.clients import FleetClient, RemoteClient
+from tests.support.loops import everything, until
 from vmserve import ConfigurationError, EngineDeadError, SamplingParams
 from vmserve.cli.engine import _bind
 from vmserve.client.async_llm import AsyncLLM
@@ -353,14 +354,8 @@ def hosted(
 
 
 async def text_of(client: Client) -> tuple[list[int], str]:
-    [final] = [output async for output in client.generate("Once upon a time", GREEDY)]
+    [final] = await everything(client.generate("Once upon a time", GREEDY))
     return list(final.outputs[0].token_ids), final.outputs[0].text
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -568,7 +563,7 @@ async def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
             first, second = fleet.members
             fleet.transport.drain(first.name)
             assert await text_of(fleet) == expected
-            [hit] = [each async for each in fleet.generate([*pinned, 5], GREEDY)]
+            [hit] = await everything(fleet.generate([*pinned, 5], GREEDY))
             assert hit.metrics.num_cached_tokens == len(pinned)
 
             # Its connection ends under a request without a token, which the other gets.
