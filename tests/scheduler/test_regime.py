@@ -16,13 +16,7 @@ from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.memory.layout import plan_layout
 from vmserve.scheduler.profile import DeviceProfile, KernelCosts, SequenceWork
-from vmserve.scheduler.regime import (
-    CostModel,
-    RegimeChoice,
-    RegimePolicy,
-    RunningLength,
-    Situation,
-)
+from vmserve.scheduler.regime import CostModel, RegimeChoice, RegimePolicy, RunningLength, Situation
 from vmserve.scheduler.sequence import Request
 
 #: 32 tokens a page of 2 blocks; 128 bytes a token.
