@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from tests.support.scheduling import Steps, make_request
@@ -53,16 +51,6 @@ def test_a_flood_of_deep_prompts_delays_another_tenant_by_no_long_step() -> None
     steps.add(make_request("o", 40, max_tokens=1, tenant="other"))
     assert "o 0+40" in steps.step()
     assert steps.last.num_tokens <= 40 + 64 + 8
-
-
-def test_every_prompt_is_read_to_its_end() -> None:
-    rng = random.Random(5)
-    steps = Steps(10_000, budget=128, max_pairs=2000, shares=TenantShares())
-    for index in range(30):
-        tenant, size, most = rng.choice("abc"), rng.randint(1, 900), rng.randint(1, 9)
-        steps.add(make_request(f"{index}", size, max_tokens=most, tenant=tenant))
-    steps.to_the_end(2000)
-    assert steps.left == (0, 0)
 
 
 def test_choices_that_draw_together_start_one_request_a_step() -> None:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import Counter
 from typing import Any
 
 import pytest
 
 from tests.support.scheduling import Steps, make_request, shape
-from vmserve.scheduler.claims import Claim
 from vmserve.scheduler.fairness import TenantShares
-from vmserve.scheduler.sequence import Request, Sequence
+from vmserve.scheduler.sequence import Request
 
 
 class Fair(Steps):
@@ -29,10 +27,6 @@ class Fair(Steps):
             request = make_request(name, num_prompt, tenant=tenant, **how)
             self.add(request)
         return request
-
-    @property
-    def unfinished(self) -> list[Sequence]:
-        return [seq for each in self.requests if not each.finished for seq in each.sequences]
 
     @property
     def num_claimed(self) -> int:
@@ -154,40 +148,6 @@ def test_a_step_that_is_planned_ahead_preempts_nobody() -> None:
     assert engine.scheduler.schedule(ahead=True) is None
     assert engine.num_claimed == 0
     assert "other" in engine.step()
-
-
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.slow
-def test_whatever_tenants_send_victims_have_more_than_their_share(seed: int) -> None:
-    rng = random.Random(seed)
-    seqs, pages, budget = rng.randint(2, 12), rng.choice([40, 80, 4096]), rng.choice([16, 64])
-    engine = Fair(seqs, pages, budget=budget)
-    find = engine.scheduler._claims.find
-
-    def checked() -> Claim | None:
-        claim = find()
-        if claim is None:
-            return None
-        places = Counter(engine.running)
-        places.update(each.request.tenant for each in engine.scheduler._claims.granted)
-        num_tenants = len({seq.request.tenant for seq in engine.unfinished})
-        claimant = claim.sequence.request.tenant
-        for [victim], reason in claim.victims:
-            tenant = victim.request.tenant
-            assert reason == "fairness"
-            assert places[tenant] * num_tenants > places.total()
-            places[tenant] -= 1
-            assert places[tenant] > places[claimant]
-        return claim
-
-    engine.scheduler._claims.find = checked  # type: ignore[method-assign]
-    for _ in range(rng.randint(3, 12)):
-        n, size, most = rng.choice([1, 1, 4, 20]), rng.randint(1, 60), rng.randint(1, 40)
-        engine.come(rng.choice("abcd"), size, max_tokens=most, n=n)
-        engine.steps(rng.randint(0, 20))
-    engine.to_the_end()
-    assert not engine.unfinished
-    assert engine.num_claimed <= sum(request.num_branches for request in engine.requests)
 
 
 # -- priorities

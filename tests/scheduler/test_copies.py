@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -122,20 +121,3 @@ def test_a_step_ahead_does_without_the_pages() -> None:
         assert steps.scheduler.schedule(ahead=True) is None  # a has no room
     assert steps.memory.num_waits == 0
     assert steps.step() == "a 4+1, b 3+1"
-
-
-def test_a_victim_that_comes_last_of_all_comes_back() -> None:
-    """Every request ends, whenever copies end."""
-    steps = full_memory()
-    for size in range(5, 9):
-        steps.ask(**{f"late-{size}": size}, max_tokens=7)
-    for number in itertools.count(1):
-        if not steps.step():
-            break
-        if number % 3 == 0:
-            steps.memory.end()
-        assert number < 500
-    assert steps.left == (0, 0)
-    assert steps.scheduler.totals.swaps > 1
-    assert all(request.finished for request in steps.requests)
-    assert (steps.memory.page_lists, steps.memory.swapped) == ({}, {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Any, cast
 
@@ -125,30 +124,6 @@ def test_abort_frees_running_and_waiting_sequences() -> None:
     assert steps.memory.page_lists == {}
     assert request.finished
     assert steps.scheduler.schedule() is None
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_every_request_ends_whatever_the_mix(seed: int) -> None:
-    """No starvation and no leak: random sizes, arrivals and aborts in a tight pool."""
-    rng = random.Random(seed)
-    pages, slots = rng.randint(6, 20), rng.randint(2, 8)
-    steps = Steps(pages, num_slots=slots, seqs=rng.randint(1, 6), budget=rng.randint(6, 40))
-    longest = steps.memory.max_len
-    for step in range(8_000):
-        if step < 60:
-            num_prompt = rng.randint(1, longest // 2)
-            most, n = rng.randint(1, longest - num_prompt), rng.choice([1, 1, 2, 5])
-            steps.add(make_request(str(step), num_prompt, max_tokens=most, n=n))
-        if rng.random() < 0.1:
-            steps.scheduler.abort(rng.choice(steps.requests))
-        if rng.random() < 0.2:
-            regime = rng.choice([Regime.VIRTUAL, Regime.PAGED])
-            steps.scheduler.convert(rng.choice(steps.requests), regime)
-        steps.step()
-        if step >= 60 and steps.left == (0, 0):
-            break
-    assert all(request.finished for request in steps.requests)
-    assert steps.memory.page_lists == {}
 
 
 def test_what_the_prefix_cache_has_is_not_computed() -> None:
