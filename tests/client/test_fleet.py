@@ -195,6 +195,14 @@ async def test_a_request_that_kills_engines_does_not_kill_all() -> None:
     assert sum(engine.facts.is_dead for engine in engines) == 3
 
 
+async def test_a_request_that_an_engine_refuses_goes_to_no_other(fleet: Pair) -> None:
+    fleet.one.fail = InvalidRequestError("it is too long")
+    with pytest.raises(InvalidRequestError, match="too long"):
+        await text_of(ask(fleet))
+    assert fleet.other.requests == []
+    assert not any(member.requests for member in fleet.members)
+
+
 async def test_without_a_live_engine_a_request_fails_and_with_one_it_is_served(fleet: Pair) -> None:
     fleet.one.lose()
     assert not fleet.errored
