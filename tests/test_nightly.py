@@ -13,7 +13,8 @@ _TESTS = Path(__file__).parent
 def test_every_long_test_exists() -> None:
     for file, tests in LONG.items():
         tree = ast.parse((_TESTS / file).read_text(encoding="utf-8"))
-        names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+        names = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
         assert tests.keys() <= names
 
 

@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ import httpx
 import psutil
 
 from tests.chaos.fields import Attack, Shape, attacks_of
-from tests.chaos.harness import Server, until
+from tests.chaos.harness import Server, pss, until
 from vmserve.models import resolve_model
 from vmserve.text.tokenizer import load_tokenizer
 
@@ -227,87 +227,56 @@ class Memory:
     """Of the server's processes together, in MiB: proportional shares of what they hold."""
 
     def __init__(self, server: Server) -> None:
-        self._process = psutil.Process(server.popen.pid)
+        self._server = server
         self.before = self.peak = self.now()
 
     def now(self) -> float:
-        num_bytes = 0
-        for each in [self._process, *self._process.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                num_bytes += each.memory_full_info().pss
-        return round(num_bytes / 2**20, 1)
+        return round(sum(pss(self._server)) / 2**20, 1)
 
     def note(self) -> None:
         self.peak = max(self.peak, self.now())
 
-    def settled(self) -> float:
+    def report(self) -> dict[str, float]:
         """Once only the engine is left beside the server: the processes for large requests end
         when there have been none for a while."""
-        until(lambda: len(self._process.children()) == 1, 60, "only the engine is left")
-        return self.now()
+        process = psutil.Process(self._server.popen.pid)
+        until(lambda: len(process.children()) == 1, 60, "only the engine is left")
+        return {"before": self.before, "peak": self.peak, "after": self.now()}
 
 
 def measure(
     server: Server,
-    minutes: float,
     idle_seconds: float,
-    num_clients: int,
     shape: Shape,
-    names: Sequence[str] = (),
-) -> dict[str, Any]:
-    """All kinds at once, or those named."""
-    memory = Memory(server)
-    victim = Victim(server.url)
-    time.sleep(idle_seconds)
-    report: dict[str, Any] = {"idle": victim.stop()}
-    victim = Victim(server.url)
-    attacker = Attacker(server, 60 * minutes, num_clients, shape, names)
-    report["attacks"] = attacker.wait(memory.note)
-    report["attacked"] = victim.stop()
-    report["memory_mib"] = {
-        "before": memory.before,
-        "peak": memory.peak,
-        "after": memory.settled(),
-    }
-    return report
-
-
-def measure_each(
-    server: Server,
     seconds: float,
-    idle_seconds: float,
     num_clients: int,
-    shape: Shape,
-    names: list[str],
+    groups: Mapping[str, Sequence[str]],
+    num_tokens: int = 8,
+    pause: float = 0.2,
 ) -> dict[str, Any]:
-    """One kind after the other."""
+    """The kinds of each group at once, one group after the other."""
     memory = Memory(server)
-    victim = Victim(server.url, 1, 0.05)
+    victim = Victim(server.url, num_tokens, pause)
     time.sleep(idle_seconds)
     idle = victim.stop()
-    most = round(max(1e3 * MOST_SECONDS, MOST_TIMES * idle["ttft_ms"]["p50"]))
-    kinds: dict[str, Any] = {}
-    for name in names or attacks_of(shape):
-        victim = Victim(server.url, 1, 0.05)
-        ended = Attacker(server, seconds, num_clients, shape, [name]).wait(memory.note)
-        found = victim.stop()
-        kinds[name] = {**found, "ended": ended[name]}
-        slowest = found["ttft_ms"].get("max", float("inf"))
-        kinds[name]["is_within"] = slowest <= most and not found["failures"]
+    most = round(max(1e3 * MOST_SECONDS, MOST_TIMES * idle["ttft_ms"].get("p50", 0)))
+    found: dict[str, Any] = {}
+    for name, kinds in groups.items():
+        victim = Victim(server.url, num_tokens, pause)
+        ended = Attacker(server, seconds, num_clients, shape, kinds).wait(memory.note)
+        told = found[name] = {**victim.stop(), "ended": ended}
+        slowest = told["ttft_ms"].get("max", float("inf"))
+        told["is_within"] = slowest <= most and not told["failures"]
         print(
-            f"{name:36s} {'' if kinds[name]['is_within'] else 'ABOVE':6s}"
-            f"{found['chats']:5d} chats, p50 {found['ttft_ms'].get('p50', 0):7.1f}, "
-            f"most {slowest:7.1f} ms; health {found['health_ms'].get('max', 0):7.1f} ms; "
-            f"{memory.now():6.0f} MiB; {ended[name]} {found['failures'][:1] or ''}",
+            f"{name:36s} {'' if told['is_within'] else 'ABOVE':6s}"
+            f"{told['chats']:5d} chats, p50 {told['ttft_ms'].get('p50', 0):7.1f}, "
+            f"most {slowest:7.1f} ms; health {told['health_ms'].get('max', 0):7.1f} ms; "
+            f"{memory.now():6.0f} MiB; {ended} {told['failures'][:1] or ''}",
             flush=True,
         )
-    return {
-        "idle": idle,
-        "most_ms": most,
-        "num_above": sum(not each["is_within"] for each in kinds.values()),
-        "kinds": kinds,
-        "memory_mib": {"before": memory.before, "peak": memory.peak, "after": memory.settled()},
-    }
+    num_above = sum(not each["is_within"] for each in found.values())
+    limits = {"idle": idle, "most_ms": most, "num_above": num_above}
+    return {**limits, "groups": found, "memory_mib": memory.report()}
 
 
 def main() -> None:
@@ -324,24 +293,19 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        server = Server(
-            Path(directory) / "log", *OPTIONS, *given.options.split(), engine_options=()
-        )
-        try:
+        options = (*OPTIONS, *given.options.split())
+        with Server(Path(directory) / "log", *options, engine_options=()) as server:
             shape = shape_of(server)
+            common = server, given.idle_seconds, shape
             if given.each is not None:
-                report = measure_each(
-                    server, given.each, given.idle_seconds, given.clients or 8, shape, given.only
-                )
+                kinds = {name: [name] for name in given.only or attacks_of(shape)}
+                report = measure(*common, given.each, given.clients or 8, kinds, 1, 0.05)
             else:
-                report = measure(
-                    server, given.minutes, given.idle_seconds, given.clients or 16, shape
-                )
-        finally:
-            server.close()
+                everything = {"all kinds": list(attacks_of(shape))}
+                report = measure(*common, 60 * given.minutes, given.clients or 16, everything)
     if given.json is not None:
         given.json.write_text(json.dumps(report, indent=1) + "\n")
-    del report["kinds" if given.each is not None else "attacks"]
+    del report["groups"]
     print(json.dumps(report, indent=1))
 
 

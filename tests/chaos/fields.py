@@ -19,6 +19,7 @@ __all__ = ["FIELDS", "Attack", "Shape", "attacks_of", "entry_of", "fields_of"]
 
 CHAT, COMPLETIONS, EMBEDDINGS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+COUNT = MESSAGES + "/count_tokens"
 #: A body's largest text: the rest is for the other fields.
 _TEXT: Final = MAX_BODY_BYTES - 4096
 
@@ -47,38 +48,36 @@ _NO_WORK: Final = "a number that changes how a token is chosen, not how much is 
 _SHORT: Final = "a short text, compared or passed on"
 _ADMIN: Final = "for who has the admin key"
 _IGNORED: Final = "not read"
-_REFUSED: Final = frozenset({400})
-_EITHER: Final = frozenset({200, 400})
+
+
+def to(path: str, *ends: int, **body: Any) -> Make:
+    """``ends``: 200 if there are none. Values that are functions are called with the shape."""
+
+    def make(shape: Shape) -> Attack:
+        values = {name: value(shape) if callable(value) else value for name, value in body.items()}
+        return Attack(path, values, frozenset(ends or (200,)))
+
+    return make
 
 
 def _user(content: Any = "Hi") -> list[dict[str, Any]]:
     return [{"role": "user", "content": content}]
 
 
-def _chat(messages: Any = None, **more: Any) -> dict[str, Any]:
-    return {"messages": messages or _user(), "max_tokens": 1, **more}
+def chat(*ends: int, **fields: Any) -> Make:
+    return to(CHAT, *ends, **{"messages": _user(), "max_tokens": 1, **fields})
 
 
-def chat(ends: frozenset[int] = frozenset({200}), **fields: Any) -> Make:
-    return lambda shape: Attack(CHAT, _chat(**fields), ends)
+def completion(*ends: int, **fields: Any) -> Make:
+    return to(COMPLETIONS, *ends, **{"prompt": "Hi", "max_tokens": 1, **fields})
 
 
-def completion(ends: frozenset[int] = frozenset({200}), **fields: Any) -> Make:
-    return lambda shape: Attack(COMPLETIONS, {"prompt": "Hi", "max_tokens": 1, **fields}, ends)
+def response(*ends: int, **fields: Any) -> Make:
+    return to(RESPONSES, *ends, **{"input": "Hi", **fields})
 
 
-def response(**fields: Any) -> Make:
-    body = {"input": "Hi", "max_output_tokens": 8, "stream": True, **fields}
-    return lambda shape: Attack(RESPONSES, body, _EITHER)
-
-
-def message(ends: frozenset[int] = _EITHER, **fields: Any) -> Make:
-    body = {"messages": _user(), "max_tokens": 8, **fields}
-    return lambda shape: Attack(MESSAGES, body, ends)
-
-
-def of_shape(path: str, make: Callable[[Shape], dict[str, Any]], *ends: int) -> Make:
-    return lambda shape: Attack(path, make(shape), frozenset(ends or (200,)))
+def message(*ends: int, **fields: Any) -> Make:
+    return to(MESSAGES, *ends, **{"messages": _user(), "max_tokens": 1, **fields})
 
 
 def _words(num_chars: int) -> str:
@@ -88,6 +87,18 @@ def _words(num_chars: int) -> str:
 
 def _long_ids(shape: Shape) -> list[int]:
     return [100 + i % 800 for i in range(shape.context - 8)]
+
+
+def _long_ids_but_64(shape: Shape) -> list[int]:
+    return _long_ids(shape)[:-64]
+
+
+def _forty_contexts(shape: Shape) -> str:
+    return _words(40 * shape.context)
+
+
+def _vocabulary(shape: Shape) -> list[int]:
+    return list(range(shape.vocabulary))
 
 
 def _distinct(num: int, num_chars: int) -> list[str]:
@@ -139,110 +150,76 @@ _CUSTOM_TOOLS: Final = [
 ]
 _CHOICES: Final = [f"choice {i} of many" for i in range(2500)]
 _MOST: Final = {"n": MAX_CHOICES, "max_tokens": 16}
-
-_CONSTRAINTS: Final[dict[str, Entry]] = {
-    "response_format": (
-        chat(
-            response_format={"type": "json_schema", "json_schema": {"schema": _SCHEMA}},
-            **_MOST,
-            ends=_EITHER,
-        ),
-    ),
-    "structured_outputs": (
-        chat(structured_outputs={"grammar": _BOMB}, ends=_EITHER),
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {
-                "prompt": ["x"] * 1024,
-                "max_tokens": 1,
-                "structured_outputs": {"choice": [_words(1000) + str(i) for i in range(64)]},
-            },
-            400,
-        ),
-    ),
-    "guided_json": (chat(guided_json=_SCHEMA, ends=_EITHER),),
-    "guided_regex": (chat(guided_regex=_REGEX, **_MOST, ends=_EITHER),),
-    "guided_choice": (chat(guided_choice=_CHOICES, **_MOST, ends=_EITHER),),
-    "guided_grammar": (chat(guided_grammar=_BOMB, ends=_EITHER),),
-    "grammar": (chat(grammar=_BOMB, ends=_EITHER),),
-    "json_schema": (chat(json_schema=_SCHEMA, ends=_EITHER),),
-    "regex": (chat(regex=_REGEX, ends=_EITHER),),
-    "ebnf": (chat(ebnf=_BOMB, ends=_EITHER),),
-    "regex_pattern": (chat(regex_pattern=_REGEX, ends=_EITHER),),
-    "grammar_string": (chat(grammar_string=_BOMB, ends=_EITHER),),
-    "nvext": (chat(nvext={"guided_json": _SCHEMA}, ends=_EITHER),),
-    "guided_whitespace_pattern": (chat(guided_whitespace_pattern="x" * _TEXT, ends=_REFUSED),),
-    "structural_tag": (chat(structural_tag="x" * _TEXT, ends=_REFUSED),),
-}
+_STREAM: Final = {"max_output_tokens": 8, "stream": True}
+_LONG: Final = {"max_tokens": 64, "ignore_eos": True}
+_NESTED: Final = {"x": [_nested(40)] * 1500}
+_TEXTS: Final = {"x": "y" * _TEXT}
 
 #: By name; ``Schema.name`` where a name means something else in one schema.
 FIELDS: Final[Mapping[str, Entry]] = {
-    **_CONSTRAINTS,
-    # -- who and where
-    "model": _SHORT,
-    "request_id": _SHORT,
-    "user": _SHORT,
-    "cache_salt": _SHORT,
-    "reasoning_effort": _SHORT,
-    "response_id": _SHORT,
-    "seed": _NO_WORK,
-    "priority": _NO_WORK,
-    "request_timeout": _NO_WORK,
-    "stream_options": _IGNORED,
-    # -- how a token is chosen
-    "temperature": _NO_WORK,
-    "top_p": _NO_WORK,
-    "top_k": _NO_WORK,
-    "min_p": _NO_WORK,
-    "presence_penalty": (completion(presence_penalty=1.0, n=MAX_CHOICES, max_tokens=200),),
-    "frequency_penalty": (completion(frequency_penalty=1.0, n=MAX_CHOICES, max_tokens=200),),
-    "repetition_penalty": (
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {
-                "prompt": _long_ids(shape)[:-64],
-                "repetition_penalty": 1.5,
-                **_MOST,
-            },
+    # -- constraints
+    "response_format": (
+        chat(
+            200,
+            400,
+            response_format={"type": "json_schema", "json_schema": {"schema": _SCHEMA}},
+            **_MOST,
         ),
     ),
+    "structured_outputs": (
+        chat(200, 400, structured_outputs={"grammar": _BOMB}),
+        completion(
+            400,
+            prompt=["x"] * 1024,
+            structured_outputs={"choice": [_words(1000) + str(i) for i in range(64)]},
+        ),
+    ),
+    "guided_regex": (chat(200, 400, guided_regex=_REGEX, **_MOST),),
+    "guided_choice": (chat(200, 400, guided_choice=_CHOICES, **_MOST),),
+    **{
+        name: (chat(200, 400, **{name: value}),)
+        for value, names in (
+            (_SCHEMA, ("guided_json", "json_schema")),
+            (_BOMB, ("guided_grammar", "grammar", "ebnf", "grammar_string")),
+            (_REGEX, ("regex", "regex_pattern")),
+            ({"guided_json": _SCHEMA}, ("nvext",)),
+        )
+        for name in names
+    },
+    "guided_whitespace_pattern": (chat(400, guided_whitespace_pattern="x" * _TEXT),),
+    "structural_tag": (chat(400, structural_tag="x" * _TEXT),),
+    # -- who and where
+    **dict.fromkeys(("model", "request_id", "user", "cache_salt", "reasoning_effort"), _SHORT),
+    **dict.fromkeys(("response_id", "previous_response_id"), _SHORT),
+    **dict.fromkeys(("stream_options", "MessagesRequest.metadata", "thinking"), _IGNORED),
+    **dict.fromkeys(("seed", "priority", "request_timeout", "dimensions"), _NO_WORK),
+    # -- how a token is chosen
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), _NO_WORK),
+    "presence_penalty": (completion(presence_penalty=1.0, n=MAX_CHOICES, max_tokens=200),),
+    "frequency_penalty": (completion(frequency_penalty=1.0, n=MAX_CHOICES, max_tokens=200),),
+    "repetition_penalty": (completion(prompt=_long_ids_but_64, repetition_penalty=1.5, **_MOST),),
     "logit_bias": (
         completion(logit_bias={str(i): 1 for i in range(1024)}, n=MAX_CHOICES, max_tokens=64),
     ),
     "allowed_token_ids": (
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {
-                "prompt": ["x"] * SIZES["prompt"][1],
-                "max_tokens": 1,
-                "allowed_token_ids": list(range(shape.vocabulary)),
-            },
-            400,
+        completion(400, prompt=["x"] * SIZES["prompt"][1], allowed_token_ids=_vocabulary),
+        completion(
+            prompt="x",
+            allowed_token_ids=_vocabulary,
+            min_tokens=16,
+            stop_token_ids=list(range(1024)),
+            **_MOST,
         ),
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {
-                "prompt": "x",
-                **_MOST,
-                "allowed_token_ids": list(range(shape.vocabulary)),
-                "min_tokens": 16,
-                "stop_token_ids": list(range(1024)),
-            },
-        ),
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {
-                "prompt": "x",
-                "max_tokens": 1,
-                "allowed_token_ids": [i % shape.vocabulary for i in range(300_000)],
-            },
+        completion(
+            prompt="x",
+            allowed_token_ids=lambda shape: [i % shape.vocabulary for i in range(300_000)],
         ),
     ),
     "stop_token_ids": (completion(stop_token_ids=list(range(1, 1025)), min_tokens=16, **_MOST),),
     "bad_words": (
-        chat(bad_words=_distinct(1024, 1000), ends=_EITHER),
-        chat(bad_words=_distinct(64, 1000), n=MAX_CHOICES, max_tokens=16),
-        chat(bad_words=_distinct(1024, 12), n=MAX_CHOICES, max_tokens=16),
+        chat(200, 400, bad_words=_distinct(1024, 1000)),
+        chat(bad_words=_distinct(64, 1000), **_MOST),
+        chat(bad_words=_distinct(1024, 12), **_MOST),
     ),
     "min_tokens": (completion(min_tokens=200, max_tokens=200, n=MAX_CHOICES),),
     # -- how much is computed
@@ -250,262 +227,155 @@ FIELDS: Final[Mapping[str, Entry]] = {
     "best_of": (completion(best_of=MAX_CHOICES, max_tokens=64),),
     "max_tokens": (chat(max_tokens=1000, ignore_eos=True),),
     "max_completion_tokens": (chat(max_completion_tokens=1000, n=16, ignore_eos=True),),
-    "max_output_tokens": (
-        of_shape(
-            RESPONSES,
-            lambda shape: {"input": "Hi", "max_output_tokens": 1000, "ignore_eos": True},
-        ),
-    ),
-    "logprobs": (completion(logprobs=20, n=16, max_tokens=64, ignore_eos=True),),
+    "max_output_tokens": (response(max_output_tokens=1000, ignore_eos=True),),
+    "logprobs": (completion(logprobs=20, n=16, **_LONG),),
     "top_logprobs": (
-        chat(n=16, max_tokens=64, ignore_eos=True, logprobs=True, top_logprobs=20),
-        chat(n=16, max_tokens=64, ignore_eos=True, logprobs=True, top_logprobs=20, stream=True),
+        chat(n=16, logprobs=True, top_logprobs=20, **_LONG),
+        chat(n=16, logprobs=True, top_logprobs=20, stream=True, **_LONG),
     ),
     "prompt_logprobs": (
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {
-                "prompt": [_long_ids(shape)] * max(1, 23_000 // shape.context),
-                "max_tokens": 1,
-                "prompt_logprobs": 20,
-            },
+        completion(
+            prompt=lambda shape: [_long_ids(shape)] * max(1, 23_000 // shape.context),
+            prompt_logprobs=20,
         ),
     ),
     "logprob_token_ids": (
         completion(
             logprob_token_ids=list(range(1024)), logprobs=0, n=7, max_tokens=60, ignore_eos=True
         ),
-        completion(logprob_token_ids=list(range(1024)), logprobs=0, n=16, ends=_REFUSED),
+        completion(400, logprob_token_ids=list(range(1024)), logprobs=0, n=16),
     ),
     "length_penalty": (
-        completion(use_beam_search=True, n=60, max_tokens=64, length_penalty=2.0, ignore_eos=True),
-        completion(use_beam_search=True, n=60, max_tokens=64, logprobs=20, ignore_eos=True),
+        completion(use_beam_search=True, n=60, length_penalty=2.0, **_LONG),
+        completion(use_beam_search=True, n=60, logprobs=20, **_LONG),
     ),
     # -- texts
     "prompt": (
-        completion(prompt=_words(_TEXT), ends=_REFUSED),
+        completion(400, prompt=_words(_TEXT)),
         completion(prompt=["x"] * 1024),
         completion(prompt=[[100] * 30] * 1024, max_tokens=16),
-        completion(prompt=[[]] * 60_000, ends=_REFUSED),
-        of_shape(
+        completion(400, prompt=[[]] * 60_000),
+        to(
             COMPLETIONS,
-            lambda shape: {"prompt": [_long_ids(shape)] * (780_000 // shape.context)},
             200,
             400,
+            prompt=lambda shape: [_long_ids(shape)] * (780_000 // shape.context),
         ),
-        of_shape("/tokenize", lambda shape: {"prompt": _words(_TEXT), "return_token_strs": True}),
-        of_shape("/tokenize", lambda shape: {"prompt": "x" * _TEXT}),
+        to("/tokenize", prompt=_words(_TEXT), return_token_strs=True),
+        to("/tokenize", prompt="x" * _TEXT),
     ),
     "truncate_prompt_tokens": (
         completion(prompt=_words(_TEXT), truncate_prompt_tokens=16),
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {"prompt": [5] * (16 * shape.context), "truncate_prompt_tokens": 16},
-        ),
-        completion(prompt=[5] * 1_300_000, truncate_prompt_tokens=16, ends=_REFUSED),
+        to(COMPLETIONS, prompt=lambda shape: [5] * (16 * shape.context), truncate_prompt_tokens=16),
+        completion(400, prompt=[5] * 1_300_000, truncate_prompt_tokens=16),
     ),
-    "suffix": (completion(suffix=_words(_TEXT), ends=_REFUSED),),
+    "suffix": (completion(400, suffix=_words(_TEXT)),),
     "echo": (
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {
-                "prompt": _long_ids(shape)[:-64],
-                "echo": True,
-                "n": MAX_CHOICES,
-                "max_tokens": 1,
-            },
-        ),
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {
-                "prompt": " " * (8 * shape.context),
-                "echo": True,
-                "n": MAX_CHOICES,
-                "max_tokens": 1,
-            },
-            200,
-            400,
+        completion(prompt=_long_ids_but_64, echo=True, n=MAX_CHOICES),
+        completion(
+            200, 400, prompt=lambda shape: " " * (8 * shape.context), echo=True, n=MAX_CHOICES
         ),
     ),
     "return_token_ids": (
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {
-                "prompt": _long_ids(shape)[:-64],
-                "return_token_ids": True,
-                "n": MAX_CHOICES,
-                "max_tokens": 1,
-            },
-        ),
+        completion(prompt=_long_ids_but_64, return_token_ids=True, n=MAX_CHOICES),
     ),
     "stop": (
-        chat(stop=["a" * 4095 + str(i % 10) for i in range(16)], n=MAX_CHOICES, max_tokens=16),
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {
-                "prompt": ["x"] * 1024,
-                "max_tokens": 1,
-                "stop": [_words(4090) + str(i) for i in range(16)],
-            },
-            400,
-        ),
+        chat(stop=["a" * 4095 + str(i % 10) for i in range(16)], **_MOST),
+        completion(400, prompt=["x"] * 1024, stop=[_words(4090) + str(i) for i in range(16)]),
     ),
     "prediction": (
         chat(prediction={"type": "content", "content": _words(_TEXT)}, n=16, max_tokens=64),
-        of_shape(
-            COMPLETIONS,
-            lambda shape: {
-                "prompt": ["x"] * 1024,
-                "max_tokens": 4,
-                "prediction": {"type": "content", "content": _words(8 * shape.context)},
-            },
+        completion(
             200,
             400,
+            prompt=["x"] * 1024,
+            max_tokens=4,
+            prediction=lambda shape: {"type": "content", "content": _words(8 * shape.context)},
         ),
     ),
     "messages": (
-        chat(messages=_user("") * 60_000, ends=_REFUSED),
-        chat(messages=[{"role": "<|im_end|>" * 25}] * 14_000, ends=_REFUSED),
-        chat(messages=_user(_words(_TEXT)), ends=_REFUSED),
-        chat(messages=_user([{"type": "text", "text": ""}] * 65_000), ends=_EITHER),
-        of_shape("/tokenize", lambda shape: {"messages": _user("") * 60_000}, 200, 400),
+        chat(400, messages=_user("") * 60_000),
+        chat(400, messages=[{"role": "<|im_end|>" * 25}] * 14_000),
+        chat(400, messages=_user(_words(_TEXT))),
+        chat(200, 400, messages=_user([{"type": "text", "text": ""}] * 65_000)),
+        to("/tokenize", 200, 400, messages=_user("") * 60_000),
     ),
     "MessagesRequest.messages": (
-        of_shape(MESSAGES, lambda shape: {"messages": _user("x") * 50_000, "max_tokens": 1}, 400),
-        of_shape(MESSAGES, lambda shape: {"messages": _user(_words(_TEXT)), "max_tokens": 1}, 400),
+        message(400, messages=_user("x") * 50_000),
+        message(400, messages=_user(_words(_TEXT))),
     ),
-    "CountMessageTokensRequest.messages": (
-        of_shape(
-            MESSAGES + "/count_tokens", lambda shape: {"messages": _user("x") * 50_000}, 200, 400
-        ),
-    ),
-    "system": (
-        of_shape(
-            MESSAGES,
-            lambda shape: {"messages": _user(), "system": _words(_TEXT), "max_tokens": 1},
-            400,
-        ),
-    ),
+    "CountMessageTokensRequest.messages": (to(COUNT, 200, 400, messages=_user("x") * 50_000),),
+    "system": (message(400, system=_words(_TEXT)),),
     "chat_template_kwargs": (
         chat(chat_template_kwargs={"x": _words(_TEXT)}),
-        chat(chat_template_kwargs={"x": [_nested(40)] * 1500}),
+        chat(chat_template_kwargs=_NESTED),
     ),
     "tools": (
-        chat(tools=_TOOLS, ends=_EITHER),
-        chat(tools=_TOOLS, tool_choice="required", **_MOST, ends=_EITHER),
-        chat(tools=_CUSTOM_TOOLS, tool_choice="required", **_MOST, ends=_EITHER),
+        chat(200, 400, tools=_TOOLS),
+        chat(200, 400, tools=_TOOLS, tool_choice="required", **_MOST),
+        chat(200, 400, tools=_CUSTOM_TOOLS, tool_choice="required", **_MOST),
         chat(
+            200,
+            400,
             tools=[{"type": "custom", "custom": {**_CUSTOM, "format": _LARK}}],
             tool_choice="required",
-            ends=_EITHER,
         ),
     ),
     "functions": (
-        chat(functions=[tool["function"] for tool in _TOOLS], ends=_EITHER),
-        chat(functions=[{"name": "f"}] * 60_000, ends=_REFUSED),
-        chat(messages=_user() + _CALLS * 30_000, functions=[{"name": "f"}], ends=_EITHER),
+        chat(200, 400, functions=[tool["function"] for tool in _TOOLS]),
+        chat(400, functions=[{"name": "f"}] * 60_000),
+        chat(200, 400, messages=_user() + _CALLS * 30_000, functions=[{"name": "f"}]),
     ),
-    "function_call": (
-        chat(functions=[{"name": "f"}], function_call={"x": "y" * _TEXT}, ends=_REFUSED),
-    ),
-    "tool_choice": (chat(tools=[_TOOL], tool_choice={"x": "y" * _TEXT}, ends=_REFUSED),),
+    "function_call": (chat(400, functions=[{"name": "f"}], function_call=_TEXTS),),
+    "tool_choice": (chat(400, tools=[_TOOL], tool_choice=_TEXTS),),
     "ResponsesRequest.tools": (
-        response(tools=[{**tool, "description": "d" * 3000} for tool in _FLAT_TOOLS]),
-    ),
-    "MessagesRequest.tools": (
-        of_shape(
-            MESSAGES,
-            lambda shape: {"messages": _user(), "max_tokens": 1, "tools": _CLAUDE_TOOLS},
-            200,
-            400,
+        response(
+            200, 400, tools=[{**tool, "description": "d" * 3000} for tool in _FLAT_TOOLS], **_STREAM
         ),
     ),
+    "MessagesRequest.tools": (message(200, 400, tools=_CLAUDE_TOOLS),),
     "CountMessageTokensRequest.tools": (
-        of_shape(
-            MESSAGES + "/count_tokens",
-            lambda shape: {"messages": _user(), "tools": _CLAUDE_TOOLS},
-            200,
-            400,
-        ),
+        to(COUNT, 200, 400, messages=_user(), tools=_CLAUDE_TOOLS),
     ),
-    "modalities": (chat(modalities=["x"] * 500_000, ends=_REFUSED),),
+    "modalities": (chat(400, modalities=["x"] * 500_000),),
     # -- responses and messages
     "input": (
-        of_shape(RESPONSES, lambda shape: {"input": _user("") * 30_000}, 200, 400),
-        of_shape(
-            RESPONSES,
-            lambda shape: {
-                "input": _words(40 * shape.context),
-                "truncation": "auto",
-                "max_output_tokens": 1,
-            },
-        ),
-        of_shape(
-            RESPONSES,
-            lambda shape: {
-                "input": _words(_TEXT),
-                "truncation": "auto",
-                "max_output_tokens": 1,
-            },
-            400,
-        ),
+        response(200, 400, input=_user("") * 30_000),
+        response(input=_forty_contexts, truncation="auto", max_output_tokens=1),
+        response(400, input=_words(_TEXT), truncation="auto", max_output_tokens=1),
     ),
     "EmbeddingRequest.input": (
-        of_shape(EMBEDDINGS, lambda shape: {"input": ["x"] * 1024}),
-        of_shape(EMBEDDINGS, lambda shape: {"input": [_long_ids(shape)] * 32}, 200, 400),
+        to(EMBEDDINGS, input=["x"] * 1024),
+        to(EMBEDDINGS, 200, 400, input=lambda shape: [_long_ids(shape)] * 32),
     ),
-    "dimensions": _NO_WORK,
-    "instructions": (
-        of_shape(
-            RESPONSES,
-            lambda shape: {
-                "input": "Hi",
-                "instructions": _words(40 * shape.context),
-                "truncation": "auto",
-                "max_output_tokens": 8,
-                "stream": True,
-            },
-        ),
-    ),
-    "previous_response_id": _SHORT,
-    "metadata": (
-        of_shape(
-            RESPONSES,
-            lambda shape: {"input": "Hi", "metadata": {"x": [_nested(40)] * 1500}},
-            400,
-        ),
-    ),
-    "MessagesRequest.metadata": _IGNORED,
-    "text": (response(text={"x": [_nested(40)] * 1500}),),
-    "reasoning": (response(reasoning={"x": "y" * _TEXT}),),
-    "thinking": _IGNORED,
+    "instructions": (response(instructions=_forty_contexts, truncation="auto", **_STREAM),),
+    "metadata": (response(400, metadata=_NESTED),),
+    "text": (response(200, 400, text=_NESTED, **_STREAM),),
+    "reasoning": (response(200, 400, reasoning=_TEXTS, **_STREAM),),
     "output_config": (
-        message(output_config={"format": {"type": "json_schema", "schema": _SCHEMA}}),
+        message(
+            200,
+            400,
+            max_tokens=8,
+            output_config={"format": {"type": "json_schema", "schema": _SCHEMA}},
+        ),
     ),
-    "output_format": (message(output_format={"type": "json_schema", "schema": _SCHEMA}),),
+    "output_format": (
+        message(200, 400, max_tokens=8, output_format={"type": "json_schema", "schema": _SCHEMA}),
+    ),
     "stop_sequences": (
-        message(frozenset({200}), stop_sequences=["a" * 4095 + str(i % 10) for i in range(16)]),
+        message(max_tokens=8, stop_sequences=["a" * 4095 + str(i % 10) for i in range(16)]),
     ),
-    "tokens": (
-        of_shape("/detokenize", lambda shape: {"tokens": [100 + i % 800 for i in range(800_000)]}),
-    ),
+    "tokens": (to("/detokenize", tokens=[100 + i % 800 for i in range(800_000)]),),
     # -- refused whatever they hold
-    "prompt_embeds": (completion(prompt_embeds="x" * _TEXT, ends=_REFUSED),),
-    "chat_template": (chat(chat_template="x" * _TEXT, ends=_REFUSED),),
-    "audio": (chat(audio={"x": "y" * _TEXT}, ends=_REFUSED),),
-    "web_search_options": (chat(web_search_options={"x": "y" * _TEXT}, ends=_REFUSED),),
-    "conversation": (
-        of_shape(RESPONSES, lambda shape: {"input": "Hi", "conversation": "x" * _TEXT}, 400, 501),
-    ),
+    "prompt_embeds": (completion(400, prompt_embeds="x" * _TEXT),),
+    "chat_template": (chat(400, chat_template="x" * _TEXT),),
+    "audio": (chat(400, audio=_TEXTS),),
+    "web_search_options": (chat(400, web_search_options=_TEXTS),),
+    "conversation": (response(400, 501, conversation="x" * _TEXT),),
     # -- admin routes
-    "kv_cache_memory": _ADMIN,
-    "timeout": _ADMIN,
-    "weight": _ADMIN,
-    "kv_floor": _ADMIN,
-    "kv_cap": _ADMIN,
-    "name": _ADMIN,
-    "options": _ADMIN,
-    "engine": _ADMIN,
+    **dict.fromkeys(("kv_cache_memory", "timeout", "weight", "kv_floor", "kv_cap"), _ADMIN),
+    **dict.fromkeys(("name", "options", "engine"), _ADMIN),
 }
 
 

@@ -12,20 +12,20 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
 
-__all__ = ["ENGINE_OPTIONS", "MAIN", "Disturbance", "Server", "Stream", "until"]
+from vmserve_bench.lab.measure import read_memory
+
+__all__ = ["ENGINE_OPTIONS", "MAIN", "Disturbance", "Server", "Stream", "ask", "free_port", "until"]
 
 MAIN = "from vmserve.cli.main import main; main()"
-ENGINE_OPTIONS = [
-    *("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--kv-regime", "virtual"),
-]
+ENGINE_OPTIONS = ["--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--kv-regime", "virtual"]
 
 
 def until(holds: Callable[[], bool], seconds: float, what: str) -> float:
@@ -35,6 +35,51 @@ def until(holds: Callable[[], bool], seconds: float, what: str) -> float:
         assert time.monotonic() - began < seconds, f"not within {seconds} s: {what}"
         time.sleep(0.02)
     return time.monotonic() - began
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Told(NamedTuple):
+    """What a request was told, and how that ended.
+
+    ``end``: "answered", "refused", "error in a stream", "left", or "broken" if neither an answer
+    nor an error came. ``last``: the body, or a stream's last event.
+    """
+
+    end: str
+    status: int
+    texts: list[str]
+    last: Any
+
+
+def ask(http: httpx.Client, path: str, body: dict[str, Any], leaves: int | None = None) -> Told:
+    """``leaves``: the client reads no more than so many events of a stream."""
+    texts, last, num_events, is_done = [""] * body.get("n", 1), {}, 0, False
+    with http.stream("POST", path, json=body) as reply:
+        status = reply.status_code
+        if status != 200 or not body.get("stream"):
+            content = reply.read()
+            if status != 200:
+                is_told = content.startswith(b'{"error"')
+                return Told("refused" if is_told else "broken", status, [], content)
+            last = json.loads(content)
+            given = last.get("choices", ())  # embeddings have none
+            end = "answered" if all(each["finish_reason"] for each in given) else "broken"
+            return Told(end, status, [each.get("text", "") for each in given], last)
+        for line in reply.iter_lines():
+            if leaves is not None and num_events >= leaves:
+                return Told("left", status, texts, last)
+            is_done |= line == "data: [DONE]"
+            if line.startswith('data: {"'):
+                last = json.loads(line.removeprefix("data: "))
+                num_events += 1
+                for choice in last.get("choices", ()):
+                    texts[choice["index"]] += choice.get("text", "")
+    end = "answered" if is_done else "error in a stream" if "error" in last else "broken"
+    return Told(end, status, texts, last)
 
 
 class Server:
@@ -118,6 +163,33 @@ class Server:
         if self.popen.poll() is None:
             self.popen.kill()
         self.popen.wait(60)
+
+    def end(self) -> None:
+        """As an operator ends it."""
+        self.popen.terminate()
+        self.popen.wait(60)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Pss(NamedTuple):
+    """Bytes, of shared ones a process's part."""
+
+    own: int
+    files: int
+
+
+def pss(server: Server) -> Pss:
+    """Of the server's process and all that it started."""
+    found = []
+    for each in [process := psutil.Process(server.popen.pid), *process.children(recursive=True)]:
+        with suppress(OSError):  # it has ended
+            found.append(read_memory(each.pid))
+    return Pss(sum(one["anon"] + one["shmem"] for one in found), sum(one["file"] for one in found))
 
 
 @dataclass

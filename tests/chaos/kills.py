@@ -14,7 +14,6 @@ import contextlib
 import json
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,16 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.chaos.harness import ENGINE_OPTIONS, MAIN, Disturbance, Server, until
+from tests.chaos.harness import (
+    ENGINE_OPTIONS,
+    MAIN,
+    Disturbance,
+    Server,
+    Told,
+    ask,
+    free_port,
+    until,
+)
 
 __all__ = ["WAYS", "Kills", "kill"]
 
@@ -42,6 +50,7 @@ _LONGEST_STOP = 2.5
 #: No answer for so long is a hang. All that is promised takes 20 s, on a quiet machine.
 _HANG_SECONDS = 180.0
 CLIENTS = 6
+PATH = "/v1/completions"
 
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": [5] * 40, "max_tokens": 200, "temperature": 0, "ignore_eos": True},
@@ -58,7 +67,7 @@ class Kills(Disturbance):
 
     def __init__(self, server: Server, seed: int) -> None:
         super().__init__(server, seed)
-        self._expected = [self._undisturbed(body) for body in REQUESTS]
+        self._expected = [ask(server.http, PATH, body).texts for body in REQUESTS]
         self._began_with = psutil.Process(server.popen.pid).num_fds()
         #: All that were ever seen.
         self._seen: set[psutil.Process] = set()
@@ -84,11 +93,14 @@ class Kills(Disturbance):
                 self._kill()
         self.counts["hung"] = sum(client.is_alive() for client in clients)
 
+    def _health(self) -> httpx.Response:
+        return self.server.http.get("/health")
+
     def _serves(self) -> bool:
-        return self.server.http.get("/health").status_code == 200
+        return self._health().status_code == 200
 
     def _is_whole(self) -> bool:
-        reply = self.server.http.get("/health")
+        reply = self._health()
         states = json.loads(reply.content or b"{}").get("engines", {"": {}})
         [engines] = states.values()
         return reply.status_code == 200 and set(engines.values()) <= {"ready"}
@@ -118,69 +130,31 @@ class Kills(Disturbance):
 
     # -- clients --------------------------------------------------------------------------
 
-    def _undisturbed(self, body: dict[str, Any]) -> list[str]:
-        reply = self.server.http.post("/v1/completions", json=body)
-        assert reply.status_code == 200, reply.text
-        return [choice["text"] for choice in reply.json()["choices"]]
-
     def _ask(self, number: int) -> None:
         chance = random.Random(number)
         with httpx.Client(base_url=self.server.url, timeout=_HANG_SECONDS) as http:
             while not self._over.is_set():
-                which = chance.randrange(len(REQUESTS))
-                is_stream = chance.random() < 0.5
+                which, is_stream = chance.randrange(len(REQUESTS)), chance.random() < 0.5
                 try:
-                    if is_stream:
-                        end = self._stream(http, which)
-                    else:
-                        end = self._complete(http, which)
+                    told = ask(http, PATH, {**REQUESTS[which], "stream": is_stream})
                 except httpx.TimeoutException:
-                    end = "hung"
+                    self.counts["hung"] += 1
                 except httpx.HTTPError as error:
                     self.violations.append(f"neither an answer nor an error: {error!r}")
-                    end = "broken"
-                self.counts[end] += 1
-                if end == "error":
-                    time.sleep(0.3)  # no engine may be there for a while
+                else:
+                    self._check(which, told)
+                    self.counts[told.end] += 1
+                    if told.end == "refused":
+                        time.sleep(0.3)  # no engine may be there for a while
 
-    def _complete(self, http: httpx.Client, which: int) -> str:
-        reply = http.post("/v1/completions", json=REQUESTS[which])
-        if reply.status_code != 200:
-            return self._failed(reply.status_code, reply.text)
-        texts = [choice["text"] for choice in reply.json()["choices"]]
-        return self._compared(which, texts, is_whole=True)
-
-    def _stream(self, http: httpx.Client, which: int) -> str:
-        texts = [""] * len(self._expected[which])
-        body = {**REQUESTS[which], "stream": True}
-        with http.stream("POST", "/v1/completions", json=body) as reply:
-            if reply.status_code != 200:
-                return self._failed(reply.status_code, reply.read().decode())
-            last = ""
-            for line in reply.iter_lines():
-                last = line.removeprefix("data: ") or last
-                if line.startswith('data: {"'):
-                    for choice in json.loads(last).get("choices", ()):
-                        texts[choice["index"]] += choice["text"]
-        if last == "[DONE]":
-            return self._compared(which, texts, is_whole=True)
-        if '"error"' not in last:
-            self.violations.append(f"a stream ended with {last[:200]!r}")
-            return "broken"
-        return self._compared(which, texts, is_whole=False)
-
-    def _failed(self, status: int, text: str) -> str:
-        if status != 503 or not text.startswith('{"error"'):
-            self.violations.append(f"{status}: {text[:200]}")
-        return "error"
-
-    def _compared(self, which: int, texts: list[str], *, is_whole: bool) -> str:
+    def _check(self, which: int, told: Told) -> None:
         expected = self._expected[which]
-        begun = [each[: len(text)] for each, text in zip(expected, texts, strict=True)]
-        if texts != (expected if is_whole else begun):
-            self.violations.append(f"request {which}: {texts}, not {expected}")
-            return "wrong"
-        return "answered" if is_whole else "error in a stream"
+        if told.end == "broken" or told.status not in (200, 503):
+            self.violations.append(f"{told.status}: {told.last!r:.200}")
+        elif told.end == "error in a stream":
+            expected = [each[: len(t)] for each, t in zip(expected, told.texts, strict=True)]
+        if told.status == 200 and told.texts != expected:
+            self.violations.append(f"request {which}: {told.texts}, not {expected}")
 
     # -- the end --------------------------------------------------------------------------
 
@@ -193,8 +167,7 @@ class Kills(Disturbance):
         with contextlib.suppress(AssertionError):
             until(lambda: process.num_fds() <= self._began_with, 20, "descriptors are closed")
         self.counts["descriptors left"] = max(0, process.num_fds() - self._began_with)
-        self.server.popen.terminate()
-        self.server.popen.wait(60)
+        self.server.end()
 
     def count_left(self) -> None:
         """Count what outlived all."""
@@ -210,18 +183,13 @@ class RemoteKills(Kills):
         self._engines = engines
 
     def targets(self) -> list[psutil.Process]:
-        self._engines.start_ended()
         found = [psutil.Process(each.pid) for each in self._engines.running.values()]
         self._seen.update(found)
         return found
 
-    def _serves(self) -> bool:
+    def _health(self) -> httpx.Response:
         self._engines.start_ended()
-        return super()._serves()
-
-    def _is_whole(self) -> bool:
-        self._engines.start_ended()
-        return super()._is_whole()
+        return super()._health()
 
 
 class Engines:
@@ -233,7 +201,7 @@ class Engines:
         self.key.chmod(0o600)
         self._log = folder / "engines"
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self.addresses = [f"127.0.0.1:{_free_port()}" for _ in range(size)]
+        self.addresses = [f"127.0.0.1:{free_port()}" for _ in range(size)]
         self.start_ended()
 
     def start_ended(self) -> None:
@@ -249,18 +217,10 @@ class Engines:
             each.wait()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @contextlib.contextmanager
 def _local(folder: Path, seed: int, *options: str) -> Iterator[Kills]:
-    server = Server(folder / "log", *options, *_RESTARTS, before=_AT_ONCE)
-    try:
+    with Server(folder / "log", *options, *_RESTARTS, before=_AT_ONCE) as server:
         yield Kills(server, seed)
-    finally:
-        server.close()
 
 
 @contextlib.contextmanager
@@ -271,11 +231,8 @@ def _remote(folder: Path, seed: int) -> Iterator[Kills]:
         listening = folder / "engines"
         until(lambda: listening.read_text().count("listening on") == 2, 300, "engines listen")
         key = ("--engine-key-file", str(engines.key))
-        server = Server(folder / "log", *places, *key, engine_options=())
-        try:
+        with Server(folder / "log", *places, *key, engine_options=()) as server:
             yield RemoteKills(server, seed, engines)
-        finally:
-            server.close()
     finally:
         engines.close()
 

@@ -14,14 +14,13 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.chaos.harness import Server
+from tests.chaos.harness import Server, ask
 
 __all__ = ["Round", "bodies", "serve_round"]
 
@@ -59,17 +58,6 @@ def bodies(num_requests: int, num_prefixes: int, seed: int) -> list[dict[str, An
     ]
 
 
-@contextmanager
-def serving(log: Path, *options: str) -> Iterator[Server]:
-    server = Server(log, *options, engine_options=ENGINE)
-    try:
-        yield server
-        server.popen.terminate()
-        server.popen.wait(60)
-    finally:
-        server.close()
-
-
 def serve_round(
     server: Server, asked: Sequence[dict[str, Any]], num_clients: int, seed: int, leavers: float
 ) -> Round:
@@ -83,13 +71,17 @@ def serve_round(
                 number = next(numbers, None)
             if number is None:
                 return
-            leaves_after = rng.randrange(0, 6) if rng.random() < leavers else None
+            leaves = rng.randrange(0, 6) if rng.random() < leavers else None
             try:
-                end = _ask(server, asked[number], leaves_after, number, done)
+                told = ask(server.http, "/v1/completions", asked[number], leaves)
             except httpx.HTTPError as error:
-                end = "broken"
                 done.violations.append(f"request {number}: {error!r}")
-            done.counts[end] += 1
+                continue
+            done.counts[told.end] += 1
+            if told.end == "answered":
+                [done.texts[number]] = told.texts
+            elif told.end != "left":
+                done.violations.append(f"request {number}: {told.status} {told.last}")
 
     began = time.monotonic()
     threads = [
@@ -115,40 +107,19 @@ def serve_round(
     return done
 
 
-def _ask(
-    server: Server, body: dict[str, Any], leaves_after: int | None, number: int, done: Round
-) -> str:
-    text, events = "", 0
-    with server.http.stream("POST", "/v1/completions", json=body) as reply:
-        if reply.status_code != 200:
-            done.violations.append(f"request {number}: {reply.status_code}")
-            return "refused"
-        for line in reply.iter_lines():
-            if leaves_after is not None and events >= leaves_after:
-                return "left"
-            if not line.startswith('data: {"'):
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                done.violations.append(f"request {number}: {event['error']}")
-                return "failed"
-            events += 1
-            text += "".join(choice["text"] for choice in event["choices"])
-    done.texts[number] = text
-    return "answered"
-
-
 def run(
     folder: Path, num_requests: int, num_clients: int, seed: int, rounds: int
 ) -> dict[str, Any]:
     """Rounds with persistence over one directory, and before them one without."""
     asked = bodies(num_requests, 40, seed)
-    with serving(folder / "plain") as server:
+    with Server(folder / "plain", engine_options=ENGINE) as server:
         expected = serve_round(server, asked, num_clients, seed, leavers=0.0)
     result: dict[str, Any] = {"without": {**expected.counts, "violations": expected.violations}}
     for number in range(rounds):
-        with serving(folder / f"log{number}", "--kv-persist", str(folder / "kv")) as server:
+        options = [*ENGINE, "--kv-persist", str(folder / "kv")]
+        with Server(folder / f"log{number}", engine_options=options) as server:
             found = serve_round(server, asked, num_clients, seed + 100 * number, _LEAVERS)
+            server.end()  # it writes what it keeps
         for name, text in found.texts.items():
             if text != expected.texts[name]:
                 found.violations.append(f"request {name} has another answer")

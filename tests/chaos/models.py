@@ -14,14 +14,13 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from tests.chaos.harness import Disturbance, Server, until
+from tests.chaos.harness import Disturbance, Server, ask, until
 
 OPTIONS = (
     *("--model", "a=vmserve-embedded", "--model", "b=vmserve-embedded", "--max-num-seqs", "8"),
@@ -32,23 +31,52 @@ ADMIN = {"authorization": "Bearer admin"}
 CLIENTS = 4
 
 
+class Changes:
+    """What an admin does to models. ``names``: those that there are, if all adding succeeds.
+
+    ``pause``: seconds in which what a model serves may end.
+    """
+
+    def __init__(self, chance: random.Random, model: str, most: int, pause: float) -> None:
+        self.names = ["a", "b"]
+        self._chance, self._model, self._most, self._pause = chance, model, most, pause
+        self._num_added = 0
+
+    def next(self) -> tuple[str, dict[str, Any]]:
+        """The last part of the route, and the body."""
+        chance, what = self._chance, self._chance.choice(["add", "remove", "sleep", "wake"])
+        if what == "add" and len(self.names) < self._most:
+            self._num_added += 1
+            self.names.append(f"m{self._num_added}")
+            is_loaded = chance.random() < 0.5
+            return what, {"model": self._model, "name": self.names[-1], "preload": is_loaded}
+        name = chance.choice(self.names)
+        if what == "remove" and len(self.names) > 2:
+            self.names.remove(name)
+            return what, {"model": name, "timeout": chance.choice([self._pause / 50, self._pause])}
+        if what in ("sleep", "wake"):
+            pause = {"timeout": self._pause / 10} if what == "sleep" else {}
+            return what, {"model": name, **pause}
+        return "change", {"model": name, "weight": chance.choice([0.5, 1, 4])}
+
+
 class Chaos(Disturbance):
     """Models of one server that change."""
 
     def __init__(self, server: Server, seed: int) -> None:
         super().__init__(server, seed)
-        self._names = ["a", "b"]
-        self._added = 0
+        self._changes = Changes(self._random, "vmserve-embedded", most=4, pause=5)
 
     def run(self, seconds: float) -> None:
         """Change models for so long, while clients ask and the laws are checked."""
         works = [*(lambda number=n: self._ask(number) for n in range(CLIENTS)), self._look]
-        changes = (self._add, self._remove, self._sleep, self._wake, self._kill, self._share)
         end = time.monotonic() + seconds
         with self._meanwhile(works, 120) as threads:
             while time.monotonic() < end:
-                change: Callable[[], None] = self._random.choice(changes)
-                change()
+                if self._random.random() < 1 / 6:
+                    self._kill()
+                else:
+                    self._post(*self._changes.next())
                 time.sleep(self._random.uniform(0, 0.5))
         if any(thread.is_alive() for thread in threads):
             self.violations.append("a client still waits for its answer")
@@ -59,7 +87,7 @@ class Chaos(Disturbance):
         chance = random.Random(number)
         with httpx.Client(base_url=self.server.url, timeout=100) as http:
             while not self._over.is_set():
-                name = chance.choice([*self._names, "none"])
+                name = chance.choice([*self._changes.names, "none"])
                 body = {
                     "model": name,
                     "prompt": "Once upon a time",
@@ -68,28 +96,13 @@ class Chaos(Disturbance):
                     "request_timeout": 60,
                 }
                 try:
-                    reply = http.post("/v1/completions", json=body)
+                    told = ask(http, "/v1/completions", body)
                 except httpx.HTTPError as error:
                     self.violations.append(f"no answer: {error!r}")
                     continue
-                self.counts[self._outcome(reply, streamed=bool(body["stream"]))] += 1
-
-    def _outcome(self, reply: httpx.Response, *, streamed: bool) -> str:
-        """Name the end of a request; one without an answer or an error is a violation."""
-        if reply.status_code != 200:
-            if not reply.text.startswith('{"error"'):
-                self.violations.append(f"{reply.status_code} without a reason: {reply.text[:200]}")
-            return str(reply.status_code)
-        if not streamed:
-            assert reply.json()["choices"][0]["finish_reason"]
-            return "answered"
-        last = reply.text.strip().splitlines()[-1].removeprefix("data: ")
-        if last == "[DONE]":
-            return "answered"
-        if "error" in json.loads(last):
-            return "error in a stream"
-        self.violations.append(f"a stream ended with {last[:200]}")
-        return "broken stream"
+                if told.end == "broken":
+                    self.violations.append(f"{told.status} without a reason: {told.last!r:.200}")
+                self.counts[str(told.status) if told.end == "refused" else told.end] += 1
 
     def _look(self) -> None:
         """The pool's laws: no more is lent than there is, and nobody has less than its floor."""
@@ -109,34 +122,11 @@ class Chaos(Disturbance):
 
     # -- what is done to models -----------------------------------------------------------
 
-    def _post(self, what: str, **body: Any) -> None:
+    def _post(self, what: str, body: dict[str, Any]) -> None:
         reply = self.server.http.post(f"/v1/models/{what}", json=body, headers=ADMIN)
         self.counts[f"{what} {reply.status_code}"] += 1
         if reply.status_code >= 500 and what != "wake":
             self.violations.append(f"{what} {body}: {reply.text[:300]}")
-
-    def _add(self) -> None:
-        if len(self._names) > 3:
-            return
-        self._added += 1
-        name = f"m{self._added}"
-        self._post("add", model="vmserve-embedded", name=name, preload=self._random.random() < 0.5)
-        self._names.append(name)
-
-    def _remove(self) -> None:
-        if len(self._names) > 1:
-            name = self._names.pop(self._random.randrange(len(self._names)))
-            self._post("remove", model=name, timeout=self._random.choice([0.01, 5]))
-
-    def _sleep(self) -> None:
-        self._post("sleep", model=self._random.choice(self._names), timeout=0.5)
-
-    def _wake(self) -> None:
-        self._post("wake", model=self._random.choice(self._names))
-
-    def _share(self) -> None:
-        name, chance = self._random.choice(self._names), self._random
-        self._post("change", model=name, weight=chance.choice([0.5, 1, 4]))
 
     def _kill(self) -> None:
         """An engine: what it serves gets errors, and it comes back."""
@@ -150,8 +140,8 @@ class Chaos(Disturbance):
 
     def check_what_is_left(self) -> None:
         """One model that sleeps: no memory is lent, and there is no engine."""
-        while len(self._names) > 1:
-            self._post("remove", model=self._names.pop(), timeout=5)
+        for name in self._changes.names[1:]:
+            self._post("remove", {"model": name, "timeout": 5})
         server = psutil.Process(self.server.popen.pid)
         until(lambda: self._pool_is_whole(), 60, "all memory is back")
         until(lambda: not server.children(), 60, "all engines have ended")
@@ -164,15 +154,11 @@ class Chaos(Disturbance):
 
 def chaos(log: Path, seconds: float, seed: int) -> Chaos:
     """Run it on a fresh server, and return what came of it."""
-    server = Server(log, *OPTIONS)
-    try:
+    with Server(log, *OPTIONS) as server:
         done = Chaos(server, seed)
         done.run(seconds)
         done.check_what_is_left()
-        server.popen.terminate()
-        server.popen.wait(60)
-    finally:
-        server.close()
+        server.end()
     return done
 
 

@@ -12,23 +12,22 @@ status 1 if requests failed, pages are held in the end, or /metrics counts not a
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
+import statistics
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.chaos.harness import Server, until
-from vmserve_bench.lab.measure import read_memory
+from tests.chaos.harness import Pss, Server, ask, pss, until
 
 _WARM_UP = 1 / 3
 _ABANDONED = 0.2
@@ -54,12 +53,9 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         kept = ("--kv-persist", str(Path(directory, "kv")), "--kv-persist-bytes", "256MiB")
-        server = Server(Path(directory) / "log", *_OPTIONS, *kept, engine_options=())
-        try:
+        with Server(Path(directory) / "log", *_OPTIONS, *kept, engine_options=()) as server:
             result = soak(server, args.minutes * 60, args.clients, args.seed)
             result["tracebacks"] = server.said.count("Traceback")
-        finally:
-            server.close()
     text = json.dumps(result, indent=1)
     print(text)
     if args.output is not None:
@@ -204,60 +200,24 @@ class Client:
             kind = self._rng.choices(list(KINDS), [4, 4, 2, 1, 1])[0]
             path, body = KINDS[kind](self._rng)
             body["model"] = self._rng.choice(_MODELS)
-            leaves = bool(body.get("stream")) and self._rng.random() < _ABANDONED
-            if body.get("stream"):
+            is_stream = bool(body.get("stream"))
+            if is_stream:
                 body["stream_options"] = {"include_usage": True}
+            leaves = 10 if is_stream and self._rng.random() < _ABANDONED else None
             try:
-                ended = self._ask(f"/v1/{path}", body, leaves=leaves)
+                told = ask(self._server.http, f"/v1/{path}", body, leaves)
             except httpx.HTTPError:
                 ended = "failed"
+            else:
+                ended = {"answered": "finished", "left": "abandoned"}.get(told.end, "failed")
+            if ended == "finished":
+                self.counts["tokens"] += told.last["usage"].get("completion_tokens", 0)
             self.counts.update([kind, ended])
-
-    def _ask(self, path: str, body: dict[str, Any], *, leaves: bool) -> str:
-        with self._server.http.stream("POST", path, json=body) as response:
-            if response.status_code != 200:
-                return "failed"
-            last = ""
-            for number, line in enumerate(response.iter_lines()):
-                if leaves and number > 10:
-                    return "abandoned"
-                if line not in ("", "data: [DONE]"):
-                    last = line
-        reply = json.loads(last.removeprefix("data: "))
-        if "usage" not in reply:
-            return "failed"
-        self.counts["tokens"] += reply["usage"].get("completion_tokens", 0)
-        return "finished"
-
-
-# -- memory -----------------------------------------------------------------------------
-
-
-class Pss(NamedTuple):
-    """Bytes."""
-
-    own: int
-    files: int
-
-
-def pss(server: Server) -> Pss:
-    """Of the server's process and all that it started."""
-    found = []
-    for each in [process := psutil.Process(server.popen.pid), *process.children(recursive=True)]:
-        with contextlib.suppress(OSError):  # it has ended
-            found.append(read_memory(each.pid))
-    return Pss(sum(one["anon"] + one["shmem"] for one in found), sum(one["file"] for one in found))
 
 
 def slope(samples: list[tuple[float, int]]) -> float:
     """Bytes per second, by least squares."""
-    num = len(samples)
-    if num < 2:
-        return 0.0
-    mean_x = sum(x for x, _ in samples) / num
-    mean_y = sum(y for _, y in samples) / num
-    spread = sum((x - mean_x) ** 2 for x, _ in samples)
-    return sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread
+    return statistics.linear_regression(*zip(*samples, strict=True)).slope if samples[1:] else 0.0
 
 
 if __name__ == "__main__":

@@ -34,13 +34,9 @@ SHORT = {"prompt": "The sea", "max_tokens": 16, "ignore_eos": True}
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """For all tests that leave it alive; the last one ends it."""
     log = tmp_path_factory.mktemp("chaos") / "log"
-    running = Server(
-        log,
-        *("--max-num-seqs", "8", "--max-queued-requests", "8"),
-        *("--write-timeout", "1", "--shutdown-timeout", "1"),
-    )
-    yield running
-    running.close()
+    options = ["--max-num-seqs", "8", "--max-queued-requests", "8"]
+    with Server(log, *options, "--write-timeout", "1", "--shutdown-timeout", "1") as running:
+        yield running
 
 
 def test_clients_that_leave_at_random_moments(server: Server, scale: int) -> None:
@@ -169,11 +165,8 @@ def _refuses(server: Server) -> bool:
 
 def test_an_engine_that_is_killed_and_one_that_hangs(tmp_path: Path) -> None:
     """Killed, it is started again; when it hangs then, the server ends."""
-    server = Server(
-        tmp_path / "log",
-        *("--engine-restarts", "1", "--engine-hang-timeout", "10", "--engine-death-linger", "4"),
-    )
-    try:
+    options = ["--engine-restarts", "1", "--engine-hang-timeout", "10"]
+    with Server(tmp_path / "log", *options, "--engine-death-linger", "4") as server:
         first = server.engine
         streams = [Stream(server, LONG) for _ in range(3)]
         until(lambda: all(stream.events for stream in streams), 120, "all streams run")
@@ -202,5 +195,3 @@ def test_an_engine_that_is_killed_and_one_that_hangs(tmp_path: Path) -> None:
         assert server.popen.wait(60) == 1
         assert not any(process.is_running() for process in (first, second))
         assert psutil.pid_exists(server.popen.pid) is False
-    finally:
-        server.close()

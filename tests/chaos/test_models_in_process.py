@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.chaos.models import Changes
 from tests.pool.test_shares import Engine as Borrower
 from vmserve.client.client import Client
 from vmserve.client.lending import KVPool
@@ -96,12 +97,13 @@ class Chaos:
         self.pool = KVPool(POOL)
         self.counts: Counter[str] = Counter()
         self.engines: dict[str, Engine] = {}
-        self.names = ["a", "b"]
-        self.num_added = 0
+        self.changes = Changes(self.chance, "x", most=6, pause=0.05)
         config = ServerConfig(
             served_model_names=("a",), admin_api_key="admin", shutdown_timeout=0.05
         )
-        self.models = Models([self.make(name, {}) for name in self.names], self.make, self.pool)
+        self.models = Models(
+            [self.make(name, {}) for name in self.changes.names], self.make, self.pool
+        )
         self.app = create_app(self.models, config)
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(self.app), base_url="http://localhost"
@@ -122,16 +124,23 @@ class Chaos:
 
     async def run(self, num_changes: int) -> None:
         clients = [asyncio.ensure_future(self.ask()) for _ in range(8)]
-        changes = (self.add, self.remove, self.sleep, self.wake, self.kill, self.weigh, self.use)
         for _ in range(num_changes):
-            await self.chance.choice(changes)()
+            what = self.chance.randrange(7)
+            if what == 0:
+                await self.kill()
+            elif what == 1:
+                for engine in self.awake():
+                    engine.use()
+            else:
+                await self.post(*self.changes.next())
             await asyncio.sleep(self.chance.uniform(0, 0.005))
             self.check()
         self.over = True
         await asyncio.wait_for(asyncio.gather(*clients), 60)
-        while len(self.names) > 1:
-            await self.post("remove", model=self.names.pop())
-        await self.post("sleep", model=self.names[0])
+        first, *others = self.changes.names
+        for name in others:
+            await self.post("remove", {"model": name})
+        await self.post("sleep", {"model": first})
         assert self.pool.free_bytes == POOL
         assert not self.pool.state()
         self.app.state.context.close()
@@ -149,7 +158,7 @@ class Chaos:
 
     async def ask(self) -> None:
         while not self.over:
-            name = self.chance.choice([*self.names, "none"])
+            name = self.chance.choice([*self.changes.names, "none"])
             reply = await self.http.post(
                 "/v1/completions", json={"model": name, "prompt": "Hi", "request_timeout": 20}
             )
@@ -162,35 +171,11 @@ class Chaos:
             self.counts[str(reply.status_code)] += 1
             await asyncio.sleep(self.chance.uniform(0, 0.01))
 
-    async def post(self, what: str, **body: Any) -> int:
+    async def post(self, what: str, body: dict[str, Any]) -> None:
         reply = await self.http.post(f"/v1/models/{what}", json=body, headers=ADMIN)
         self.counts[f"{what} {reply.status_code}"] += 1
         may_fail = what in ("wake", "add")
         assert reply.status_code < 500 or may_fail, reply.text
-        return reply.status_code
-
-    async def add(self) -> None:
-        if len(self.names) < 6:
-            self.num_added += 1
-            name = f"m{self.num_added}"
-            is_loaded = self.chance.random() < 0.5
-            if await self.post("add", model="x", name=name, preload=is_loaded) == 200:
-                self.names.append(name)
-
-    async def remove(self) -> None:
-        if len(self.names) > 2:
-            name = self.names.pop(self.chance.randrange(len(self.names)))
-            await self.post("remove", model=name, timeout=self.chance.choice([0.001, 0.05]))
-
-    async def sleep(self) -> None:
-        await self.post("sleep", model=self.chance.choice(self.names), timeout=0.005)
-
-    async def wake(self) -> None:
-        await self.post("wake", model=self.chance.choice(self.names))
-
-    async def weigh(self) -> None:
-        weight = self.chance.choice([0.5, 1, 4])
-        await self.post("change", model=self.chance.choice(self.names), weight=weight)
 
     def awake(self) -> list[Engine]:
         """Engines of members, which serve."""
@@ -201,10 +186,6 @@ class Chaos:
         if engines := self.awake():
             await self.chance.choice(engines).die()
             self.counts["killed"] += 1
-
-    async def use(self) -> None:
-        for engine in self.awake():
-            engine.use()
 
 
 @pytest.mark.timeout(120)

@@ -10,12 +10,7 @@ import pytest
 from vmserve.client.codec import decode_from_engine, decode_to_engine, encode
 from vmserve.client.messages import Add, Ping, Reply
 from vmserve.client.transports import framing
-from vmserve.client.transports.framing import (
-    FrameReader,
-    frame,
-    receive_frame,
-    send_frame,
-)
+from vmserve.client.transports.framing import FrameReader, frame, receive_frame, send_frame
 from vmserve.errors import (
     DeadlineError,
     FrameTooLargeError,
@@ -102,19 +97,10 @@ def test_errors_arrive_as_what_they_are(error: Exception, kind: type[Exception])
     "params",
     [
         SamplingParams(),
-        SamplingParams(
-            n=2,
-            best_of=3,
-            temperature=0.5,
-            seed=-1,
-            max_tokens=None,
-            logprobs=3,
-            logit_bias={5: -1.5, 6: 2},
-            allowed_token_ids=[5, 6],
-            bad_words=["x"],
-            stop_token_ids=[7],
-            min_tokens=2,
-        ),
+        SamplingParams(n=2, best_of=3, temperature=0.5, seed=-1, max_tokens=None, logprobs=3),
+        SamplingParams(logit_bias={5: -1.5, 6: 2}, allowed_token_ids=[5, 6], min_tokens=2),
+        SamplingParams(bad_words=["x"], stop_token_ids=[7]),
+        SamplingParams(stop=["a", "b"], include_stop_str_in_output=True),
         SamplingParams(structured_outputs={"json": {"type": "object"}}),
         BeamSearchParams(beam_width=3, early_stopping="never", length_penalty=0.5),
     ],
@@ -130,6 +116,10 @@ def test_the_name_of_a_constraint_arrives() -> None:
     assert arrived.structured_outputs.param == "guided_regex"
 
 
-def test_stop_strings_are_looked_for_where_tokens_are_made() -> None:
-    params = SamplingParams(stop=["a", "b"], include_stop_str_in_output=True)
-    assert sent(params) == params
+def test_terms_arrive_as_they_were() -> None:
+    """Each of several engines keeps them: who is next, until when, whose prefixes are found."""
+    terms = RequestTerms(
+        priority=-1, cache_salt="s", tenant="t", isolation="i", timeout=2.5, stream=True
+    )
+    add = Add(7, "r", [5, 6], SamplingParams(), terms, is_stream=True)
+    assert decode_to_engine(encode(add)) == add

@@ -10,14 +10,16 @@ import contextlib
 import socket
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
-from tests.client.test_remote_llm import KEY, free_port, hosted, until
+from tests.chaos.harness import free_port
+from tests.client.test_remote_llm import KEY, hosted
 from tests.clients import FleetClient, RemoteClient, address_of, stats_of
 from tests.namespaces import cut_cable, inside, namespaces
+from tests.support.loops import everything, until
 from vmserve import EngineDeadError, SamplingParams
 from vmserve.client import host
 from vmserve.client.transports import restarts
@@ -59,9 +61,15 @@ def far(namespaces: Names, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.s
         yield listener
 
 
-def fleet_of(*addresses: str, ping_seconds: float = 0.2) -> FleetClient:
+@contextlib.asynccontextmanager
+async def fleet_with(far: socket.socket, ping_seconds: float = 0.2) -> AsyncIterator[FleetClient]:
+    """Of an engine here and one on the second host."""
     watched = Supervision(ping_seconds=ping_seconds)
-    return FleetClient.connected(addresses, KEY, supervision=watched)
+    with hosted() as (near, _), hosted(listener=far) as (address, _):
+        connect = FleetClient.connected
+        fleet = await asyncio.to_thread(connect, [near, address], KEY, supervision=watched)
+        yield fleet
+        await fleet.shutdown()
 
 
 class Load:
@@ -106,11 +114,8 @@ class Load:
 
 
 async def answers(fleet: FleetClient) -> list[list[int]]:
-    found = []
-    for prompt in PROMPTS:
-        [final] = [output async for output in fleet.generate(prompt, PARAMS)]
-        found.append(list(final.outputs[0].token_ids))
-    return found
+    finals = [(await everything(fleet.generate(prompt, PARAMS)))[-1] for prompt in PROMPTS]
+    return [list(final.outputs[0].token_ids) for final in finals]
 
 
 async def assert_is_whole(fleet: FleetClient, expected: list[list[int]]) -> None:
@@ -121,7 +126,7 @@ async def assert_is_whole(fleet: FleetClient, expected: list[list[int]]) -> None
         assert await answers(fleet) == expected
         stats = await stats_of(member)
         assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
-        [hit] = [each async for each in fleet.generate([*PINNED, 5], PARAMS)]
+        [hit] = await everything(fleet.generate([*PINNED, 5], PARAMS))
         assert hit.metrics.num_cached_tokens == len(PINNED)
         fleet.transport.resume(other.name)
         assert not member.requests
@@ -141,11 +146,6 @@ async def end(fleet: FleetClient, pin: PinnedPrefix) -> None:
     for member in fleet.members:
         stats = await stats_of(member)
         assert stats["pinned_prefixes"] == stats["num_seqs"] == stats["used_pages"] == 0
-    await fleet.shutdown()
-
-
-def run(test: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 200))
 
 
 @pytest.mark.parametrize(
@@ -156,12 +156,11 @@ def run(test: Coroutine[None, None, None]) -> None:
         pytest.param((1,), id="engine", marks=pytest.mark.slow),
     ],
 )
-def test_an_engine_is_back_when_the_network_is(
+async def test_an_engine_is_back_when_the_network_is(
     senders: tuple[int, ...], namespaces: Names, far: socket.socket
 ) -> None:
     """Whoever's packets are lost; all requests end, before it is noticed and after."""
-
-    async def test(fleet: FleetClient) -> None:
+    async with fleet_with(far) as fleet:
         expected = await answers(fleet)
         pin = await fleet.pin_prefix(PINNED)
         load = Load(fleet, expected)
@@ -176,14 +175,10 @@ def test_an_engine_is_back_when_the_network_is(
         await assert_is_whole(fleet, expected)
         await end(fleet, pin)
 
-    with hosted() as (near, _), hosted(listener=far) as (address, _):
-        run(test(fleet_of(near, address)))
 
-
-def test_a_short_cut_is_only_a_delay(namespaces: Names, far: socket.socket) -> None:
-    async def test(fleet: FleetClient) -> None:
-        expected = await answers(fleet)
-        load = Load(fleet, expected)
+async def test_a_short_cut_is_only_a_delay(namespaces: Names, far: socket.socket) -> None:
+    async with fleet_with(far, ping_seconds=1.0) as fleet:
+        load = Load(fleet, await answers(fleet))
         await load.go_on()
         with cut_cable(namespaces):
             await asyncio.sleep(0.5)
@@ -192,14 +187,10 @@ def test_a_short_cut_is_only_a_delay(namespaces: Names, far: socket.socket) -> N
         assert set(load.ends) == {"answered"}
         stats = await fleet.fetch_stats()
         assert stats["engine_restarts_total"] == stats["router_failovers_total"] == 0
-        await fleet.shutdown()
-
-    with hosted() as (near, _), hosted(listener=far) as (address, _):
-        run(test(fleet_of(near, address, ping_seconds=1.0)))
 
 
 @pytest.mark.parametrize("moment", ["handshake", "pin"])
-def test_a_cut_while_an_engine_joins_leaves_nothing_half_joined(
+async def test_a_cut_while_an_engine_joins_leaves_nothing_half_joined(
     moment: str,
     namespaces: Names,
     far: socket.socket,
@@ -225,22 +216,20 @@ def test_a_cut_while_an_engine_joins_leaves_nothing_half_joined(
 
         monkeypatch.setattr(place, name, wrapped)
 
-    async def test(fleet: FleetClient) -> None:
-        expected = await answers(fleet)
-        pin = await fleet.pin_prefix(PINNED)
-        if moment == "handshake":
-            cut_at(link, "greet_engine")
-        else:
-            cut_at(FleetEngine, "ask")
-        network.close()
-        await until(lambda: is_cut.is_set() and "not connected yet" in caplog.text)
-        assert len(fleet.members) == 1
-        assert await answers(fleet) == expected
-        network.close()
-        await until(lambda: len(fleet.members) == 2)
-        await assert_is_whole(fleet, expected)
-        await end(fleet, pin)
-
-    with network, hosted() as (near, _), hosted(listener=far) as (address, _):
-        network.enter_context(cut_cable(namespaces))
-        run(test(fleet_of(near, address)))
+    network.enter_context(cut_cable(namespaces))
+    with network:
+        async with fleet_with(far) as fleet:
+            expected = await answers(fleet)
+            pin = await fleet.pin_prefix(PINNED)
+            if moment == "handshake":
+                cut_at(link, "greet_engine")
+            else:
+                cut_at(FleetEngine, "ask")
+            network.close()
+            await until(lambda: is_cut.is_set() and "not connected yet" in caplog.text)
+            assert len(fleet.members) == 1
+            assert await answers(fleet) == expected
+            network.close()
+            await until(lambda: len(fleet.members) == 2)
+            await assert_is_whole(fleet, expected)
+            await end(fleet, pin)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.clients import FleetClient, ProcessClient
+from tests.support.loops import everything, until
 from vmserve import (
     AsyncLLM,
     BeamSearchParams,
@@ -39,12 +41,10 @@ from vmserve.models.hub import resolve_model
 from vmserve.sampling import GenerationParams
 from vmserve.text.prompts import Prompt
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
-from vmserve.types import RequestOutput
 
 # Each engine is a process that imports torch, which takes its time on a busy machine.
 pytestmark = pytest.mark.timeout(400)
 
-T = TypeVar("T")
 OPTIONS = {
     "dtype": "float32",
     "kv_cache_memory": "64MiB",
@@ -66,29 +66,14 @@ def before() -> Iterator[set[psutil.Process]]:
     assert children() <= found
 
 
-def on_engine(
-    test: Callable[[ProcessClient], Awaitable[T]], supervision: Supervision | None = None
-) -> T:
-    """Run ``test`` on a fresh engine."""
-    engine = ProcessClient(**OPTIONS, supervision=supervision)
-
-    async def run() -> T:
-        try:
-            return await asyncio.wait_for(test(engine), 300)
-        finally:
-            await engine.shutdown()
-
-    return asyncio.run(run())
-
-
-async def everything(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
-    return [output async for output in outputs]
-
-
-async def until(holds: Callable[[], bool], seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while not holds():
-            await asyncio.sleep(0.01)
+@contextlib.asynccontextmanager
+async def fresh(**how: Any) -> AsyncIterator[ProcessClient]:
+    """A fresh engine."""
+    engine = await asyncio.to_thread(ProcessClient, **OPTIONS, **how)
+    try:
+        yield engine
+    finally:
+        await engine.shutdown()
 
 
 async def leaving_aborting_and_asking(engine: ProcessClient) -> None:
@@ -122,70 +107,59 @@ async def leaving_aborting_and_asking(engine: ProcessClient) -> None:
     assert not engine.errored
 
 
-def test_a_life() -> None:
-    """Requests of every kind, whole and streamed, give what they give in one process."""
+ASKED: dict[str, GenerationParams] = {
+    "greedy": SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1),
+    "several": SamplingParams(n=3, seed=7, max_tokens=10),
+    "best": SamplingParams(n=2, best_of=4, seed=3, max_tokens=8),
+    "stop": SamplingParams(temperature=0, max_tokens=40, stop=["."], logprobs=0),
+    "stop-shown": SamplingParams(
+        temperature=0, max_tokens=40, stop=["."], include_stop_str_in_output=True
+    ),
+    "eos": SamplingParams(temperature=0, max_tokens=1000),
+    "beams": BeamSearchParams(beam_width=3, max_tokens=8, logprobs=1),
+    "ids": SamplingParams(temperature=0, max_tokens=5, detokenize=False),
+    "scored": SamplingParams(max_tokens=0, prompt_logprobs=2),
+    # It ends without an end token, and where the end token was needed.
+    "choice": SamplingParams(
+        structured_outputs=StructuredOutputsParams(choice=["zebra", "yes"]), logprobs=1, n=2, seed=5
+    ),
+    "open": SamplingParams(
+        structured_outputs=StructuredOutputsParams(regex="[a-e]+"), seed=3, logit_bias={1: 99}
+    ),
+    "structured-beams": BeamSearchParams(
+        beam_width=2, structured_outputs=StructuredOutputsParams(json_object=True)
+    ),
+}
+
+
+async def answers(engine: Client) -> dict[str, object]:
+    """Whole, and of streams the same put together."""
     prompt = "Once upon a time there was"
-    asked: dict[str, GenerationParams] = {
-        "greedy": SamplingParams(temperature=0, max_tokens=12, logprobs=2, prompt_logprobs=1),
-        "several": SamplingParams(n=3, seed=7, max_tokens=10),
-        "best": SamplingParams(n=2, best_of=4, seed=3, max_tokens=8),
-        "stop": SamplingParams(temperature=0, max_tokens=40, stop=["."], logprobs=0),
-        "stop-shown": SamplingParams(
-            temperature=0, max_tokens=40, stop=["."], include_stop_str_in_output=True
-        ),
-        "eos": SamplingParams(temperature=0, max_tokens=1000),
-        "beams": BeamSearchParams(beam_width=3, max_tokens=8, logprobs=1),
-        "ids": SamplingParams(temperature=0, max_tokens=5, detokenize=False),
-        "scored": SamplingParams(max_tokens=0, prompt_logprobs=2),
-        # It ends without an end token, and where the end token was needed.
-        "choice": SamplingParams(
-            structured_outputs=StructuredOutputsParams(choice=["zebra", "yes"]),
-            logprobs=1,
-            n=2,
-            seed=5,
-        ),
-        "open": SamplingParams(
-            structured_outputs=StructuredOutputsParams(regex="[a-e]+"), seed=3, logit_bias={1: 99}
-        ),
-        "structured-beams": BeamSearchParams(
-            beam_width=2, structured_outputs=StructuredOutputsParams(json_object=True)
-        ),
-    }
+    ids = engine.tokenizer.encode(prompt)
+    found: dict[str, object] = {}
+    for name, params in ASKED.items():
+        [whole] = await everything(engine.generate(Prompt(prompt, ids), params, request_id=name))
+        assert whole.metrics.finished_time is not None
+        found[name] = (whole.prompt, whole.outputs, whole.prompt_logprobs, whole.finished)
+        if name in ("best", "beams", "structured-beams"):
+            continue
+        first, *parts = await everything(engine.generate(ids, params, request_id=name, stream=True))
+        assert (first.outputs, first.finished, first.delta) == ([], False, True)
+        # With the first tokens: a stream that echoes its prompt begins with them.
+        assert parts[0].prompt_logprobs == whole.prompt_logprobs
+        for output in whole.outputs:
+            mine = [c for part in parts for c in part.outputs if c.index == output.index]
+            assert "".join(c.text for c in mine) == output.text
+            assert [i for c in mine for i in c.token_ids] == output.token_ids
+            assert mine[-1].finish_reason == output.finish_reason
+            assert mine[-1].stop_reason == output.stop_reason
+        assert parts[-1].metrics.finished_time is not None
+    return found
 
-    async def answers(engine: Client) -> dict[str, object]:
-        ids = engine.tokenizer.encode(prompt)
-        found: dict[str, object] = {}
-        for name, params in asked.items():
-            [whole] = await everything(
-                engine.generate(Prompt(prompt, ids), params, request_id=name)
-            )
-            assert whole.metrics.finished_time is not None
-            found[name] = (whole.prompt, whole.outputs, whole.prompt_logprobs, whole.finished)
-            if name in ("best", "beams", "structured-beams"):
-                continue
-            first, *parts = await everything(
-                engine.generate(ids, params, request_id=name, stream=True)
-            )
-            assert (first.outputs, first.finished, first.delta) == ([], False, True)
-            # With the first tokens: a stream that echoes its prompt begins with them.
-            assert parts[0].prompt_logprobs == whole.prompt_logprobs
-            for output in whole.outputs:
-                mine = [c for part in parts for c in part.outputs if c.index == output.index]
-                assert "".join(c.text for c in mine) == output.text
-                assert [i for c in mine for i in c.token_ids] == output.token_ids
-                assert mine[-1].finish_reason == output.finish_reason
-                assert mine[-1].stop_reason == output.stop_reason
-            assert parts[-1].metrics.finished_time is not None
-        return found
 
-    async def here() -> dict[str, object]:
-        engine = AsyncLLM(**OPTIONS)
-        try:
-            return await answers(engine)
-        finally:
-            await engine.shutdown()
-
-    async def there(engine: ProcessClient) -> dict[str, object]:
+async def test_a_life() -> None:
+    """Requests of every kind, whole and streamed, give what they give in one process."""
+    async with fresh() as engine:
         found = await answers(engine)
         with pytest.raises(InvalidRequestError, match="maximum context length is") as refused:
             await everything(engine.generate([5] * 100_000, ENDLESS, request_id="long"))
@@ -204,13 +178,12 @@ def test_a_life() -> None:
         await asyncio.sleep(2)
         assert sum(process.cpu_times()[:2]) - before <= 0.05
         await leaving_aborting_and_asking(engine)
-        return found
+    async with AsyncLLM(**OPTIONS) as here:
+        assert found == await answers(here)
 
-    assert on_engine(there) == asyncio.run(here())
 
-
-def test_an_engine_that_hangs() -> None:
-    async def test(engine: ProcessClient) -> None:
+async def test_an_engine_that_hangs() -> None:
+    async with fresh(supervision=Supervision(hang_timeout=5.0, ping_seconds=0.2)) as engine:
         streams = [engine.generate([5], ENDLESS, request_id=f"{i}", stream=True) for i in range(4)]
         for stream in streams:
             await anext(stream)
@@ -226,17 +199,13 @@ def test_an_engine_that_hangs() -> None:
         assert engine.stats()["num_requests_running"] == 0
         assert await engine.fetch_stats() == engine.stats()
 
-    on_engine(test, Supervision(hang_timeout=5.0, ping_seconds=0.2))
 
-
-def test_one_of_two_engines_that_is_stopped_keeps_no_request() -> None:
+async def test_one_of_two_engines_that_is_stopped_keeps_no_request() -> None:
     """What has not begun is answered by the other; the stopped one is back when it goes on."""
-    watched = Supervision(ping_seconds=0.5)
-    processes = [ProcessClient(**OPTIONS, supervision=watched) for _ in range(2)]
     few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-    async def test() -> None:
-        fleet = FleetClient([each.transport for each in processes], "round-robin")
+    watched = Supervision(ping_seconds=0.5)
+    async with fresh(supervision=watched) as one, fresh(supervision=watched) as other:
+        fleet = FleetClient([one.transport, other.transport], "round-robin")
 
         async def answer(number: int, stream: bool) -> list[int]:
             outputs = fleet.generate([5 + number] * 20, few, stream=stream)
@@ -248,27 +217,24 @@ def test_one_of_two_engines_that_is_stopped_keeps_no_request() -> None:
 
         try:
             expected = await answers()
-            os.kill(processes[0].pid, signal.SIGSTOP)
+            os.kill(one.pid, signal.SIGSTOP)
             assert await answers() == expected
             assert fleet.members[0].state == "suspect"
             assert fleet.stats()["router_failovers_total"] > 0
             assert len((await fleet.snapshot()).requests) == 0
-            os.kill(processes[0].pid, signal.SIGCONT)
+            os.kill(one.pid, signal.SIGCONT)
             await until(lambda: fleet.members[0].state == "ready")
             fleet.transport.drain("1")
             assert await answers() == expected
-            assert not processes[0].errored
+            assert not one.errored
         finally:
-            os.kill(processes[0].pid, signal.SIGCONT)
+            os.kill(one.pid, signal.SIGCONT)
             await fleet.shutdown()
 
-    asyncio.run(asyncio.wait_for(test(), 300))
 
-
-def test_an_engine_that_is_started_again() -> None:
+async def test_an_engine_that_is_started_again() -> None:
     """Prefixes are pinned again, and a limit of memory that was changed holds."""
-
-    async def test(engine: ProcessClient) -> None:
+    async with fresh(supervision=Supervision(restarts=1)) as engine:
         pin = await engine.pin_prefix([5] * 64)
         pid, limit = engine.pid, await engine.set_kv_cache_memory("40MiB")
         assert limit == 40 << 20
@@ -300,13 +266,11 @@ def test_an_engine_that_is_started_again() -> None:
         assert engine.errored
         await until(lambda: said == [None])
 
-    on_engine(test, Supervision(restarts=1))
 
-
-def test_an_engine_that_is_woken_before_it_is_started_again_is_started_once(
+async def test_an_engine_that_is_woken_before_it_is_started_again_is_started_once(
     before: set[psutil.Process],
 ) -> None:
-    async def test(engine: ProcessClient) -> None:
+    async with fresh(supervision=Supervision(restarts=9)) as engine:
         await engine.start()
         os.kill(engine.pid, signal.SIGKILL)
         await until(lambda: engine.retry_seconds is not None)
@@ -319,63 +283,53 @@ def test_an_engine_that_is_woken_before_it_is_started_again_is_started_once(
         # Nothing is left that would start another.
         assert len(engine.transport._tasks) == 1
 
-    on_engine(test, Supervision(restarts=9))
 
-
-def test_sleep_and_wake(tmp_path: Path) -> None:
+async def test_sleep_and_wake(tmp_path: Path) -> None:
     """The same tokens and pins after a sleep; what has become of the files is noticed."""
     model = tmp_path / "model"
     shutil.copytree(resolve_model(None), model)
     (model / "link").symlink_to("nowhere")
     prefix = list(range(10, 74))
-
-    async def run() -> None:
-        engine = ProcessClient(str(model), **OPTIONS)
-        once = SamplingParams(temperature=0, max_tokens=8)
+    once = SamplingParams(temperature=0, max_tokens=8)
+    async with fresh(model=str(model)) as engine:
 
         async def text() -> str:
-            async for output in engine.generate("Once upon a time", once):
-                last = output
-            return last.outputs[0].text
+            [output] = await everything(engine.generate("Once upon a time", once))
+            return output.outputs[0].text
 
-        try:
-            await engine.pin_prefix(prefix)
-            given_up = await engine.pin_prefix(prefix[:16])
-            expected = await text()
-            first = engine.pid
-            await engine.sleep()
-            assert not psutil.pid_exists(first)
-            assert not engine.errored
-            with pytest.raises(EngineDeadError):
-                await text()
-            await engine.unpin_prefix(given_up.handle)
-            weights = model / "model.safetensors"
-            weights.touch()
-            await engine.wake()
-            assert (await text(), engine.pid != first) == (expected, True)
-            assert (await engine.fetch_stats())["pinned_prefixes"] == 1
+        await engine.pin_prefix(prefix)
+        given_up = await engine.pin_prefix(prefix[:16])
+        expected, first = await text(), engine.pid
+        await engine.sleep()
+        assert not psutil.pid_exists(first)
+        assert not engine.errored
+        with pytest.raises(EngineDeadError):
+            await text()
+        await engine.unpin_prefix(given_up.handle)
+        (model / "model.safetensors").touch()
+        await engine.wake()
+        assert (await text(), engine.pid != first) == (expected, True)
+        assert (await engine.fetch_stats())["pinned_prefixes"] == 1
 
-            await engine.sleep()
-            moved = weights.rename(tmp_path / "away")
-            with pytest.raises(ConfigurationError, match="safetensors"):
+        await engine.sleep()
+        config = json.loads((model / "config.json").read_text())
+        words = (model / "tokenizer.json").read_text().replace("<|im_start|>", "<|begin|>")
+        for name, content, why in (
+            ("model.safetensors", None, "safetensors"),
+            ("tokenizer.json", words, "another tokenizer"),
+            (
+                "config.json",
+                json.dumps({**config, "max_position_embeddings": 256}),
+                "another shape",
+            ),
+        ):
+            file = model / name
+            kept = file.rename(tmp_path / "kept")
+            if content is not None:
+                file.write_text(content)
+            with pytest.raises(ConfigurationError, match=why):
                 await engine.wake()
-            moved.rename(weights)
-            file = model / "tokenizer.json"
-            kept = file.read_text()
-            file.write_text(kept.replace("<|im_start|>", "<|begin|>"))
-            with pytest.raises(ConfigurationError, match="another tokenizer"):
-                await engine.wake()
-            file.write_text(kept)
-            config = model / "config.json"
-            config.write_text(
-                json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 256})
-            )
-            with pytest.raises(ConfigurationError, match="another shape"):
-                await engine.wake()
-        finally:
-            await engine.shutdown()
-
-    asyncio.run(run())
+            kept.replace(file)
 
 
 class ReadyProcess:
@@ -422,25 +376,19 @@ def test_a_process_that_is_killed_before_it_reads_is_a_dead_engine() -> None:
     process.close()
 
 
-def test_loading_that_is_given_up(before: set[psutil.Process]) -> None:
+async def test_loading_that_is_given_up(before: set[psutil.Process]) -> None:
     """The event loop goes on meanwhile, and no process is left."""
-
-    async def run() -> None:
-        loading = asyncio.create_task(load_engine(**OPTIONS))
-        while children() <= before:
-            await asyncio.sleep(0.01)
-        loading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await loading
-
-    asyncio.run(run())
+    loading = asyncio.create_task(load_engine(**OPTIONS))
+    while children() <= before:
+        await asyncio.sleep(0.01)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
 
 
 def test_options_that_cannot_be_used() -> None:
     with pytest.raises(ConfigurationError, match="max_model_len: 10000000"):
         ProcessClient(max_model_len=10_000_000)
-    with pytest.raises(ConfigurationError, match="unknown engine option"):
-        ProcessClient(no_such=1)
     with pytest.raises(ConfigurationError, match="engine_hang_timeout"):
         Supervision(hang_timeout=0)
 

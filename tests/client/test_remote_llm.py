@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,7 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.clients import FleetClient, RemoteClient, address_of
+from tests.chaos.harness import free_port
+from tests.clients import FleetClient, RemoteClient
+from tests.support.loops import everything, until
 from vmserve import ConfigurationError, EngineDeadError, SamplingParams
 from vmserve.cli.engine import _bind
 from vmserve.client.async_llm import AsyncLLM
@@ -44,12 +42,12 @@ from vmserve.client.transports.sealed.identity import (
 )
 from vmserve.client.transports.sealed.link import SealedChannel, parse_address
 from vmserve.client.transports.sealed.stream import BrokenSealError, Opener, Sealer
-from vmserve.client.transports.supervised import Supervision
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
 from vmserve.models.content import fingerprint
 from vmserve.models.hub import resolve_model
 from vmserve.text.tokenizer import Tokenizer, load_tokenizer
+from vmserve.version import __version__
 
 KEY = b"a key of exactly thirty-two byte"
 OPTIONS = {"dtype": "float32", "kv_cache_memory": "64MiB", "max_num_seqs": 8}
@@ -80,122 +78,44 @@ def listening(answer: Callable[[socket.socket], None]) -> Iterator[str]:
 # -- the handshake ----------------------------------------------------------------------------
 
 
+def greet(sock: socket.socket) -> SessionKeys:
+    return greet_engine(sock, KEY)
+
+
 def shaken(
-    server_key: bytes, engine_key: bytes, is_free: bool = True
-) -> tuple[Exception | None, Exception | None]:
-    """What a handshake raises on the server's side, and on the engine's."""
+    server: Callable[[socket.socket], Any] = greet, engine_key: bytes = KEY, is_free: bool = True
+) -> tuple[Any, BaseException | None]:
+    """What ``server`` returns or raises at its end, and what a handshake raises at the engine's."""
     ours, theirs = socket.socketpair()
-    found: list[Exception | None] = [None]
 
     def engine() -> None:
         with theirs:
-            try:
-                greet_server(theirs, engine_key, lambda: is_free, lambda: None)
-            except HandshakeError as error:
-                found[0] = error
+            greet_server(theirs, engine_key, lambda: is_free, lambda: None)
 
-    thread = threading.Thread(target=engine)
-    thread.start()
-    refusal = None
-    with ours:
-        try:
-            greet_engine(ours, server_key)
-        except HandshakeError as error:
-            refusal = error
-    thread.join()
-    return refusal, found[0]
+    with ThreadPoolExecutor(1) as threads:
+        greeted = threads.submit(engine)
+        with ours:
+            try:
+                end = server(ours)
+            except HandshakeError as error:
+                end = error
+    return end, greeted.exception()
 
 
 def test_both_sides_get_in_with_one_key_and_neither_with_two() -> None:
-    assert shaken(KEY, KEY) == (None, None)
-    server, engine = shaken(KEY, KEY[::-1])
+    keys, error = shaken()
+    assert isinstance(keys, SessionKeys)
+    assert error is None
+    server, engine = shaken(engine_key=KEY[::-1])
     assert "the engine has another key" in str(server)
     assert "the server has another key" in str(engine)
 
 
 def test_an_engine_that_is_taken_says_so_to_those_who_know_the_key() -> None:
-    server, engine = shaken(KEY, KEY, is_free=False)
-    assert [type(server), type(engine)] == [TakenError, TakenError]
-
-
-def test_an_impostor_that_repeats_what_the_server_says_is_found() -> None:
-    def echo(sock: socket.socket) -> None:
-        sock.sendall(sock.recv(4096))
-        proof = sock.recv(4096)
-        sock.sendall(b"\0" + proof)
-
-    with listening(echo) as address, pytest.raises(HandshakeError, match="does not know the key"):
-        SealedChannel(address, KEY).wait_ready(lambda *_: None)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.booleans(), st.integers(0, 74 + 33 - 1), st.integers(0, 7))
-def test_a_bit_changed_in_a_handshake_lets_nobody_in(
-    is_of_engine: bool, place: int, bit: int
-) -> None:
-    """Also a downgrade: versions are in the hellos, which proofs and keys are made of."""
-    (ours, server_end), (engine_end, theirs) = socket.socketpair(), socket.socketpair()
-    keys: list[SessionKeys] = []
-
-    def greet(sock: socket.socket, side: Callable[[socket.socket], SessionKeys]) -> None:
-        with sock, contextlib.suppress(HandshakeError):
-            keys.append(side(sock))
-
-    def relay(source: socket.socket, target: socket.socket, place: int | None) -> None:
-        num_passed = 0
-        with contextlib.suppress(OSError):  # whoever is refused closes his end
-            while data := bytearray(source.recv(4096)):
-                if place is not None and 0 <= (index := place - num_passed) < len(data):
-                    data[index] ^= 1 << bit
-                num_passed += len(data)
-                target.sendall(data)
-        with contextlib.suppress(OSError):
-            target.shutdown(socket.SHUT_WR)
-
-    if not is_of_engine:
-        place = min(place, 74 + 32 - 1)
-    threads = [
-        threading.Thread(target=greet, args=(ours, lambda sock: greet_engine(sock, KEY))),
-        threading.Thread(
-            target=greet,
-            args=(theirs, lambda sock: greet_server(sock, KEY, lambda: True, lambda: None)),
-        ),
-        threading.Thread(
-            target=relay, args=(server_end, engine_end, None if is_of_engine else place)
-        ),
-        threading.Thread(
-            target=relay, args=(engine_end, server_end, place if is_of_engine else None)
-        ),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for end in (server_end, engine_end):
-        end.close()
-    # The engine answers a proof that is right before it can know that its answer will be changed.
-    assert len(keys) == int(is_of_engine and place >= 74)
+    assert [type(each) for each in shaken(is_free=False)] == [TakenError, TakenError]
 
 
 def test_a_recorded_handshake_opens_no_door() -> None:
-    def session(server: Callable[[socket.socket], bytes]) -> tuple[bytes, Exception | None]:
-        ours, theirs = socket.socketpair()
-        found: list[Exception] = []
-
-        def engine() -> None:
-            with theirs:
-                try:
-                    greet_server(theirs, KEY, lambda: True, lambda: None)
-                except HandshakeError as error:
-                    found.append(error)
-
-        thread = threading.Thread(target=engine)
-        thread.start()
-        with ours:
-            said = server(ours)
-        thread.join()
-        return said, found[0] if found else None
-
     class Recorder:
         """A socket that keeps what is sent."""
 
@@ -212,67 +132,111 @@ def test_a_recorded_handshake_opens_no_door() -> None:
 
     def honest(sock: socket.socket) -> bytes:
         recorder: Any = Recorder(sock)
-        greet_engine(recorder, KEY)
+        greet(recorder)
         return bytes(recorder.said)
 
-    said, error = session(honest)
+    said, error = shaken(honest)
     assert error is None
 
-    def repeat(sock: socket.socket) -> bytes:
+    def repeat(sock: socket.socket) -> None:
         sock.sendall(said)
         while sock.recv(4096):
             pass
-        return b""
 
-    _, error = session(repeat)
-    assert "has another key" in str(error)
+    assert "has another key" in str(shaken(repeat)[1])
 
 
-def test_a_key_that_agrees_with_all_is_refused() -> None:
-    def weak(sock: socket.socket) -> None:
-        hello = bytearray(sock.recv(4096))
-        hello[-32:] = bytes(32)
-        sock.sendall(hello)
-        sock.recv(4096)
+@settings(max_examples=40, deadline=None)
+@given(st.booleans(), st.integers(0, 74 + 33 - 1), st.integers(0, 7))
+def test_a_bit_changed_in_a_handshake_lets_nobody_in(
+    is_of_engine: bool, place: int, bit: int
+) -> None:
+    """Also a downgrade: versions are in the hellos, which proofs and keys are made of."""
+    (ours, server_end), (engine_end, theirs) = socket.socketpair(), socket.socketpair()
+    keys: list[SessionKeys] = []
 
-    with listening(weak) as address, pytest.raises(HandshakeError, match="a key that is none"):
+    def come(sock: socket.socket, side: Callable[[socket.socket], SessionKeys]) -> None:
+        with sock, contextlib.suppress(HandshakeError):
+            keys.append(side(sock))
+
+    def relay(source: socket.socket, target: socket.socket, place: int | None) -> None:
+        num_passed = 0
+        with contextlib.suppress(OSError):  # whoever is refused closes his end
+            while data := bytearray(source.recv(4096)):
+                if place is not None and 0 <= (index := place - num_passed) < len(data):
+                    data[index] ^= 1 << bit
+                num_passed += len(data)
+                target.sendall(data)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    if not is_of_engine:
+        place = min(place, 74 + 32 - 1)
+    with server_end, engine_end, ThreadPoolExecutor(4) as threads:
+        answer = lambda sock: greet_server(sock, KEY, lambda: True, lambda: None)  # noqa: E731
+        threads.submit(come, ours, greet)
+        threads.submit(come, theirs, answer)
+        threads.submit(relay, server_end, engine_end, None if is_of_engine else place)
+        threads.submit(relay, engine_end, server_end, place if is_of_engine else None)
+    # The engine answers a proof that is right before it can know that its answer will be changed.
+    assert len(keys) == int(is_of_engine and place >= 74)
+
+
+def echoes(sock: socket.socket) -> None:
+    """An impostor that repeats what the server says."""
+    sock.sendall(sock.recv(4096))
+    proof = sock.recv(4096)
+    sock.sendall(b"\0" + proof)
+
+
+def is_weak(sock: socket.socket) -> None:
+    """It has a key that agrees with all."""
+    hello = bytearray(sock.recv(4096))
+    hello[-32:] = bytes(32)
+    sock.sendall(hello)
+    sock.recv(4096)
+
+
+def is_older(sock: socket.socket) -> None:
+    sock.recv(4096)
+    sock.sendall(struct.pack(">8sH32s32s", b"vmserve\0", 77, b"0.0.7", b"n" * 32))
+    sock.recv(4096)
+
+
+def is_web(sock: socket.socket) -> None:
+    sock.recv(4096)
+    sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+def is_silent(sock: socket.socket) -> None:
+    while sock.recv(4096):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (echoes, ["does not know the key"]),
+        (is_weak, ["a key that is none"]),
+        (is_older, ["0.0.7 (protocol 77)", f"{__version__} (protocol {handshake.PROTOCOL})"]),
+        (is_web, ["does not speak"]),
+        (is_silent, ["did not answer within"]),
+        (lambda sock: None, ["closed the connection"]),
+    ],
+)
+def test_foreign_listeners_end_in_one_line(
+    answer: Callable[[socket.socket], None], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if answer is is_silent:
+        monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.3)
+    with listening(answer) as address, pytest.raises(HandshakeError) as caught:
         SealedChannel(address, KEY).wait_ready(lambda *_: None)
+    assert all(each in str(caught.value) for each in words)
 
 
-def test_versions_that_differ_are_both_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def older(sock: socket.socket) -> None:
-        sock.recv(4096)
-        sock.sendall(struct.pack(">8sH32s32s", b"vmserve\0", 77, b"0.0.7", b"n" * 32))
-        sock.recv(4096)
-
-    with listening(older) as address, pytest.raises(HandshakeError) as caught:
-        SealedChannel(address, KEY).wait_ready(lambda *_: None)
-    assert "0.0.7 (protocol 77)" in str(caught.value)
-    assert f"{handshake.__version__} (protocol {handshake.PROTOCOL})" in str(caught.value)
-
-
-def test_foreign_listeners_end_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.3)
-
-    def web(sock: socket.socket) -> None:
-        sock.recv(4096)
-        sock.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-    def silent(sock: socket.socket) -> None:
-        while sock.recv(4096):
-            pass
-
-    for answer, words in (
-        (web, "does not speak"),
-        (silent, "did not answer within"),
-        (lambda sock: None, "closed the connection"),
-    ):
-        with listening(answer) as address, pytest.raises(HandshakeError, match=words):
-            SealedChannel(address, KEY).wait_ready(lambda *_: None)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+def test_where_nobody_listens_the_connection_is_refused() -> None:
     with pytest.raises(EngineDeadError, match="refused"):
-        SealedChannel(address, KEY).wait_ready(lambda *_: None)
+        SealedChannel(f"127.0.0.1:{free_port()}", KEY).wait_ready(lambda *_: None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -390,149 +354,107 @@ def hosted(
 
 
 async def text_of(client: Client) -> tuple[list[int], str]:
-    [final] = [output async for output in client.generate("Once upon a time", GREEDY)]
+    [final] = await everything(client.generate("Once upon a time", GREEDY))
     return list(final.outputs[0].token_ids), final.outputs[0].text
 
 
-async def exhaust(stream: AsyncIterator[object]) -> None:
-    async for _ in stream:
-        pass
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():
-            await asyncio.sleep(0.01)
+@contextlib.asynccontextmanager
+async def connected(address: str) -> AsyncIterator[RemoteClient]:
+    client = await asyncio.to_thread(RemoteClient, address, KEY)
+    try:
+        yield client
+    finally:
+        await client.shutdown()
 
 
 @pytest.mark.timeout(300)
-def test_same_tokens_one_server_at_a_time_and_the_next_finds_the_engine_free() -> None:
-    async def local() -> tuple[list[int], str]:
-        async with AsyncLLM(**OPTIONS) as llm:
-            return await text_of(llm)
-
-    expected = asyncio.run(local())
+async def test_same_tokens_one_server_at_a_time_and_the_next_finds_the_engine_free() -> None:
+    async with AsyncLLM(**OPTIONS) as llm:
+        expected = await text_of(llm)
     with hosted() as (address, _):
-        first = RemoteClient(address, KEY)
-        with pytest.raises(HandshakeError, match="another server"):
-            RemoteClient(address, KEY)
-
-        async def serve(client: RemoteClient) -> tuple[list[int], str]:
-            stream = client.generate([5] * 40, ENDLESS, stream=True)
-            async for output in stream:
+        async with connected(address) as first:
+            with pytest.raises(HandshakeError, match="another server"):
+                await asyncio.to_thread(RemoteClient, address, KEY)
+            async for output in first.generate([5] * 40, ENDLESS, stream=True):
                 if output.outputs:
                     break  # what still runs when the server leaves is aborted
-            reply = await text_of(client)
-            await client.pin_prefix([7] * 64)
-            await client.shutdown()
-            return reply
-
-        assert asyncio.run(serve(first)) == expected
-        second = take(address)
+            assert await text_of(first) == expected
+            await first.pin_prefix([7] * 64)
+        second = await asyncio.to_thread(take, address)
         read, before = second.transport.ready, first.transport.ready
         assert (read.name, read.weights) == (before.name, before.weights)
-
-        async def look(client: RemoteClient) -> None:
-            stats = await client.fetch_stats()
-            assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
-            await client.shutdown()
-
-        asyncio.run(look(second))
+        stats = await second.fetch_stats()
+        assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
+        await second.shutdown()
 
 
-@pytest.mark.parametrize(
-    ("question", "arguments", "why"),
-    [
-        ("__class__", {}, "is no question"),
-        ("stats", {"verbose": True}, "verbose"),
-        ("pin_prefix", {"pin": 1}, "token_ids"),
-        (
-            "pin_prefix",
-            {"pin": 1, "token_ids": ["a"], "cache_salt": "", "isolation": ""},
-            "token_ids",
-        ),
-        (
-            "pin_prefix",
-            {"pin": 1, "token_ids": [-1], "cache_salt": "", "isolation": ""},
-            "token_ids",
-        ),
-        ("set_kv_cache_memory", {"size": None}, "size"),
-    ],
-)
-def test_a_bad_question_gets_an_error_and_the_engine_goes_on(
-    question: str, arguments: dict[str, object], why: str
-) -> None:
-    async def ask(address: str) -> tuple[list[int], str]:
-        client = await asyncio.to_thread(RemoteClient, address, KEY)
-        try:
-            await client.start()
-            with pytest.raises(ConfigurationError, match=why):
-                await client.ask(question, **arguments)
-            return await text_of(client)
-        finally:
-            await client.shutdown()
-
+async def test_a_bad_question_gets_an_error_and_the_engine_goes_on() -> None:
+    pin = {"pin": 1, "token_ids": [], "cache_salt": "", "isolation": ""}
     with hosted() as (address, _):
-        assert len(asyncio.run(ask(address))[0]) == 12
+        async with connected(address) as client:
+            await client.start()
+            for question, arguments, why in (
+                ("__class__", {}, "is no question"),
+                ("stats", {"verbose": True}, "verbose"),
+                ("pin_prefix", {"pin": 1}, "token_ids"),
+                ("pin_prefix", {**pin, "token_ids": ["a"]}, "token_ids"),
+                ("pin_prefix", {**pin, "token_ids": [-1]}, "token_ids"),
+                ("set_kv_cache_memory", {"size": None}, "size"),
+            ):
+                with pytest.raises(ConfigurationError, match=why):
+                    await client.ask(question, **arguments)  # type: ignore[arg-type]
+            assert len((await text_of(client))[0]) == 12
 
 
-def test_silent_strangers_keep_nobody_out() -> None:
-    async def serve(address: str) -> None:
-        client = await asyncio.to_thread(RemoteClient, address, KEY)
-        try:
-            await text_of(client)
-        finally:
-            await client.shutdown()
-
+async def test_silent_strangers_keep_nobody_out() -> None:
     with hosted() as (address, _), contextlib.ExitStack() as stack:
         for _ in range(40):
             stack.enter_context(socket.create_connection(parse_address(address, "engine")))
-        asyncio.run(serve(address))
+        async with connected(address) as client:
+            await text_of(client)
+
+
+class Door(contextlib.ExitStack):
+    """Of an engine's host, with strangers who come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strangers = _Strangers()
+
+    def come(self, host: str, said: bytes = b"") -> tuple[socket.socket, socket.socket]:
+        ours, theirs = (self.enter_context(each) for each in socket.socketpair())
+        theirs.sendall(said)
+        theirs.setblocking(False)
+        self.strangers.enter(ours, host)
+        return ours, theirs
+
+
+def is_ended(theirs: socket.socket) -> bool:
+    try:
+        return theirs.recv(1) == b""
+    except BlockingIOError:
+        return False
 
 
 def test_many_strangers_of_one_address_end_none_of_another() -> None:
-    door = _Strangers()
-    with contextlib.ExitStack() as stack:
-
-        def come(host: str) -> socket.socket:
-            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
-            door.enter(ours, host)
-            theirs.setblocking(False)
-            return theirs
-
-        def is_ended(theirs: socket.socket) -> bool:
-            try:
-                return theirs.recv(1) == b""
-            except BlockingIOError:
-                return False
-
-        first = come("10.0.0.1")
-        others = [come("10.0.0.2") for _ in range(40)]
+    with Door() as door:
+        _, first = door.come("10.0.0.1")
+        others = [door.come("10.0.0.2")[1] for _ in range(40)]
         assert not is_ended(first)
         assert [is_ended(each) for each in others] == [True] * 25 + [False] * 15
 
 
 def test_those_who_have_said_something_are_not_ended_for_silent_ones() -> None:
-    door = _Strangers()
-    with contextlib.ExitStack() as stack:
-
-        def come(said: bytes = b"") -> tuple[socket.socket, socket.socket]:
-            ours, theirs = (stack.enter_context(each) for each in socket.socketpair())
-            theirs.sendall(said)
-            theirs.setblocking(False)
-            door.enter(ours, "10.0.0.1")
-            return ours, theirs
-
-        waiting, heard = come(b"vmserve"), come(b"vmserve")
-        heard[0].recv(100)
-        door.heard(heard[0])
-        silent = [come() for _ in range(40)]
-        for _, theirs in (waiting, heard, *silent[-14:]):
-            with pytest.raises(BlockingIOError):
-                theirs.recv(1)
-        assert all(theirs.recv(1) == b"" for _, theirs in silent[:-14])
-        door.leave(heard[0])
-        assert not door._heard
+    with Door() as door:
+        (_, waiting), (ours, heard) = (door.come("10.0.0.1", b"vmserve") for _ in range(2))
+        ours.recv(100)
+        door.strangers.heard(ours)
+        silent = [door.come("10.0.0.1")[1] for _ in range(40)]
+        assert not is_ended(waiting)
+        assert not is_ended(heard)
+        assert [is_ended(each) for each in silent] == [True] * 26 + [False] * 14
+        door.strangers.leave(ours)
+        assert not door.strangers._heard
 
 
 def test_a_handshake_that_is_cut_short_is_tried_again() -> None:
@@ -555,33 +477,26 @@ def test_a_handshake_that_is_cut_short_is_tried_again() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_second_server_waits_for_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    with hosted() as (address, _), ThreadPoolExecutor(1) as threads:
-        first = RemoteClient(address, KEY)
-        with pytest.raises(TakenError, match="serves another server"):
-            connect_engines([address], KEY)
-        second = threads.submit(connect_engines, [address], KEY, wait_seconds=250.0)
-
-        async def leave() -> None:
+async def test_a_second_server_waits_for_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    with hosted() as (address, _):
+        async with connected(address):
+            with pytest.raises(TakenError, match="serves another server"):
+                await asyncio.to_thread(connect_engines, [address], KEY)
+            waits = asyncio.to_thread(connect_engines, [address], KEY, wait_seconds=250.0)
+            second = asyncio.create_task(waits)
             await until(lambda: "waiting up to 250 s" in caplog.text)
-            await first.shutdown()
-
-        asyncio.run(leave())
-        transport, _ = second.result()
-        asyncio.run(transport.close())
+        transport, _ = await second
+        await transport.close()
     assert caplog.text.count("waiting up to") == 1
 
 
-def test_a_fleet_does_without_an_engine_that_serves_another_server() -> None:
-    async def join(fleet: FleetClient) -> None:
-        await fleet.start()
-        await first.shutdown()
+async def test_a_fleet_does_without_an_engine_that_serves_another_server() -> None:
+    with hosted() as (taken, _), hosted() as (free, _):
+        async with connected(taken):
+            fleet = await asyncio.to_thread(FleetClient.connected, [taken, free], KEY)
+            await fleet.start()
         await until(lambda: len(fleet.members) == 2)
         await fleet.shutdown()
-
-    with hosted() as (taken, _), hosted() as (free, _):
-        first = RemoteClient(taken, KEY)
-        asyncio.run(join(FleetClient.connected([taken, free], KEY)))
 
 
 def test_an_engine_at_a_name_that_is_loopback_says_so(
@@ -604,40 +519,29 @@ def take(address: str) -> RemoteClient:
 
 
 @pytest.mark.timeout(300)
-def test_a_lost_connection_fails_requests_and_is_made_again(
+async def test_a_lost_connection_fails_requests_and_is_made_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-
-    async def run(client: RemoteClient) -> None:
-        expected = await text_of(client)
-        stream = client.generate([5] * 40, ENDLESS, stream=True)
-        while not (await anext(stream)).outputs:
-            pass
-        client.transport.channel.kill()
-        with pytest.raises(EngineDeadError):
-            await exhaust(stream)
-        assert client.errored
-        await until(lambda: not client.errored)
-        assert await text_of(client) == expected
-        assert (await client.fetch_stats())["engine_restarts_total"] == 1
-        await client.shutdown()
-
     with hosted() as (address, _):
-        asyncio.run(run(RemoteClient(address, KEY)))
+        async with connected(address) as client:
+            expected = await text_of(client)
+            stream = client.generate([5] * 40, ENDLESS, stream=True)
+            while not (await anext(stream)).outputs:
+                pass
+            client.transport.channel.kill()
+            with pytest.raises(EngineDeadError):
+                async for _ in stream:
+                    pass
+            assert client.errored
+            await until(lambda: not client.errored)
+            assert await text_of(client) == expected
+            assert (await client.fetch_stats())["engine_restarts_total"] == 1
     assert "connected to the engine" in caplog.text
 
 
-PINNED = [7] * 64
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 @pytest.mark.timeout(300)
-def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
+async def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The tokenizer is fetched and loaded once for all, also for the one that comes later."""
@@ -648,17 +552,19 @@ def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
         return load_tokenizer(source)
 
     monkeypatch.setattr("vmserve.client.transports.sealed.source.load_tokenizer", load)
-
-    async def run(fleet: FleetClient, port: int) -> None:
+    pinned, port = [7] * 64, free_port()
+    with hosted() as (address, _):
+        addresses = [address, f"127.0.0.1:{port}"]
+        fleet = await asyncio.to_thread(FleetClient.connected, addresses, KEY)
         expected = await text_of(fleet)
-        await fleet.pin_prefix(PINNED)
+        await fleet.pin_prefix(pinned)
         with hosted(port):
             await until(lambda: len(fleet.members) == 2)
             first, second = fleet.members
             fleet.transport.drain(first.name)
             assert await text_of(fleet) == expected
-            [hit] = [each async for each in fleet.generate([*PINNED, 5], GREEDY)]
-            assert hit.metrics.num_cached_tokens == len(PINNED)
+            [hit] = await everything(fleet.generate([*pinned, 5], GREEDY))
+            assert hit.metrics.num_cached_tokens == len(pinned)
 
             # Its connection ends under a request without a token, which the other gets.
             reply = asyncio.create_task(text_of(fleet))
@@ -673,52 +579,6 @@ def test_engines_serve_one_model_together_and_one_that_comes_later_joins(
             assert len(sources) == 1
             assert sources[0].exists()
             await fleet.shutdown()
-
-    with hosted() as (address, _):
-        port = free_port()
-        fleet = FleetClient.connected([address, f"127.0.0.1:{port}"], KEY)
-        asyncio.run(run(fleet, port))
-
-
-@pytest.mark.timeout(300)
-def test_a_host_that_stops_answering_keeps_no_request(tmp_path: Path) -> None:
-    """Its process is stopped; what it has not begun is answered by the other. It comes back."""
-    key = tmp_path / "key"
-    key.write_bytes(KEY)
-    key.chmod(0o600)
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    command = [sys.executable, "-m", "vmserve", "engine", "--key-file", str(key)]
-    command += ["--dtype", "float32", "--kv-cache-memory", "64MiB"]
-    processes = [subprocess.Popen([*command, "--listen", each]) for each in addresses]
-
-    async def run(fleet: FleetClient) -> None:
-        await fleet.start()
-        await until(lambda: len(fleet.members) == 2)
-        expected = await asyncio.gather(*(text_of(fleet) for _ in range(8)))
-        stopped = next(each for each in fleet.members if address_of(each) == addresses[0])
-        processes[0].send_signal(signal.SIGSTOP)
-        assert await asyncio.gather(*(text_of(fleet) for _ in range(8))) == expected
-        assert stopped.state in ("suspect", "down")
-        processes[0].send_signal(signal.SIGCONT)
-        await until(lambda: stopped.state == "ready")
-        [other] = [each.name for each in fleet.members if each is not stopped]
-        fleet.transport.drain(other)
-        assert await text_of(fleet) == expected[0]
-        await fleet.shutdown()
-
-    try:
-        while True:
-            try:
-                watched = Supervision(ping_seconds=0.5)
-                fleet = FleetClient.connected(addresses, KEY, "round-robin", supervision=watched)
-                break
-            except EngineDeadError:  # neither listens yet
-                time.sleep(0.1)
-        asyncio.run(run(fleet))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
 def test_engines_with_other_weights_are_refused_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from vmserve import LLM, AsyncLLM, InvalidRequestError, SamplingParams
+from vmserve import AsyncLLM, InvalidRequestError, SamplingParams
 from vmserve.client.codec import decode_from_engine, encode
 from vmserve.client.messages import (
     Abort,
@@ -29,6 +29,7 @@ from vmserve.client.service import EngineService
 from vmserve.client.transports.inline import InlineTransport
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
+from vmserve.engine.requests import memory_tenant
 from vmserve.errors import EngineDeadError, RankLostError
 from vmserve.testing import NullRuntime
 from vmserve.text.update import RequestUpdate
@@ -105,6 +106,16 @@ def test_each_step_and_acceptance_are_asked_for_apart(
     service.step()
     lengths = {handle: len(u.outputs[0].token_ids) for handle, u in updates(taken(sent)[-1])}
     assert lengths == {1: 2, 2: 1}
+
+
+def test_terms_are_those_of_the_engines_request(service: EngineService) -> None:
+    terms = RequestTerms(priority=-1, cache_salt="s", tenant="t", isolation="i", timeout=1e-9)
+    service.handle(Add(1, "a", [5] * 20, params(9), terms, is_stream=False))
+    [request] = service.engine._requests.values()
+    found = (request.priority, request.cache_salt, request.tenant, request.memory_tenant)
+    assert found == (-1, b"s", "t", memory_tenant("i"))
+    service.step()
+    assert not service.engine.has_unfinished  # it is late
 
 
 def test_what_the_engine_refuses(service: EngineService, sent: list[FromEngine]) -> None:
@@ -222,19 +233,16 @@ def test_a_cache_that_is_reset_has_the_pins_that_are_halfway_computed() -> None:
     engine.close()
 
 
-def test_a_pin_that_is_halfway_computed_when_its_thread_ends_fails() -> None:
-    async def test() -> None:
-        llm = AsyncLLM(**OPTIONS, max_num_batched_tokens=64)
-        await llm.snapshot()
-        pinning = asyncio.create_task(llm.pin_prefix(list(range(5, 405))))
-        await asyncio.sleep(0)
-        llm.transport.send(Shutdown())  # read with the pin, or a few steps later
-        with pytest.raises(EngineDeadError):
-            await pinning
-        await llm.shutdown()
-        assert not llm.errored
-
-    asyncio.run(asyncio.wait_for(test(), 60))
+async def test_a_pin_that_is_halfway_computed_when_its_thread_ends_fails() -> None:
+    llm = AsyncLLM(**OPTIONS, max_num_batched_tokens=64)
+    await llm.snapshot()
+    pinning = asyncio.create_task(llm.pin_prefix(list(range(5, 405))))
+    await asyncio.sleep(0)
+    llm.transport.send(Shutdown())  # read with the pin, or a few steps later
+    with pytest.raises(EngineDeadError):
+        await pinning
+    await llm.shutdown()
+    assert not llm.errored
 
 
 def test_event_loops_hear_of_their_own_requests() -> None:
@@ -255,26 +263,6 @@ def test_event_loops_hear_of_their_own_requests() -> None:
         assert list(together) == alone
     asyncio.run(llm.shutdown())
     assert not llm.errored
-
-
-def test_an_interrupt_leaves_nothing_queued(monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(**OPTIONS) as llm:
-        expected = llm.generate([[5], [6]], params(4))
-        step, num_steps = llm.engine.step, 0
-
-        def interrupted() -> Any:
-            nonlocal num_steps
-            num_steps += 1
-            if num_steps == 3:
-                raise KeyboardInterrupt
-            return step()
-
-        monkeypatch.setattr(llm.engine, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[5], [6]], params(4))
-        assert not llm.engine.has_unfinished
-        again = llm.generate([[5], [6]], params(4))
-        assert [each.outputs for each in again] == [each.outputs for each in expected]
 
 
 def test_an_engine_that_has_lost_a_rank_is_asked_nothing_more(

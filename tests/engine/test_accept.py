@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from tests.support import scheduling
 from vmserve.decoding import BeamGroup, BeamSearch
 from vmserve.engine.accept import TokenAcceptor
 from vmserve.memory.base import MemoryPlan
 from vmserve.runner.model_runner import StepLogits, null_logits
-from vmserve.sampling import SampledToken, SamplingParams
+from vmserve.sampling import SampledToken
 from vmserve.scheduler.base import StepInProgress, StepPlan
-from vmserve.scheduler.sequence import Request, Sequence, SequenceStatus
+from vmserve.scheduler.sequence import Request, SequenceStatus
 from vmserve.telemetry.counters import EngineCounters
-from vmserve.types import RequestMetrics
 
 if TYPE_CHECKING:
     from vmserve.engine.accept import Accepted
@@ -25,21 +25,10 @@ EOS = 2
 
 def make_request(name: str, *, n: int = 1, max_tokens: int = 2, stream: bool = False) -> Request:
     """A prompt of three tokens that is computed, but for the last one."""
-    request = Request(
-        request_id=name,
-        prompt_token_ids=[5, 6, 7],
-        params=SamplingParams(n=n, max_tokens=max_tokens),
-        max_tokens=max_tokens,
-        seed=0,
-        arrival=0,
-        metrics=RequestMetrics(arrival_time=0.0),
-        stream=stream,
-        num_branches=n,
-    )
-    request.sequences = [
-        Sequence(request, index, [5, 6, 7], 3, num_computed=2, status=SequenceStatus.FOLLOWING)
-        for index in range(n)
-    ]
+    request = scheduling.make_request(name, 3, n=n, max_tokens=max_tokens)
+    request.stream = stream
+    for sequence in request.sequences:
+        sequence.num_computed, sequence.status = 2, SequenceStatus.FOLLOWING
     request.sequences[0].memory_id = 0
     request.sequences[0].status = SequenceStatus.RUNNING
     return request

@@ -3,6 +3,7 @@ as if nothing had happened, each request hears of its end once, and nothing is l
 
 from __future__ import annotations
 
+import operator
 import os
 import random
 from collections import defaultdict
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.engine.interrupting import raise_at
+from tests.support.small_engine import SMALL, assert_nothing_left
 from vmserve import BeamSearchParams, SamplingParams
 from vmserve.config import EngineConfig
 from vmserve.engine.engine import LLMEngine
@@ -97,13 +99,7 @@ class Run:
         for name in self.failed:  # what a stream was told before it failed is right
             for index, token_ids in self.tokens[name].items():
                 assert token_ids == expected.tokens[name][index][: len(token_ids)]
-        memory = self.engine.memory
-        memory.wait()
-        memory.check()
-        stats = self.engine.stats()
-        assert stats["num_seqs"] == stats["used_pages"] == stats["waiting_pages"] == 0
-        assert stats["num_requests_running"] == stats["num_requests_waiting"] == 0
-        assert not self.engine._acceptor._answers
+        assert_nothing_left(self.engine)
 
 
 @pytest.fixture(scope="module", params=["small", "drafts", "priority"])
@@ -115,20 +111,8 @@ def engine(
         "drafts": {"speculative": "prompt-lookup"},
         "priority": {"scheduling_policy": "priority", "fair_sharing": True},
     }[request.param]
-    engine = LLMEngine(
-        EngineConfig(
-            dtype="float32",
-            max_model_len=96,
-            max_num_seqs=4,
-            max_num_batched_tokens=24,
-            kv_cache_memory="448KiB",
-            kv_page_size="16KiB",
-            kv_regime="virtual",
-            kv_mapper="off",  # what is preempted does not depend on the time that it takes
-            swap_space="4MiB",
-            **options,
-        )
-    )
+    sizes = {"max_model_len": 96, "kv_cache_memory": "448KiB"}
+    engine = LLMEngine(EngineConfig(**SMALL, **sizes, **options))
     yield engine
     engine.close()
 
@@ -141,16 +125,9 @@ def expected(engine: LLMEngine) -> Run:
     return run
 
 
-def owner_of(engine: LLMEngine, path: str) -> Any:
-    owner: Any = engine
-    for name in filter(None, path.split(".")):
-        owner = getattr(owner, name)
-    return owner
-
-
 def fail_once(engine: LLMEngine, path: str, method: str, number: int, patch: Any) -> list[str]:
     """Let the so-manieth call from a step raise; returns what has raised."""
-    owner, raised = owner_of(engine, path), []
+    owner, raised = operator.attrgetter(path)(engine) if path else engine, []
     real, step, calls = getattr(owner, method), engine.step, 0
     is_stepping = False
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.engine.interrupting import count_instructions, raise_at
+from tests.support.small_engine import SMALL, assert_nothing_left
 from vmserve import LLM, SamplingParams
 from vmserve.engine.engine import LLMEngine
 
@@ -34,35 +35,12 @@ class Alarm(Exception):
 def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
     """A pool that holds two of the requests: they are preempted, and swapped."""
     options: dict[str, Any] = {"speculative": "prompt-lookup"} if request.param == "drafts" else {}
-    with LLM(
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=4,
-        max_num_batched_tokens=24,
-        kv_cache_memory="576KiB",
-        kv_page_size="16KiB",
-        kv_regime="virtual",
-        kv_mapper="off",  # what is preempted does not depend on the time that it takes
-        swap_space="4MiB",
-        **options,
-    ) as llm:
+    with LLM(**SMALL, max_model_len=128, kv_cache_memory="576KiB", **options) as llm:
         yield llm
 
 
 def tokens(results: Any) -> list[list[list[int]]]:
     return [[list(choice.token_ids) for choice in result.outputs] for result in results]
-
-
-def check_empty(llm: LLM) -> None:
-    memory = llm.engine.memory
-    memory.wait()
-    memory.check()
-    stats = llm.stats()
-    left = ("num_seqs", "used_pages", "waiting_pages", "num_requests_running")
-    assert [stats[name] for name in left] == [0, 0, 0, 0]
-    assert stats["num_requests_waiting"] == 0
-    assert not llm.engine.has_unfinished
-    assert not llm.engine._acceptor._answers
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Alarm])
@@ -83,9 +61,9 @@ def test_an_interrupt_anywhere_in_generate(llm: LLM, error: type[BaseException])
         except BaseException as raised:  # noqa: BLE001 - also where a failed batch is told
             num_raised += 1
             del raised
-        check_empty(llm)
+        assert_nothing_left(llm.engine)
         assert generate() == expected, number
-        check_empty(llm)
+        assert_nothing_left(llm.engine)
     assert llm.stats()["limit_pages"] == limit_pages
     assert num_raised > COUNT // 2
     assert llm.stats()["num_preemptions_total"] > 0
@@ -116,7 +94,7 @@ def test_an_interrupt_while_an_interrupt_is_handled(llm: LLM) -> None:
                     lambda: llm.generate(PROMPTS, PARAMS),
                 )
         assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
-        check_empty(llm)
+        assert_nothing_left(llm.engine)
     assert num_twice > COUNT // 2
 
 
@@ -169,16 +147,13 @@ def test_the_call_after_an_interrupted_one_mends_the_engine(llm: LLM, interrupte
             )
         done, failed = served(engine) if rng.random() < 0.5 else ({}, {})
         engine.add_request("next", PROMPTS[3], PARAMS[3])
-        done, failed = (
-            each | more for each, more in zip((done, failed), served(engine), strict=True)
-        )
+        more_done, more_failed = served(engine)
+        done, failed = done | more_done, failed | more_failed
         assert done["next"] == expected["3"]
         if failed:
             num_mended += 1
             assert known - {"2"} <= failed.keys() <= known | {"late"}
         else:  # the call had begun nothing, or ended
-            assert {name: done[name] for name in known & done.keys()} == {
-                name: expected[name] for name in known & done.keys()
-            }
-        check_empty(llm)
+            assert all(done[name] == expected[name] for name in known & done.keys())
+        assert_nothing_left(llm.engine)
     assert num_mended > COUNT // 3

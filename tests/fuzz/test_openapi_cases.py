@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -42,57 +43,37 @@ def test_every_operation_answers_or_explains(
     assert (tally.statuses[200] > CASES) == (mode is GenerationMode.POSITIVE)
 
 
-def answer(status: int, body: bytes) -> SimpleNamespace:
-    import json
-
-    return SimpleNamespace(status_code=status, content=body, json=lambda: json.loads(body))
+OURS, ANTHROPIC = "/v1/completions", "/v1/messages"
 
 
-OURS = "/v1/completions"
-ANTHROPIC = "/v1/messages"
+def ours(status: int) -> dict[str, Any]:
+    return {"error": {"message": "", "type": "", "param": None, "code": None, "status": status}}
+
+
+THEIRS = {"type": "error", "error": {"message": "", "type": ""}}
 
 
 @pytest.mark.parametrize(
     ("path", "status", "body", "fault"),
     [
-        (
-            OURS,
-            500,
-            b'{"error": {"message": "", "type": "", "param": null, "code": null, "status": 500}}',
-            "500",
-        ),
-        (OURS, 400, b"oops", "not our JSON"),
-        (OURS, 400, b"[]", "not our JSON"),
-        (OURS, 400, b'{"error": 5}', "not our JSON"),
-        (OURS, 400, b'{"detail": {}}', "not our JSON"),
-        (OURS, 400, b'{"error": {"message": "", "type": ""}}', "another shape"),
-        (OURS, 400, b'{"type": "error", "error": {"message": "", "type": ""}}', "another shape"),
-        (
-            OURS,
-            400,
-            b'{"error": {"message": "", "type": "", "param": null, "code": null, "status": 404}}',
-            "404",
-        ),
-        (
-            OURS,
-            503,
-            b'{"error": {"message": "", "type": "", "param": null, "code": null, "status": 503}}',
-            None,
-        ),
-        (ANTHROPIC, 400, b'{"type": "error", "error": {"message": "", "type": ""}}', None),
-        (ANTHROPIC, 400, b'{"error": {"message": "", "type": ""}}', "another shape"),
-        (
-            ANTHROPIC,
-            400,
-            b'{"error": {"message": "", "type": "", "param": null, "code": null, "status": 400}}',
-            "another shape",
-        ),
+        (OURS, 500, ours(500), "500"),
+        (OURS, 400, "oops", "not our JSON"),
+        (OURS, 400, [], "not our JSON"),
+        (OURS, 400, {"error": 5}, "not our JSON"),
+        (OURS, 400, {"detail": {}}, "not our JSON"),
+        (OURS, 400, {"error": THEIRS["error"]}, "another shape"),
+        (OURS, 400, THEIRS, "another shape"),
+        (OURS, 400, ours(404), "404"),
+        (OURS, 503, ours(503), None),
+        (ANTHROPIC, 400, THEIRS, None),
+        (ANTHROPIC, 400, {"error": THEIRS["error"]}, "another shape"),
+        (ANTHROPIC, 400, ours(400), "another shape"),
     ],
 )
-def test_faults_are_seen(path: str, status: int, body: bytes, fault: str | None) -> None:
-    case: Any = SimpleNamespace(
-        operation=SimpleNamespace(path=path, validate_response=lambda response, case: None)
-    )
-    found = list(faults(case, answer(status, body)))
+def test_faults_are_seen(path: str, status: int, body: Any, fault: str | None) -> None:
+    described = SimpleNamespace(path=path, validate_response=lambda response, case: None)
+    content = b"oops" if body == "oops" else json.dumps(body).encode()
+    answer = SimpleNamespace(status_code=status, content=content, json=lambda: json.loads(content))
+    found = list(faults(SimpleNamespace(operation=described), answer))  # type: ignore[arg-type]
     assert len(found) == (fault is not None)
     assert fault is None or fault in found[0]

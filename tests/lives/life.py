@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.support.small_engine import assert_nothing_left
 from vmserve import LLM, BeamSearchParams, RequestOutput
 from vmserve.engine.engine import LLMEngine
 from vmserve.engine.results import StepResult
@@ -82,32 +83,36 @@ class Life:
 
     def _inject(self) -> None:
         memory, runner, chances = self.engine.memory, self.engine.runner, self.chances
-        apply, execute, plan_memory = memory.apply, runner.execute, memory.plan
 
-        def refuse(plan: Any) -> int:
-            if self.rng.random() < chances.fault_apply:
-                self.excused |= set(self.engine.scheduler.running_request_ids)
-                raise OutOfMemoryError("the system refuses (injected)")
-            return int(apply(plan))
+        def inject(
+            owner: Any,
+            method: str,
+            chance: float,
+            error: Callable[[str], Exception],
+            excused: Callable[[Any], Any],
+        ) -> None:
+            """Raise the error in so many of the calls; ``excused``: whom one concerns."""
+            call = getattr(owner, method)
 
-        def fail(plan: Any, *args: Any) -> Any:
-            if self.rng.random() < chances.fault_batch:
-                self.excused |= {item.sequence.request.request_id for item in plan.scheduled}
-                raise RuntimeError("the batch fails (injected)")
-            return execute(plan, *args)
+            def failing(*args: Any) -> Any:
+                if self.rng.random() < chance:
+                    self.excused.update(excused(args[0]))
+                    raise error(f"{method} fails (injected)")
+                return call(*args)
 
-        def raise_plan(*args: Any) -> Any:
-            if self.rng.random() < chances.fault_plan:
-                self.excused |= set(self.engine.request_ids)
-                raise ValueError("planning fails (injected)")
-            return plan_memory(*args)
+            if chance:
+                setattr(owner, method, failing)
 
-        if chances.fault_apply:
-            memory.apply = refuse
-        if chances.fault_batch:
-            runner.execute = fail
-        if chances.fault_plan:
-            memory.plan = raise_plan
+        inject(memory, "apply", chances.fault_apply, OutOfMemoryError, lambda _: self._running())
+        inject(runner, "execute", chances.fault_batch, RuntimeError, self._computed)
+        inject(memory, "plan", chances.fault_plan, ValueError, lambda _: self.engine.request_ids)
+
+    def _running(self) -> list[str]:
+        return list(self.engine.scheduler.running_request_ids)
+
+    @staticmethod
+    def _computed(plan: Any) -> list[str]:
+        return [item.sequence.request.request_id for item in plan.scheduled]
 
     # -- what happens -----------------------------------------------------------------
 
@@ -233,20 +238,7 @@ class Life:
 
     def check_nothing_left(self) -> None:
         self._unpin_all()
-        engine = self.engine
-        scheduler, memory = engine.scheduler, engine.memory
-        memory.wait()
-        memory.check()
-        stats = engine.stats()
-        assert stats["num_seqs"] == stats["used_pages"] == stats["waiting_pages"] == 0
-        assert scheduler.num_running == scheduler.num_waiting == 0
-        left = (
-            scheduler._families._donors,
-            scheduler._regimes._converting,
-            engine._acceptor._answers,
-            engine._requests,
-        )
-        assert not any(left), left
+        assert_nothing_left(self.engine)
 
     def check_failures(self) -> None:
         """Whoever failed without a fault is too much for the pool, alone too."""

@@ -23,31 +23,26 @@ SLURM = {
 }
 
 
-def test_no_launcher() -> None:
-    assert placement({}, 2) is None
-    assert placement({"MASTER_ADDR": "x", "MASTER_PORT": "1"}, 2) is None
-    # A batch script of Slurm, outside of srun.
-    assert placement({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, 4) is None
+GIVEN = {"MASTER_ADDR": "gate", "MASTER_PORT": "5000"}
 
 
-def test_one_rank_needs_none() -> None:
-    assert placement(TORCHRUN, 1) is None
-
-
-def test_torchrun() -> None:
-    assert placement(TORCHRUN, 4) == Placement(3, 4, 1, "10.0.0.1", 4000)
-    assert placement({**SLURM, "SLURM_STEP_NUM_TASKS": "2", **TORCHRUN}, 4) == placement(
-        TORCHRUN, 4
-    )
-
-
-def test_slurm() -> None:
-    assert placement(SLURM, 4) == Placement(3, 4, 1, "n07", 29500)
-    assert placement({**SLURM, "SLURM_STEP_NODELIST": "n[08-09]"}, 4) == Placement(
-        3, 4, 1, "n08", 29500
-    )
-    given = {**SLURM, "MASTER_ADDR": "gate", "MASTER_PORT": "5000"}
-    assert placement(given, 4) == Placement(3, 4, 1, "gate", 5000)
+@pytest.mark.parametrize(
+    ("variables", "ranks", "expected"),
+    [
+        ({}, 2, None),
+        (GIVEN, 2, None),
+        # A batch script of Slurm, outside of srun.
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}, 4, None),
+        (TORCHRUN, 1, None),  # one rank needs none
+        (TORCHRUN, 4, Placement(3, 4, 1, "10.0.0.1", 4000)),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "2"} | TORCHRUN, 4, Placement(3, 4, 1, "10.0.0.1", 4000)),
+        (SLURM, 4, Placement(3, 4, 1, "n07", 29500)),
+        (SLURM | {"SLURM_STEP_NODELIST": "n[08-09]"}, 4, Placement(3, 4, 1, "n08", 29500)),
+        (SLURM | GIVEN, 4, Placement(3, 4, 1, "gate", 5000)),
+    ],
+)
+def test_placement(variables: dict[str, str], ranks: int, expected: Placement | None) -> None:
+    assert placement(variables, ranks) == expected
 
 
 @pytest.mark.parametrize(

@@ -31,25 +31,24 @@ def engine() -> Iterator[LLMEngine]:
     engine.close()
 
 
-def raising(*, sticky: bool = False) -> Any:
+def fails(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, sticky: bool = False) -> None:
     def call(*_: object) -> None:
         error = DriverError("a call failed")
         error.sticky = sticky
         raise error
 
-    return call
+    monkeypatch.setattr(owner, method, call)
 
 
-def test_one_while_a_step_is_planned(engine: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.memory, "plan", raising())
-    with pytest.raises(RankLostError):
-        engine.step()
-
-
-def test_one_after_which_the_device_is_lost(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("method", "sticky"),
+    [("plan", False), ("apply", True)],
+    ids=["while a step is planned", "the device is lost"],
+)
+def test_one_that_ends_the_group(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, method: str, sticky: bool
 ) -> None:
-    monkeypatch.setattr(engine.memory, "apply", raising(sticky=True))
+    fails(monkeypatch, engine.memory, method, sticky)
     with pytest.raises(RankLostError):
         engine.step()
 
@@ -57,17 +56,14 @@ def test_one_after_which_the_device_is_lost(
 def test_memory_that_the_system_refuses_is_made_room_for(
     engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.memory, "apply", raising())
-        assert engine.step().failures == ()
+    fails(monkeypatch, engine.memory, "apply")
+    assert engine.step().failures == ()
     assert engine.scheduler.totals.preemptions == 1
 
 
-def test_one_of_a_kernel_ends_the_requests_of_its_step(
-    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, "execute", raising())
+def test_one_of_a_kernel_ends_the_requests_of_its_step(engine: LLMEngine) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        fails(patch, engine.runner, "execute")
         failures = engine.step().failures
     assert [failure.request_id for failure in failures] == ["a", "b"]
     engine.add_request("c", [5] * 20, SamplingParams(max_tokens=1, ignore_eos=True))

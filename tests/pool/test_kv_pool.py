@@ -295,10 +295,7 @@ def test_a_draft_model_has_a_part_of_what_is_lent(alone: dict[int, list[list[int
     """It keeps that part, while memory goes to and fro; both models' never exceed the pool."""
     drafts = {"speculative": "draft-model", "speculative_model": "vmserve-embedded"}
     pool = KVPool("14MiB")
-    with (
-        LLM(kv_pool=pool, **OPTIONS, **drafts) as one,
-        LLM(kv_pool=pool, **OPTIONS) as other,
-    ):
+    with LLM(kv_pool=pool, **OPTIONS, **drafts) as one, LLM(kv_pool=pool, **OPTIONS) as other:
         assert [row.floor_bytes for row in pool.state()] == [2 * LEAST, LEAST]
         with never_above(pool, one, other):
             for _ in range(2):
@@ -329,9 +326,7 @@ def test_an_engine_with_a_draft_model_shares_its_memory() -> None:
     asyncio.run(run())
 
 
-def test_the_terms_of_a_model_that_runs_can_be_changed(
-    alone: dict[int, list[list[int]]],
-) -> None:
+def test_the_terms_of_a_model_that_runs_can_be_changed(alone: dict[int, list[list[int]]]) -> None:
     """Its requests want 12 MiB, and hold 4 at the 50th step."""
     pool = KVPool("16MiB")
     with LLM(kv_pool=pool, **OPTIONS) as one, LLM(kv_pool=pool, **OPTIONS):

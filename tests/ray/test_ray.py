@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
-os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = (
-    "120"  # 5 by default: too few where all is busy
-)
-ray = pytest.importorskip("ray", reason="needs Ray: pip install 'vmserve[ray]'")
+from tests.chaos.harness import free_port
+from tests.ray.nodes import ray
 
 ENGINE = {"kv_cache_memory": "16MiB", "max_model_len": 128, "max_num_seqs": 4}
 
@@ -57,8 +52,7 @@ def test_a_deployment_serves_the_http_api(cluster: None) -> None:
     serve = pytest.importorskip("ray.serve")
     from vmserve.ray import deployment
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     app = deployment(**ENGINE, options={"ray_actor_options": {"num_cpus": 1}})
     serve.run(app, route_prefix="/")

@@ -10,19 +10,13 @@ import pytest
 import torch
 
 from tests.profiles import steady_profile
-from tests.scheduler.test_fcfs import make_request
+from tests.support.scheduling import make_request
 from vmserve.attention.base import RaggedBatch
 from vmserve.errors import ConfigurationError
 from vmserve.memory.base import Regime
 from vmserve.memory.layout import plan_layout
 from vmserve.scheduler.profile import DeviceProfile, KernelCosts, SequenceWork
-from vmserve.scheduler.regime import (
-    CostModel,
-    RegimeChoice,
-    RegimePolicy,
-    RunningLength,
-    Situation,
-)
+from vmserve.scheduler.regime import CostModel, RegimeChoice, RegimePolicy, RunningLength, Situation
 from vmserve.scheduler.sequence import Request
 
 #: 32 tokens a page of 2 blocks; 128 bytes a token.
@@ -47,91 +41,91 @@ def policy(**costs: Any) -> RegimePolicy:
     return RegimePolicy("auto", CostModel(replace(NOTHING, **costs), LAYOUT))
 
 
-def chosen(
-    policy: RegimePolicy, request: Request | None = None, **around: Any
-) -> tuple[Regime, str]:
-    request = request or make_request("r", 100, max_tokens=50)
-    choice = policy.choose(request, Situation(**around))
-    return choice.regime, choice.reason
+def request_of(num_prompt: int = 100, max_tokens: int = 50, n: int = 1) -> Request:
+    return make_request("r", num_prompt, max_tokens=max_tokens, n=n)
 
 
-def test_layout_of_these_tests() -> None:
-    assert (LAYOUT.page_tokens, LAYOUT.block_tokens, LAYOUT.num_groups) == (32, 16, 1)
+def reads(virtual: float, paged: float) -> dict[str, KernelCosts]:
+    return {"virtual": replace(FREE, read=virtual), "paged": replace(FREE, read=paged)}
+
+
+DEAR_MAPS = {"map_page": 1e-3}
+DEAR_COPIES = {"copy_bytes_per_second": 1e3}
+CALLS = {"virtual": replace(FREE, call=1e-3), "paged": replace(FREE, call=1e-3)}
+SCARCE = {"limit_pages": 10, "fixed_seconds": 0.1}
 
 
 def test_forced_regimes_ask_nothing() -> None:
+    batch = RaggedBatch.build([0], [99], [1])
     for regime in Regime:
         forced = RegimePolicy(regime.value)
         assert not forced.predicts
-        choice = forced.choose(make_request("r", 10, n=4))
+        choice = forced.choose(request_of(n=4))
         assert (choice.regime, choice.reason, choice.predicted) == (regime, "forced", {})
+        assert forced.attended(regime, batch, 1.0) == 0.0
 
 
 def test_without_costs_what_forks_is_paged() -> None:
     auto = RegimePolicy("auto")
     assert not auto.predicts
-    assert auto.choose(make_request("r", 10))[:2] == (Regime.VIRTUAL, "default")
-    assert auto.choose(make_request("r", 10, n=2))[:2] == (Regime.PAGED, "forks")
+    assert auto.choose(request_of())[:2] == (Regime.VIRTUAL, "default")
+    assert auto.choose(request_of(n=2))[:2] == (Regime.PAGED, "forks")
 
 
-def test_nothing_to_choose_between_is_virtual() -> None:
-    assert chosen(policy()) == (Regime.VIRTUAL, "default")
+@pytest.mark.parametrize(
+    ("costs", "request_", "around", "chosen"),
+    [
+        ({}, request_of(), {}, "virtual default"),
+        (DEAR_MAPS, request_of(), {}, "paged maps"),
+        # In a slot that is mapped already they cost nothing.
+        (DEAR_MAPS, request_of(), {"unmapped_share": 0.0}, "virtual default"),
+        (reads(0.0, 1e-6), request_of(), {}, "virtual kernels"),
+        (reads(0.0, 1e-6) | DEAR_MAPS, request_of(), {}, "virtual kernels"),
+        # A saving within the margin is none.
+        (reads(1.01e-6, 1e-6), request_of(), {}, "virtual default"),
+        (reads(1.05e-6, 1e-6), request_of(), {}, "paged kernels"),
+        (DEAR_COPIES, request_of(60, n=3), {}, "paged forks"),
+        (DEAR_MAPS, request_of(40, n=3), {"unmapped_share": 0.0}, "paged forks"),
+        # A cached prefix that ends within a page is copied for the virtual view.
+        (DEAR_COPIES, request_of(), {"num_hit": 32}, "virtual default"),
+        (DEAR_COPIES, request_of(), {"num_hit": 48}, "paged prefix"),
+        ({}, request_of(), SCARCE, "virtual default"),
+        ({}, request_of(), {"pressure": 1.0, **SCARCE}, "paged memory"),
+        # No slot, no virtual view.
+        (reads(0.0, 1.0), request_of(), {"num_free_slots": 0}, "paged slots"),
+        # A second kernel family is charged to whoever brings it.
+        (CALLS, request_of(), {}, "virtual default"),
+        (CALLS, request_of(), {"num_paged": 3}, "paged batch"),
+        (CALLS, request_of(), {"num_virtual": 1}, "virtual batch"),
+        (CALLS, request_of(), {"num_virtual": 1, "num_paged": 3}, "virtual default"),
+    ],
+)
+def test_what_is_chosen(
+    costs: dict[str, Any], request_: Request, around: dict[str, Any], chosen: str
+) -> None:
+    choice = policy(**costs).choose(request_, Situation(**around))
+    assert f"{choice.regime.value} {choice.reason}" == chosen
 
 
-def test_map_calls_lean_paged_and_kernels_virtual() -> None:
-    dear_maps = policy(map_page=1e-3)
-    assert chosen(dear_maps) == (Regime.PAGED, "maps")
-    # In a slot that is mapped already they cost nothing.
-    assert chosen(dear_maps, unmapped_share=0.0) == (Regime.VIRTUAL, "default")
-    slow_paged = replace(FREE, read=1e-6)
-    assert chosen(policy(paged=slow_paged)) == (Regime.VIRTUAL, "kernels")
-    # 50 tokens read 100 + 25.5 positions each on average; four pages are mapped at once.
-    both = policy(paged=slow_paged, map_page=1e-3)
-    choice = both.choose(make_request("r", 100, max_tokens=50), Situation())
-    assert choice.predicted == {
-        "virtual": pytest.approx(4e-3),
-        "paged": pytest.approx(50 * 125.5e-6),
-    }
-    assert (choice.regime, choice.reason) == (Regime.VIRTUAL, "kernels")
-
-
-def test_a_saving_within_the_margin_is_none() -> None:
-    close = policy(virtual=replace(FREE, read=1.01e-6), paged=replace(FREE, read=1e-6))
-    assert chosen(close) == (Regime.VIRTUAL, "default")
-    clear = policy(virtual=replace(FREE, read=1.05e-6), paged=replace(FREE, read=1e-6))
-    assert chosen(clear) == (Regime.PAGED, "kernels")
-
-
-def test_forks_lean_paged_by_what_they_map_and_copy() -> None:
-    request = make_request("r", 40, max_tokens=50, n=3)
-    dear_copies = policy(copy_bytes_per_second=1e3)
-    # Two forks copy 8 of the last page's tokens, and 8 of the last block's.
-    choice = dear_copies.choose(request, Situation())
-    assert choice.predicted["virtual"] == choice.predicted["paged"] == pytest.approx(2 * 8 * 0.128)
-    longer = make_request("r", 60, max_tokens=50, n=3)
-    assert chosen(dear_copies, longer) == (Regime.PAGED, "forks")
-    assert chosen(policy(map_page=1e-3), request, unmapped_share=0.0) == (Regime.PAGED, "forks")
-
-
-def test_a_cached_prefix_that_ends_within_a_page_is_copied_for_the_virtual_view() -> None:
-    costs = policy(copy_bytes_per_second=1e3)
-    assert chosen(costs, num_hit=32) == (Regime.VIRTUAL, "default")
-    assert chosen(costs, num_hit=48) == (Regime.PAGED, "prefix")
-
-
-def test_scarce_memory_leans_to_the_finer_view() -> None:
-    around = {"limit_pages": 10, "fixed_seconds": 0.1}
-    assert chosen(policy(), **around) == (Regime.VIRTUAL, "default")
-    assert chosen(policy(), pressure=1.0, **around) == (Regime.PAGED, "memory")
-    # Half of the last page, or block, and what of the prefix's last one is there twice.
-    choice = policy().choose(
-        make_request("r", 100, max_tokens=50), Situation(pressure=0.5, num_hit=40, **around)
-    )
-    second = 0.5 * 0.1 / 10 * 50
-    assert choice.predicted == {
-        "virtual": pytest.approx((8 + 16) / 32 * second),
-        "paged": pytest.approx((8 + 8) / 32 * second),
-    }
+@pytest.mark.parametrize(
+    ("costs", "request_", "around", "virtual", "paged"),
+    [
+        # 50 tokens read 100 + 25.5 positions each on average; four pages are mapped at once.
+        (reads(0.0, 1e-6) | DEAR_MAPS, request_of(), {}, 4e-3, 50 * 125.5e-6),
+        # Two forks copy 8 of the last page's tokens, and 8 of the last block's.
+        (DEAR_COPIES, request_of(40, n=3), {}, 2 * 8 * 0.128, 2 * 8 * 0.128),
+        # Half of the last page, or block, and what of the prefix's last one is there twice.
+        ({}, request_of(), {"pressure": 0.5, "num_hit": 40, **SCARCE}, 0.75 / 4, 0.5 / 4),
+        # Whoever is preempted maps again.
+        (DEAR_MAPS, request_of(max_tokens=20), {"num_preemptions": 1.5}, 2.5 * 4e-3, 0.0),
+    ],
+)
+def test_what_is_predicted(
+    costs: dict[str, Any], request_: Request, around: dict[str, Any], virtual: float, paged: float
+) -> None:
+    """Seconds. Of scarce memory a page costs 1/4 here: half of 0.1 s / 10 pages x 50 tokens."""
+    choice = policy(**costs).choose(request_, Situation(**around))
+    assert choice.predicted == {"virtual": pytest.approx(virtual), "paged": pytest.approx(paged)}
 
 
 def test_what_a_step_takes_anyway_is_the_profiles_or_the_least_that_was_seen() -> None:
@@ -148,44 +142,28 @@ def test_what_a_step_takes_anyway_is_the_profiles_or_the_least_that_was_seen() -
     assert known.fixed_seconds == pytest.approx(0.03)
 
 
-def test_whoever_is_preempted_maps_again() -> None:
-    often = Situation(num_preemptions=1.5)
-    choice = policy(map_page=1e-3).choose(make_request("r", 100, max_tokens=20), often)
-    assert choice.predicted == {"virtual": pytest.approx(2.5 * 4e-3), "paged": 0.0}
+def test_preemptions_are_averaged() -> None:
     auto = policy()
     for _ in range(200):
         auto.finished(10, num_preemptions=3)
     assert auto.num_preemptions == pytest.approx(3, rel=1e-3)
 
 
-def test_no_slot_no_virtual_view() -> None:
-    slow_paged = policy(paged=replace(FREE, read=1.0))
-    assert chosen(slow_paged, num_free_slots=0) == (Regime.PAGED, "slots")
-
-
-def test_a_second_kernel_family_is_charged_to_whoever_brings_it() -> None:
-    calls = policy(virtual=replace(FREE, call=1e-3), paged=replace(FREE, call=1e-3))
-    assert chosen(calls) == (Regime.VIRTUAL, "default")
-    assert chosen(calls, num_paged=3) == (Regime.PAGED, "batch")
-    assert chosen(calls, num_virtual=1) == (Regime.VIRTUAL, "batch")
-    assert chosen(calls, num_virtual=1, num_paged=3) == (Regime.VIRTUAL, "default")
-
-
 def test_a_newcomer_takes_the_batch_along_where_that_is_cheap() -> None:
-    calls = policy(virtual=replace(FREE, call=1e-3), paged=replace(FREE, call=1e-3), map_page=1e-3)
-    # Alone it would pay for 50 calls to save four maps.
-    alone = calls.choose(make_request("r", 100, max_tokens=50), Situation(num_virtual=3))
-    assert (alone.regime, alone.reason, alone.moves_batch) == (Regime.VIRTUAL, "batch", False)
+    calls = policy(**CALLS, **DEAR_MAPS)
     around = Situation(num_virtual=3)
-    choice = calls.choose(make_request("r", 100, max_tokens=50), around, lambda: 3e-3)
+    # Alone it would pay for 50 calls to save four maps.
+    alone = calls.choose(request_of(), around)
+    assert (alone.regime, alone.reason, alone.moves_batch) == (Regime.VIRTUAL, "batch", False)
+    choice = calls.choose(request_of(), around, lambda: 3e-3)
     assert (choice.regime, choice.reason, choice.moves_batch) == (Regime.PAGED, "maps", True)
-    dear = calls.choose(make_request("r", 100, max_tokens=50), around, lambda: 5e-3)
+    dear = calls.choose(request_of(), around, lambda: 5e-3)
     assert (dear.regime, dear.moves_batch) == (Regime.VIRTUAL, False)
     assert dear.forgone == pytest.approx(4e-3)
     # Who would rather be where the batch is moves nobody, and does not ask what that costs.
     mapped = around._replace(unmapped_share=0.0)
     asked: list[float] = []
-    content = calls.choose(make_request("r", 100, max_tokens=50), mapped, lambda: asked.pop())
+    content = calls.choose(request_of(), mapped, lambda: asked.pop())
     assert not content.moves_batch
 
 
@@ -193,19 +171,17 @@ def test_a_hit_moves_the_batch_however_small_its_part() -> None:
     """Its pages are mapped for sure; that a kernel is faster by as little may be chance."""
     same = replace(FREE, call=1e-3, read=1e-4)  # beside 0.6 s, 4 ms are little
     auto = policy(virtual=same, paged=same, map_page=1e-3)
-    request = make_request("r", 100, max_tokens=50)
     for num_hit, moves in ((0, False), (96, True)):
         around = Situation(num_virtual=3, num_hit=num_hit)
-        choice = auto.choose(request, around, lambda: 0.0)
-        assert choice.moves_batch == moves
+        assert auto.choose(request_of(), around, lambda: 0.0).moves_batch == moves
 
 
 def test_what_newcomers_forgo_for_the_batch_adds_up_until_it_pays_to_move_it() -> None:
-    calls = policy(virtual=replace(FREE, call=1e-3), paged=replace(FREE, call=1e-3), map_page=1e-3)
+    calls = policy(**CALLS, **DEAR_MAPS)
     around = Situation(num_virtual=3)
 
     def newcomer() -> bool:
-        choice = calls.choose(make_request("r", 100, max_tokens=50), around, lambda: 9e-3)
+        choice = calls.choose(request_of(), around, lambda: 9e-3)
         calls.kept(choice)
         return choice.moves_batch
 
@@ -221,7 +197,7 @@ def test_whoever_is_better_off_in_the_batch_makes_up_for_those_who_are_not() -> 
     def newcomer(unmapped: float, moving: float) -> RegimeChoice:
         """Saves 4 ms of maps in the paged view, or none, and loses 2.21 ms to its kernels."""
         around = Situation(num_virtual=1, unmapped_share=unmapped)
-        choice = auto.choose(make_request("r", 100, max_tokens=20), around, lambda: moving)
+        choice = auto.choose(request_of(max_tokens=20), around, lambda: moving)
         auto.kept(choice)
         return choice
 
@@ -242,13 +218,11 @@ def test_expected_lengths_follow_what_ended() -> None:
 
 
 def test_the_batch_leaves_a_regime_when_that_pays() -> None:
-    calls = policy(virtual=replace(FREE, call=1e-3), paged=replace(FREE, call=1e-3))
-    lone = {
-        Regime.VIRTUAL: [RunningLength(100, 50)],
-        Regime.PAGED: [RunningLength(100, 50)] * 4,
-    }
+    calls = policy(**CALLS)
+    one = RunningLength(100, 50)
+    lone = {Regime.VIRTUAL: [one], Regime.PAGED: [one] * 4}
     # To the block table costs nothing; to a slot it would cost maps.
-    maps = policy(virtual=replace(FREE, call=1e-3), paged=replace(FREE, call=1e-3), map_page=1e-3)
+    maps = policy(**CALLS, **DEAR_MAPS)
     assert calls.reconsider(lone) is Regime.VIRTUAL
     assert maps.reconsider(lone) is Regime.VIRTUAL
     # What forks stays; the others may come to it.
@@ -260,6 +234,19 @@ def test_the_batch_leaves_a_regime_when_that_pays() -> None:
     assert slow.reconsider(ending, forking={Regime.PAGED}) is None
     assert policy().reconsider(lone) is None
     assert RegimePolicy("paged").reconsider(lone) is None
+
+
+def test_what_it_saves_and_costs_to_move_two_sequences() -> None:
+    """10 tokens each; the last page is 16 tokens emptier than the last block, at 0.5 s a page."""
+    kernels = {
+        "virtual": replace(FREE, sequence=3e-3, read=2e-6),
+        "paged": replace(FREE, sequence=1e-3, read=1e-6),
+    }
+    model = CostModel(replace(NOTHING, **kernels, **DEAR_MAPS), LAYOUT)
+    two, saved = [RunningLength(100, 10)] * 2, 2 * (10 * (2e-3 + 0.125) + 10 * 105 * 1e-6)
+    assert model.gain_of_leaving(Regime.VIRTUAL, two, 0, 0.5) == (pytest.approx(saved), 0.0)
+    back = model.gain_of_leaving(Regime.PAGED, two, 0, 0.5)
+    assert back == (pytest.approx(-saved), pytest.approx(2 * 4e-3))
 
 
 def test_a_step_is_charged_for_each_regime_that_it_has() -> None:
@@ -307,7 +294,7 @@ def test_a_broken_profile_is_refused(change: Any, text: str) -> None:
 def test_the_error_of_attention_is_learnt_for_each_number_of_sequences() -> None:
     costs = KernelCosts(call=1e-4, sequence=1e-5, read=1e-7, pair=1e-9)
     auto = policy(virtual=costs, paged=costs)
-    request = make_request("r", 100, max_tokens=50)
+    request = request_of()
     before = auto.choose(request, Situation(num_virtual=7)).predicted
     past = 300
     for num_seqs, error in ((1, 1.2), (8, 3.0), (32, 2.0)):
@@ -332,8 +319,3 @@ def test_a_busy_machine_is_forgotten_when_it_is_idle_again() -> None:
     for seconds in [5e-4] * 100 + [1e-4] * 600:
         last = auto.attended(Regime.VIRTUAL, batch, seconds)
     assert last == pytest.approx(1e-4, rel=0.15)
-
-
-def test_forced_regimes_predict_no_attention() -> None:
-    batch = RaggedBatch.build([0], [99], [1])
-    assert RegimePolicy("paged").attended(Regime.PAGED, batch, 1.0) == 0.0
