@@ -91,6 +91,9 @@ Address CudaDriver::reserve(std::size_t bytes, Backing backing) {
 void CudaDriver::free_reservation(Address addr) {
   enter();
   FrameLedger::Reservation& reservation = ledger_.reservation_at(addr);
+  // What is queued would find nothing mapped, which loses the device. What these calls say, the
+  // next ones say, too.
+  for (Stream const stream : {compute_stream(), copy_stream_}) api_->stream_synchronize(stream);
   for (const AddressRun& run : mapped_ranges(reservation.segments)) unmap_one(run, 0);
   const std::size_t bytes = reservation.segments.bytes();
   const cuda::Result result = api_->address_free(addr, bytes);

@@ -711,11 +711,6 @@ void KVMemory::close() {
   for (const auto& kind : kinds_) {
     kind->background.end_persistence();
     kind->work.mapper.reset();
-    try {  // what is queued still uses what is unmapped now
-      kind->work.driver->fence();
-    } catch (const Error&) {
-      // A lost device does nothing any more.
-    }
     kind->work.swap.reset();
     kind->work.space.reset();
   }

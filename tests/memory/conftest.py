@@ -7,6 +7,8 @@ from hypothesis import settings
 
 #: Of ``scripts/test --fast``.
 settings.register_profile("fast", max_examples=25, deadline=None)
+#: Of the walks over every call that can fail.
+settings.register_profile("thorough", max_examples=20_000, deadline=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

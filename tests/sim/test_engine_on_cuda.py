@@ -284,7 +284,26 @@ def test_pages_of_a_running_step_are_waited_for_where_nothing_else_is_left(
     memory.launched(grow(memory, second, 32))
     memory.check()
     memory.close()
+    del memory
     assert sim.violations() == []
+
+
+def test_a_memory_that_is_closed_waits_for_what_is_queued(
+    sim: SimCuda, pages: SimulatedMemory
+) -> None:
+    """Kernels and clears of the last step would find nothing mapped, and lose the device."""
+    memory = manager(pages, 2, deferred_reclamation=False)
+    first, second = opened(memory), opened(memory)
+    memory.launched(grow(memory, first, 32))
+    memory.release(first)
+    assert isinstance(memory.plan([Growth(second, 32)]), MemoryPlan)
+    epoch = grow(memory, second, 32)
+    sim.launch_write(contiguous_view(memory).keys[0].data_ptr(), 8, 1)
+    memory.launched(epoch)
+    memory.close()
+    del memory
+    assert sim.violations() == []
+    assert sim.counts().allocations == 0
 
 
 def test_no_access_changes_of_pages_that_a_running_step_may_read(

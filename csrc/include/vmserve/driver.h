@@ -119,7 +119,7 @@ class PageDriver {
   virtual Address reserve(std::size_t bytes, Backing backing) = 0;
 
   // Pre:  addr came from reserve() and was not freed.
-  // Post: the range is gone, and every mapping in it.
+  // Post: what was queued on the device is over, and the range is gone with every mapping in it.
   virtual void free_reservation(Address addr) = 0;
 
   // Pre:  the frames do not exist, and none is twice in the batch.
