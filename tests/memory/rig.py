@@ -231,8 +231,29 @@ class Part:
         return count
 
 
+class Books:
+    """What every rig knows of its memory through the oracle."""
+
+    core: Any
+    oracle: Oracle
+
+    @property
+    def model(self) -> Model:
+        """Of the first kind: what is the same for all, and of a memory of one kind everything."""
+        return self.oracle.kinds[0]
+
+    @property
+    def narrowest(self) -> int:
+        """What a token sees in every kind."""
+        windows = [model.shape.window for model in self.oracle.kinds if model.shape.window]
+        return min(windows, default=self.model.shape.max_len)
+
+    def append(self, seqs: Sequence[int]) -> None:
+        self.core.append_tokens(list(seqs), [self.oracle.append_token(seq) for seq in seqs])
+
+
 @dataclass
-class Rig:
+class Rig(Books):
     options: Options
     core: Any = field(init=False)
     oracle: Oracle = field(init=False)
@@ -327,17 +348,6 @@ class Rig:
     @property
     def shape(self) -> Shape:
         return self.options.shape
-
-    @property
-    def narrowest(self) -> int:
-        """What a token sees in every kind."""
-        windows = [kind.window for kind in self.options.kinds if kind.window]
-        return min(windows, default=self.shape.max_len)
-
-    @property
-    def model(self) -> Model:
-        """Of the first kind: what is the same for all, and of a memory of one kind everything."""
-        return self.oracle.kinds[0]
 
     @property
     def persists(self) -> bool:
@@ -571,9 +581,6 @@ class Rig:
             self.write(Write(seq, self.model.begun, self.model.seqs[seq].length, length))
         self.core.keep(list(lengths), list(lengths.values()))
         self.told("keep", lengths)
-
-    def append(self, seqs: Sequence[int]) -> None:
-        self.core.append_tokens(list(seqs), [self.oracle.append_token(seq) for seq in seqs])
 
     def complete(self, epoch: int) -> None:
         self.core.complete(epoch)

@@ -24,9 +24,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.memory.model import Model, Oracle
+from tests.memory.model import Oracle
 from tests.memory.model_types import VALUES_PER_TENANT, Kind, Observation, Op, Shape
-from tests.memory.rig import Fault, Layers, as_tuple, as_view, observe
+from tests.memory.rig import Books, Fault, Layers, as_tuple, as_view, observe
 from tests.sim.simcuda import GRANULE, NOTHING, SPAN, SimConfig, SimCuda
 from vmserve import _core
 from vmserve._core import Health, MapperMode, ZeroPolicy
@@ -111,7 +111,7 @@ class Begun:
 
 
 @dataclass
-class CudaRig:
+class CudaRig(Books):
     setting: Setting
     rng: random.Random
     #: A life that had this directory before, and whose blocks are found.
@@ -166,22 +166,12 @@ class CudaRig:
     # -- the books
 
     @property
-    def model(self) -> Model:
-        """Of the first kind: what is the same for all."""
-        return self.oracle.kinds[0]
-
-    @property
     def shape(self) -> Shape:
         return self.setting.shape
 
     @property
     def persists(self) -> bool:
         return self.directory is not None
-
-    @property
-    def narrowest(self) -> int:
-        windows = [layers.window for layers in self.setting.kinds if layers.window]
-        return min(windows, default=self.shape.max_len)
 
     def observe(self, seqs: Sequence[int] | None = None) -> list[Observation]:
         """Of `seqs`, or of all."""
@@ -342,9 +332,6 @@ class CudaRig:
         if self.model.completed == before:  # else more may be published by now
             self.oracle.check_match(seq, matched, has_state=False)
         return matched
-
-    def append(self, seqs: Sequence[int]) -> None:
-        self.core.append_tokens(list(seqs), [self.oracle.append_token(seq) for seq in seqs])
 
     def may_copy(self, op: Op) -> bool:
         """Something that an epoch which is not launched yet may still write."""
